@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
 
 T = TypeVar("T")
-D = TypeVar("D")
+SharedNumbers: TypeAlias = "tuple[list[Any], list[float]]"
+"""Numbers of another rank, after their description."""
 
 
 class StepOutputs:
@@ -42,9 +44,20 @@ class StepOutputs:
         """Returns the object of the rank where this one's steps reach their end; all ranks of a pipeline call it."""
         return obj
 
-    def share_numbers(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
-        """Returns what `share` would of both; quicker while the description stays the same from call to call."""
-        return described, numbers
+    def begin_numbers(
+        self, described: list[Any], numbers: Sequence[Tensor | float]
+    ) -> Callable[[], SharedNumbers] | None:
+        """Begins to share a step's numbers; all ranks of a pipeline call it for each batch, and none waits.
+
+        Args:
+            described: what the numbers are, as JSON can hold it.
+            numbers: one for each entry of the description.
+
+        Returns:
+            A function that waits, and returns what the rank gave on which this one's steps reach their end. None on
+            that rank itself. At most 4 of these functions may be outstanding.
+        """
+        return None
 
     def share_scalar(self, scalar: Tensor | None) -> Tensor:
         """Returns a 0-d tensor of the rank where this one's steps reach their end; None elsewhere. No device waits."""
@@ -56,4 +69,4 @@ class StepOutputs:
         return tree
 
 
-__all__ = ["StepOutputs"]
+__all__ = ["SharedNumbers", "StepOutputs"]

@@ -28,6 +28,7 @@ class Logged(GPT):
         super().__init__()
         self.right = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
         self.train_right = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, labels = batch
@@ -40,7 +41,7 @@ class Logged(GPT):
             self.log("odd", float(batch_idx), on_step=True, on_epoch=False)
         if batch_idx == 3:
             # More than one message holds.
-            self.log_dict({f"many {number}": float(number) for number in range(40)}, on_step=True, on_epoch=False)
+            self.log_dict({f"many {number}": float(number) for number in range(80)}, on_step=True, on_epoch=False)
         self.train_right.update(logits, labels.flatten())
         self.log("train_right", self.train_right, on_step=False, on_epoch=True)
         return {"loss": loss, "first": tokens[:, 0]}
@@ -59,6 +60,11 @@ class Logged(GPT):
         super().on_train_batch_end(outputs, batch, batch_idx)
         if outputs is not None:
             assert (outputs["first"] == batch[0][:, 0]).all(), "outputs are those of the whole batch"
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        if self.global_step % 3 == 1:
+            self.seen.append(float(self.trainer.callback_metrics["loss_step"]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
@@ -89,6 +95,7 @@ def train(sizes: dict[str, Any] | None, folder: str) -> dict[str, Any]:
         "metrics": found,
         "epochs": trainer.current_epoch,
         "best": Path(best.best_model_path).name,
+        "seen": module.seen,
         "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
     }
 
@@ -115,9 +122,35 @@ def test_every_rank_knows_what_one_process_logs(sizes: dict[str, int], tmp_path:
         assert rank["rates"] == ranks[0]["rates"]
     if world == 2:
         assert ranks[0]["rates"] == single["rates"]
+        assert ranks[0]["seen"] == ranks[1]["seen"] == pytest.approx(single["seen"], rel=1e-4)
         ours, theirs = rows(tmp_path / "ranks"), rows(tmp_path / "single")
         assert len(ours) == len(theirs) and ours[0].keys() == theirs[0].keys()
         for row, expected in zip(ours, theirs, strict=True):
             for name, value in expected.items():
                 assert (row[name] == "") == (value == ""), (name, expected["step"])
                 assert value == "" or float(row[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
+
+
+def train_without_reading(sizes: dict[str, Any] | None) -> dict[str, float]:
+    torch.manual_seed(0)
+    strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
+    trainer = Trainer(strategy=strategy, max_steps=13, barebones=True)
+    trainer.fit(Unread(), DataLoader(data(64), 4))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Unread(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 2:
+            # Later messages do not have it.
+            self.log("early", float(batch_idx))
+        self.log("index", float(batch_idx))
+        return loss
+
+
+def test_values_that_nobody_read_in_the_run_are_known_after_it() -> None:
+    single = train_without_reading(None)
+    assert single.keys() >= {"early", "index"} and single["index"] == 12
+    for rank in run_world(2, train_without_reading, {"pp": 2, "microbatches": 2}):
+        assert rank == pytest.approx(single, rel=1e-4)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.outputs import SharedNumbers
 from leyden.trainer.logging import metrics
 from leyden.trainer.logging.entries import Reduced
 from leyden.trainer.logging.values import Value, as_number, read_back
@@ -106,9 +107,11 @@ class EpochValues:
         """What the last stage of this rank's pipeline has; what is given, elsewhere."""
         return self._strategy.outputs.share(values)
 
-    def numbers_of_outputs(self, described: T, numbers: list[float]) -> tuple[T, list[float]]:
-        """The same of numbers and their description, which seldom changes."""
-        return self._strategy.outputs.share_numbers(described, numbers)
+    def begin_numbers(
+        self, described: list[Any], numbers: Sequence[Tensor | float]
+    ) -> Callable[[], SharedNumbers] | None:
+        """Begins to share a step's numbers; see `StepOutputs.begin_numbers`."""
+        return self._strategy.outputs.begin_numbers(described, numbers)
 
     def reduce(
         self, entries: Sequence[Entry], idle: frozenset[int]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.outputs import SharedNumbers
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, restored_entries
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from leyden.trainer.logging.epoch_values import EpochValues, Key
 
 
+UNREAD = 3
+"""So many steps' values of another stage may wait to be read."""
 Shown: TypeAlias = "tuple[Value, bool, bool]"
 """A value, and whether loggers and the progress bar are given it."""
 
@@ -59,6 +63,10 @@ class Logs:
         self._epoch_values: dict[str, Shown] = {}
         self._of_others: dict[str, Value] = {}
         """What the current step has logged on the last stage of a pipeline, of which this rank has another."""
+        self._steps_of_others: dict[str, Shown] = {}
+        """What steps have logged there since the epoch began."""
+        self._arriving: deque[Callable[[], SharedNumbers]] = deque()
+        """What steps have logged there and this rank has not read yet, the oldest first."""
 
     # where the run stands ---------------------------------------------------------------------------------------------
     def begin_loader(self, index: int | None) -> None:
@@ -125,7 +133,7 @@ class Logs:
             self.batch = batch
 
     def share_step(self) -> None:
-        """Gives every rank of a pipeline what the step has logged where it reached its end."""
+        """Begins to give every rank of a pipeline what the step has logged where it reached its end."""
         if self._ranks is None:
             return
         entries = {
@@ -133,17 +141,27 @@ class Logs:
             for entry in self._entries.values()
             if entry.tick == self._tick and entry.on_step and entry.value is not None
         }
-        described = [(name, entry.name, entry.logger, entry.prog_bar) for name, entry in entries.items()]
-        own = [float(entry.value) for entry in entries.values() if entry.value is not None]
-        shared, numbers = self._ranks.numbers_of_outputs(described, own)
-        if shared is described:
+        described = [[name, entry.name, entry.logger, entry.prog_bar] for name, entry in entries.items()]
+        own = [entry.value for entry in entries.values() if entry.value is not None]
+        arriving = self._ranks.begin_numbers(described, own)
+        if arriving is None:
             return
-        values: dict[str, tuple[float, bool, bool]] = {}
-        for (step_name, name, logger, prog_bar), number in zip(shared, numbers, strict=True):
+        self._arriving.append(arriving)
+        if len(self._arriving) > UNREAD:
+            self._receive(self._arriving.popleft())
+
+    def _settle(self) -> None:
+        """Reads what the last stage of a pipeline has sent of its steps. Before that nothing waits for it."""
+        while self._arriving:
+            self._receive(self._arriving.popleft())
+
+    def _receive(self, arriving: Callable[[], SharedNumbers]) -> None:
+        values: dict[str, Shown] = {}
+        for (step_name, name, logger, prog_bar), number in zip(*arriving(), strict=True):
             values[step_name] = (number, logger, prog_bar)
             values.setdefault(name, (number, False, False))
         self._of_others = {name: value for name, (value, logger, _) in values.items() if logger}
-        self._epoch_values.update(values)
+        self._steps_of_others.update(values)
 
     # recording --------------------------------------------------------------------------------------------------------
     def record(
@@ -194,6 +212,7 @@ class Logs:
 
     def show(self, values: Mapping[str, Value]) -> None:
         """Shows callbacks values that the module did not log and that loggers already have."""
+        self._settle()
         self._epoch_values.update({name: (value, False, False) for name, value in values.items()})
 
     def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
@@ -252,8 +271,10 @@ class Logs:
     # reading ----------------------------------------------------------------------------------------------------------
     def _current(self) -> Iterator[tuple[str, Value, bool, bool]]:
         """Every name with its newest value: those of ended epochs, then the steps since."""
-        for name, (value, logger, prog_bar) in self._epoch_values.items():
-            yield name, value, logger, prog_bar
+        self._settle()
+        for values in (self._epoch_values, self._steps_of_others):
+            for name, (value, logger, prog_bar) in values.items():
+                yield name, value, logger, prog_bar
         for entry in self._entries.values():
             if entry.on_step and entry.fresh and entry.value is not None:
                 yield entry.step_name, entry.value, entry.logger, entry.prog_bar
@@ -274,6 +295,7 @@ class Logs:
 
     def step_values(self, group: str) -> dict[str, Value]:
         """What loggers are given for the current batch."""
+        self._settle()
         own = {
             entry.step_name: entry.value
             for entry in self._entries.values()
@@ -301,6 +323,7 @@ class Logs:
         Returns:
             The values by the names that they were logged by, and those of them that loggers are given.
         """
+        self._settle()
         values: dict[str, Value] = {}
         logged: dict[str, Value] = {}
         entries = [entry for entry in self._entries.values() if entry.group == group]
@@ -332,6 +355,7 @@ class Logs:
         )
         metrics, values = shared = self._ranks.of_outputs(own)
         if shared is not own:
+            self._steps_of_others.clear()
             self._epoch_values.update(values)
             for name in metrics:
                 self._module.get_submodule(name).reset()  # type: ignore[operator]
@@ -364,17 +388,22 @@ class Logs:
 
     def clear(self) -> None:
         """Forgets everything."""
+        self._settle()
         self._entries.clear()
         self._epoch_values.clear()
+        self._steps_of_others.clear()
 
     # resume -----------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Sums of the training epoch, and every value that is shown; metrics by their names in the module."""
+        self._settle()
         names = {id(part): name for name, part in self._module.named_modules()}
         entries = [entry for entry in self._entries.values() if entry.group == "train"]
         return {
             "entries": [{**entry.state(), "metric": names.get(id(entry.metric))} for entry in entries],
-            "epoch_values": {name: list(value) for name, value in self._epoch_values.items()},
+            "epoch_values": {
+                name: list(value) for name, value in (*self._epoch_values.items(), *self._steps_of_others.items())
+            },
         }
 
     def check_state_dict(self, state: Any) -> None:
@@ -382,6 +411,7 @@ class Logs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores sums and values. A function is known again at the next call of `record`."""
+        self._settle()
         parts = dict(self._module.named_modules())
         entries, self._epoch_values = restored_entries(SavedState(state, "logs"))
         self._entries.clear()
@@ -392,6 +422,7 @@ class Logs:
         if self._ranks is not None and not self._ranks.counts:
             # The sums are for the rank on which steps reach their end.
             self._epoch_values = {name: (value, logger, bar) for name, value, logger, bar in self._current()}
+            self._steps_of_others.clear()
             self._entries.clear()
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:

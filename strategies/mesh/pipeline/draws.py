@@ -45,6 +45,8 @@ class StageDraws:
         """Batches since then that ran forward alone."""
         self._common: dict[int, Any] = {}
         """Where further stages of this rank stand in what all stages draw."""
+        self._others: list[Any] | None = None
+        """Where the first stage of this rank stands in it, while another one runs."""
         self._place = ""
         """Batch, micro-batch and stage of the passage that runs, as a part of its seeds; empty outside of one."""
         self._turns = 0
@@ -85,25 +87,26 @@ class StageDraws:
         finally:
             self._numbers.set_states(before)
 
-    @contextmanager
-    def of_stage(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """In this context a micro-batch runs through a stage."""
+    def begin_passage(self, stage: int, micro_batch: int) -> None:
+        """A micro-batch begins to run through a stage."""
         own = self._common.get(stage)
-        others = None if own is None else self._numbers.states()
         if own is not None:
+            self._others = self._numbers.states()
             self._numbers.set_states(own)
         batch = f"{self.batches}.{self._evaluated}"
         self._place, self._turns = f"{torch.initial_seed()} {batch} {micro_batch} {stage} {self._data_rank}", 0
-        try:
-            yield
-        finally:
+
+    def end_passage(self, stage: int) -> None:
+        """It has run through the stage, or failed there."""
+        if self._held is not None:
             self.end_held()
-            if self._left is not None:
-                self._numbers.come_back(self._left)
-            self._place, self._left = "", None
-            if others is not None:
-                self._common[stage] = self._numbers.states()
-                self._numbers.set_states(others)
+        if self._left is not None:
+            self._numbers.come_back(self._left)
+        self._place, self._left = "", None
+        if self._others is not None:
+            self._common[stage] = self._numbers.states()
+            self._numbers.set_states(self._others)
+            self._others = None
 
     def enter_blocks(self) -> None:
         """The step has come to the blocks: from here on the stage draws by itself."""
@@ -167,8 +170,9 @@ class _Generators:
     def leave(self) -> list[Any]:
         """Leaves the sequence that is drawn from, for `seed`; returns what `come_back` continues with."""
         numpy = sys.modules.get("numpy.random")
-        generator = None if numpy is None else numpy.get_bit_generator()
+        generator = None
         if numpy is not None:
+            generator = numpy.get_bit_generator()
             if self._spare is None:
                 self._spare = numpy.MT19937(0)
             numpy.set_bit_generator(self._spare)
@@ -185,11 +189,12 @@ class _Generators:
         for generator in self._torch:
             generator.manual_seed(seed)
         random.seed(seed)
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed(seed % 2**32)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            numpy.seed(seed % 2**32)
 
     def _quick_states(self) -> list[Any]:
-        return [random.getstate(), *(generator.get_state() for generator in self._torch)]
+        return [random.getstate(), *[generator.get_state() for generator in self._torch]]
 
     def _set_quick_states(self, states: Sequence[Any]) -> None:
         random.setstate(states[0])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -34,14 +33,10 @@ class Guard:
                 self._watched.add(module)
                 module.register_forward_pre_hook(partial(self._refuse, name), prepend=True)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """In this context a step of the pipeline runs."""
-        before, self._is_open = self._is_open, True
-        try:
-            yield
-        finally:
-            self._is_open = before
+    def open(self, is_open: bool) -> bool:
+        """Lets a step of the pipeline run, or no more; returns whether it could before."""
+        before, self._is_open = self._is_open, is_open
+        return before
 
     def _refuse(self, name: str, module: nn.Module, args: Any) -> None:
         if self._is_open:

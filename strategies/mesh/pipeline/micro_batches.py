@@ -23,11 +23,13 @@ class MicroBatch:
         batch: the samples, as the batch has them.
         rows: how many there are; 0 for one that only fills the schedule, with the batch's first sample.
         share: of the batch's samples.
+        signature: what the shapes that pass between stages depend on.
     """
 
     batch: Any
     rows: int
     share: float
+    signature: tuple[Any, ...]
 
 
 def cut(batch: Any, count: int) -> list[MicroBatch]:
@@ -49,11 +51,19 @@ def cut(batch: Any, count: int) -> list[MicroBatch]:
     """
     rows = batch_size_of(batch)
     _check_lists(batch)
-    sizes = [rows // count + (place < rows % count) for place in range(count)]
+
+    def is_list(item: Any) -> bool:
+        """A list of one entry for each sample, as of strings."""
+        return isinstance(item, (list, tuple)) and len(item) == rows and not any(isinstance(i, Tensor) for i in item)
+
+    leaves, spec = tree_flatten(batch, is_leaf=is_list)
+    is_cut = [leaf.ndim > 0 and leaf.shape[0] == rows if isinstance(leaf, Tensor) else is_list(leaf) for leaf in leaves]
     parts, start = [], 0
-    for size in sizes:
+    for place in range(count):
+        size = rows // count + (place < rows % count)
         begin, end = (start, start + size) if size else (0, 1)
-        parts.append(MicroBatch(_rows(batch, rows, begin, end), size, size / rows))
+        own = [leaf[begin:end] if cuts else leaf for leaf, cuts in zip(leaves, is_cut, strict=True)]
+        parts.append(MicroBatch(tree_unflatten(own, spec), size, size / rows, _signature(own)))
         start += size
     return parts
 
@@ -72,25 +82,8 @@ def _check_lists(batch: Any) -> None:
             )
 
 
-def _rows(batch: Any, rows: int, begin: int, end: int) -> Any:
-    def part(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return item[begin:end] if item.ndim and item.shape[0] == rows else item
-        return item[begin:end]
-
-    def is_leaf(item: Any) -> bool:
-        """A list of one entry for each sample, as of strings."""
-        return isinstance(item, (list, tuple)) and len(item) == rows and not any(isinstance(i, Tensor) for i in item)
-
-    leaves, spec = tree_flatten(batch, is_leaf=is_leaf)
-    return tree_unflatten([part(leaf) if isinstance(leaf, Tensor) or is_leaf(leaf) else leaf for leaf in leaves], spec)
-
-
-def signature(batch: Any) -> tuple[Any, ...]:
-    """What the shapes that pass between stages depend on."""
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_flatten(batch)[0]
-    )
+def _signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(leaves))
 
 
 def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) -> Any:
@@ -148,6 +141,8 @@ class Form:
     def __init__(self, passed: Any) -> None:
         self.tree = tree_map(Shape.of, passed)
         self._leaves, self._spec = tree_flatten(self.tree)
+        self._only = self.tree if isinstance(self.tree, Shape) else None
+        """The shape of the tensor, where blocks return nothing else."""
 
     def check(self, passed: Any) -> None:
         """Checks that another micro-batch of the same sizes passes the same.
@@ -155,6 +150,8 @@ class Form:
         Raises:
             ConfigurationError: for another shape, or another value of what is no tensor.
         """
+        if self._only is not None and isinstance(passed, Tensor) and Shape.of(passed) == self._only:
+            return
         leaves, spec = tree_flatten(passed)
         same = spec == self._spec
         for leaf, known in zip(leaves, self._leaves, strict=False):
@@ -180,6 +177,8 @@ class Form:
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """The structure, with these tensors, of which each may be larger than it is to be."""
+        if self._only is not None:
+            return _cut_to(tensors[0], self._only.shape)
         rest = iter(tensors)
         leaves = [_cut_to(next(rest), leaf.shape) if isinstance(leaf, Shape) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
@@ -208,6 +207,8 @@ def _cut_to(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 def detached(tree: Any) -> Any:
     """A structure whose tensors have no graph."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
     return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, tree)
 
 
@@ -218,4 +219,4 @@ def has_nan(tree: Any) -> bool:
     )
 
 
-__all__ = ["Form", "MicroBatch", "Shape", "cut", "detached", "has_nan", "largest", "padded", "signature", "together"]
+__all__ = ["Form", "MicroBatch", "Shape", "cut", "detached", "has_nan", "largest", "padded", "together"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from leyden.strategies.outputs import StepOutputs
+from leyden.strategies.outputs import SharedNumbers, StepOutputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
 
 T = TypeVar("T")
-D = TypeVar("D")
 
 
 class PipelineOutputs(StepOutputs):
@@ -57,8 +57,10 @@ class PipelineOutputs(StepOutputs):
     def share(self, obj: T) -> T:
         return obj if self._steps is None else self._steps.from_last(obj)
 
-    def share_numbers(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
-        return (described, numbers) if self._steps is None else self._steps.numbers_from_last(described, numbers)
+    def begin_numbers(
+        self, described: list[Any], numbers: Sequence[Tensor | float]
+    ) -> Callable[[], SharedNumbers] | None:
+        return None if self._steps is None else self._steps.numbers.send(described, numbers)
 
     def share_scalar(self, scalar: Tensor | None) -> Tensor:
         return super().share_scalar(scalar) if self._steps is None else self._steps.scalar_from_last(scalar)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class Passages:
                 raise Left
             self._draws.enter_blocks()
             if place < own.start - 1:
-                return tree_map(lambda leaf: _filled_like(leaf, self._filler(full)), self._received)
+                return _filled_tree(self._received, self._filler(full))
             self._entered += 1
             if self._entered > 1:
                 raise ConfigurationError(
@@ -124,8 +124,9 @@ class Passages:
                     f"{name!r} is used before the blocks of {self._cut.container!r}, and the last stage of the "
                     f"pipeline holds it: give MeshStrategy(first_stage=({name!r},))."
                 )
-            floats = [leaf for leaf in tree_leaves(self._received) if _is_float(leaf)]
-            return _filled_like(floats[0], self._filler(name))
+            received = self._received
+            like = received if isinstance(received, Tensor) else next(filter(_is_float, tree_leaves(received)))
+            return _filled_like(like, self._filler(name))
 
         return forward
 
@@ -147,10 +148,12 @@ class Passages:
         for stage in stages:
             own = self._cut.blocks_of(stage)
             first, last = self._blocks[own.start], self._blocks[own.stop - 1]
-            self._handles += [
-                first.register_forward_pre_hook(_hook_of(first, lambda *_: self._draws.enter_blocks()), prepend=True),
-                last.register_forward_hook(_hook_of(last, self._note)),
-            ]
+            if own.start == 0:
+                # On later stages what stands in for the blocks before comes first.
+                enter = _hook_of(first, lambda *_: self._draws.enter_blocks())
+                self._handles.append(first.register_forward_pre_hook(enter, prepend=True))
+            if stage < self._cut.stages - 1:
+                self._handles.append(last.register_forward_hook(_hook_of(last, self._note)))
             for full in self._cut.before:
                 owner, _, name = full.rpartition(".")
                 held = self._root.get_submodule(owner)._modules.get(name)
@@ -181,9 +184,20 @@ class Passages:
             ConfigurationError: if the step does not run through the blocks once.
         """
         self.stage, self._received, self._entered, self._is_left = stage, received, 0, False
-        draws = nullcontext() if micro_batch is None else self._draws.of_stage(stage, micro_batch)
-        with self._guard.step(), self._seen_by(stage), draws:
+        was_open = self._guard.open(True)
+        for parent, seen in self._of_stage[stage].items():
+            parent.__dict__["_modules"] = seen
+        # Not by context managers, which cost each micro-batch as much as a layer of a small model.
+        try:
+            if micro_batch is not None:
+                self._draws.begin_passage(stage, micro_batch)
             outputs = step()
+        finally:
+            if micro_batch is not None:
+                self._draws.end_passage(stage)
+            for parent, whole in self._whole.items():
+                parent.__dict__["_modules"] = whole
+            self._guard.open(was_open)
         is_last = stage == self._cut.stages - 1
         if self._is_left is is_last or (stage > 0 and not self._entered):
             raise ConfigurationError(
@@ -203,16 +217,6 @@ class Passages:
                 return self._output
 
         return step
-
-    @contextmanager
-    def _seen_by(self, stage: int) -> Iterator[None]:
-        for parent, seen in self._of_stage[stage].items():
-            parent.__dict__["_modules"] = seen
-        try:
-            yield
-        finally:
-            for parent, whole in self._whole.items():
-                parent.__dict__["_modules"] = whole
 
     def remove(self) -> None:
         """Leaves the model as it was."""
@@ -247,6 +251,12 @@ def _stand_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 def _is_float(item: Any) -> bool:
     return isinstance(item, Tensor) and item.is_floating_point()
+
+
+def _filled_tree(tree: Any, value: float) -> Any:
+    if isinstance(tree, Tensor):
+        return _filled_like(tree, value)
+    return tree_map(lambda leaf: _filled_like(leaf, value), tree)
 
 
 def _filled_like(item: Any, value: float) -> Any:

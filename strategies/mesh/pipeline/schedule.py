@@ -24,7 +24,6 @@ from leyden.strategies.mesh.pipeline.micro_batches import (
     has_nan,
     largest,
     padded,
-    signature,
 )
 from leyden.strategies.mesh.pipeline.passage import Passages
 
@@ -123,7 +122,6 @@ class _Job:
     step: Callable[[Any], Any]
     to_loss: Callable[[Any, MicroBatch], Tensor]
     parts: Sequence[MicroBatch]
-    signatures: list[Any]
     shapes: dict[int, tuple[Shape, ...]]
     outputs: list[Any]
     backwards: int
@@ -167,6 +165,8 @@ class Pipeline:
         self._sent: dict[tuple[Any, int], Form] = {}
         self._rehearsed: set[Any] = set()
         self._lines: dict[Any, _Line] = {}
+        self._latest: tuple[frozenset[Any], _Line] | None = None
+        """The sizes of the last batch's micro-batches, and their schedule."""
         self._job: _Job | None = None
         self._relayed = 0
         """The stage of this rank that `relay` has come to."""
@@ -265,7 +265,7 @@ class Pipeline:
     # what passes between the stages -----------------------------------------------------------------------------------
     def unknown(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Of some micro-batches one of each size that has not been rehearsed."""
-        found = {signature(part.batch): part for part in parts}
+        found = {part.signature: part for part in parts}
         return [part for key, part in found.items() if key not in self._rehearsed]
 
     def rehearse(self, step: Callable[[Any], Any], part: MicroBatch, look: Callable[[Any], Any]) -> Any:
@@ -282,7 +282,7 @@ class Pipeline:
         Raises:
             ConfigurationError: on every rank of the pipeline, if the step cannot be cut where the model is.
         """
-        key = signature(part.batch)
+        key = part.signature
         found = self._rehearse(step, part, key, look)
         self._rehearsed.add(key)
         return found
@@ -338,22 +338,9 @@ class Pipeline:
         Returns:
             What the step returned for each, on the rank with the last stage; None for each on the others.
         """
-        signatures = [signature(part.batch) for part in parts]
-        different = list(dict.fromkeys(signatures))
-        shapes = {}
-        for stage in self.stages:
-            for at in (stage, stage + 1):
-                known = self._received if at == stage else self._sent
-                forms = [known[key, stage] for key in different if (key, stage) in known]
-                if forms:
-                    shapes[at] = largest(forms)
-        key = tuple(sorted(shapes.items()))
-        line = self._lines.pop(key, None) or _Line(self, shapes)
-        self._lines[key] = line
-        if len(self._lines) > LINES:
-            del self._lines[next(iter(self._lines))]
+        line = self._line_of(frozenset(part.signature for part in parts))
         count = len(parts)
-        self._job = _Job(step, to_loss, parts, signatures, shapes, [None] * count, count * len(self.stages))
+        self._job = _Job(step, to_loss, parts, line.shapes, [None] * count, count * len(self.stages))
         try:
             self.draws.begin_batch()
             line.run(count)
@@ -361,12 +348,31 @@ class Pipeline:
         finally:
             self._job = None
 
+    def _line_of(self, signatures: frozenset[Any]) -> _Line:
+        """The schedule for micro-batches of these sizes."""
+        if self._latest is not None and self._latest[0] == signatures:
+            return self._latest[1]
+        shapes = {}
+        for stage in self.stages:
+            for at in (stage, stage + 1):
+                known = self._received if at == stage else self._sent
+                forms = [known[key, stage] for key in signatures if (key, stage) in known]
+                if forms:
+                    shapes[at] = largest(forms)
+        key = tuple(sorted(shapes.items()))
+        line = self._lines.pop(key, None) or _Line(self, shapes)
+        self._lines[key] = line
+        if len(self._lines) > LINES:
+            del self._lines[next(iter(self._lines))]
+        self._latest = (signatures, line)
+        return line
+
     def forward(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
         """Runs a micro-batch of the batch on its way through a stage; called by the schedule."""
         job = self._job
         assert job is not None
-        key, part = job.signatures[index], job.parts[index]
-        form = self._received.get((key, stage))
+        part = job.parts[index]
+        form = self._received.get((part.signature, stage))
         self.on_last, self.is_filling = stage == self.cut.stages - 1 and part.rows > 0, not part.rows
         try:
             passed = self.passages.run(
@@ -378,8 +384,9 @@ class Pipeline:
             loss = job.to_loss(passed, part)
             job.outputs[index] = detached(passed)
             return loss
-        self._sent[key, stage].check(passed)
-        tensors = [leaf for leaf in tree_leaves(passed) if isinstance(leaf, Tensor)]
+        self._sent[part.signature, stage].check(passed)
+        leaves = (passed,) if isinstance(passed, Tensor) else tree_leaves(passed)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return tuple(
             padded(tensor, room.shape).contiguous() for tensor, room in zip(tensors, job.shapes[stage + 1], strict=True)
         )
@@ -443,6 +450,7 @@ class _Line:
 
     def __init__(self, pipeline: Pipeline, shapes: dict[int, tuple[Shape, ...]]) -> None:
         last = pipeline.cut.stages - 1
+        self.shapes = shapes
         self._has_first, self._has_last = 0 in pipeline.stages, last in pipeline.stages
         index = torch.zeros(1, dtype=torch.long)
         stages = [

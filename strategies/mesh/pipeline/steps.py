@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
 from leyden.strategies.mesh.pipeline.micro_batches import Form, MicroBatch, cut, together
+from leyden.strategies.mesh.pipeline.numbers import Numbers
 from leyden.strategies.mesh.pipeline.readings import check_readings
 from leyden.strategies.mesh.pipeline.schedule import Pipeline, Schedule
 from leyden.strategies.window import BackwardHooks, Window, read_loss
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from leyden.strategies.mesh.strategy import MeshStrategy
 
 T = TypeVar("T")
-D = TypeVar("D")
-NUMBERS = 32
-"""The most numbers of a short message, with one that says whether it is one."""
 
 
 class PipelineSteps:
@@ -63,10 +60,7 @@ class PipelineSteps:
         self._counts_items = False
         self._items: Tensor | float = 0
         self._agreed = False
-        self._described: Any = None
-        """What the numbers are that the last stage shared last."""
-        self._count = 0
-        """How many there are."""
+        self.numbers = Numbers(group, self.pipeline.last_rank, device)
 
     @property
     def cut(self) -> Cut:
@@ -113,7 +107,9 @@ class PipelineSteps:
         context = self._strategy.precision.forward_context
 
         def step(batch: Any) -> Any:
-            with nullcontext() if context is None else context():
+            if context is None:
+                return step_fn(batch, *extra)
+            with context():
                 return step_fn(batch, *extra)
 
         return step
@@ -263,22 +259,6 @@ class PipelineSteps:
             box, group=self._group, group_src=self.pipeline.last_rank, device=self._strategy.root_device
         )
         return box[0]
-
-    def numbers_from_last(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
-        """The same of numbers and their description; one short message while the description stays the same."""
-        device = self._strategy.root_device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        is_known = described == self._described and len(numbers) < NUMBERS
-        content = [float(is_known), *(numbers if is_known else ())]
-        message = torch.tensor([*content, *[0.0] * (NUMBERS - len(content))], dtype=dtype, device=device)
-        dist.broadcast(message, group=self._group, group_src=self.pipeline.last_rank)
-        found: list[float] = message.tolist()
-        if not found[0]:
-            self._described, given = self.from_last((described, numbers))
-            self._count = len(given)
-        else:
-            given = found[1 : 1 + self._count]
-        return (described, numbers) if self.pipeline.has_last else (self._described, given)
 
     def scalar_from_last(self, scalar: Tensor | None) -> Tensor:
         """The same of a 0-d tensor, in float32; None on ranks that have none."""

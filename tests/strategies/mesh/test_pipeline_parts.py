@@ -10,7 +10,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
-from leyden.strategies.mesh.pipeline.micro_batches import Form, Shape, cut, largest, padded, signature, together
+from leyden.strategies.mesh.pipeline.micro_batches import Form, Shape, cut, largest, padded, together
 from leyden.strategies.mesh.pipeline.schedule import Schedule
 
 
@@ -101,7 +101,7 @@ def test_everything_that_has_a_sample_is_cut_and_nothing_else() -> None:
     assert [part.batch["names"] for part in parts] == [["a", "b"], ["c"]]
     assert [part.batch["x"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5]]]
     assert all(part.batch["scale"] == 2 and part.batch["mode"] == "test" for part in parts)
-    assert signature(parts[0].batch) != signature(parts[1].batch)
+    assert parts[0].signature != parts[1].signature
 
 
 def test_a_batch_of_fewer_samples_is_filled_with_parts_that_do_not_count() -> None:
