@@ -93,7 +93,14 @@ def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
             f"sample_rng=True needs a DataLoader, and this is {kind_of(loader)}: wrap its dataset in "
             "SampleRNG yourself, or leave sample_rng off."
         )
-    return loader if isinstance(loader.dataset, SampleRNG) else with_dataset(loader, SampleRNG(loader.dataset, seed))
+    if isinstance(loader.dataset, SampleRNG):
+        return loader
+    if "dataset" not in vars(loader):
+        raise ConfigurationError(
+            f"sample_rng=True puts another data set into the loader, and that of {kind_of(loader)} is a property: let "
+            "it return SampleRNG(dataset), or leave sample_rng off."
+        )
+    return with_dataset(loader, SampleRNG(loader.dataset, seed))
 
 
 @contextmanager

@@ -108,9 +108,8 @@ def _died(error: BaseException) -> WorkerDied | None:
     found = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", text)
     if found is not None:
         pids = [int(pid) for pid in found[1].split(",")]
-        # Torch's error may come from anywhere, and a loader of the user's own may read others. Nobody else knows all of
-        # them.
-        iterators = [item for item in gc.get_objects() if _has_workers(item)]
+        # Torch raises it anywhere, and a loader of the user's own may read others. Frozen ones the collector has not.
+        iterators = [item for item in (*_queues, *gc.get_objects()) if _has_workers(item)]
         ended = [(iterator, *entry) for iterator in iterators for entry in _numbered(iterator) if entry[1].pid in pids]
     elif (isinstance(error, CUT_OFF) or "ancdata" in text) and "in DataLoader worker process" not in text:
         workers = [

@@ -167,9 +167,8 @@ class Progress:
             samples: seen before it.
             bad_samples: left out before it.
         """
-        counts = {"batch": batch, "samples": samples, "bad_samples": bad_samples}
-        batches = self.batches - (self.batch - batch)
-        return dataclasses.replace(self, **counts, batches=batches, phase="settled", exact=False)  # type: ignore[arg-type]
+        start = dataclasses.replace(self, batch=batch, samples=samples, bad_samples=bad_samples)
+        return dataclasses.replace(start, batches=self.batches - self.batch + batch, phase="settled", exact=False)
 
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:
