@@ -10,6 +10,7 @@ _HOMES = {
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
+    "BatchSizeScheduler": "batch_size_scheduler",
     "Callback": "base",
     "CSVLogger": "csv_logger",
     "CometLogger": "comet_logger",
@@ -18,6 +19,7 @@ _HOMES = {
     "DriftGuard": "drift_guard",
     "EarlyStopping": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
+    "GarbageCollection": "garbage_collection",
     "GradNormMonitor": "grad_norm_monitor",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
@@ -32,6 +34,7 @@ _HOMES = {
     "NonFiniteGuard": "non_finite_guard",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PreemptionCheckpoint": "preemption_checkpoint",
+    "SequenceLengthWarmup": "sequence_length_warmup",
     "SpikeDetection": "spike_detection",
     "ProgressBar": "progress_bar",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
@@ -49,6 +52,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
     from leyden.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from leyden.callbacks.batch_size_scheduler import BatchSizeScheduler as BatchSizeScheduler
     from leyden.callbacks.comet_logger import CometLogger as CometLogger
     from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
     from leyden.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from leyden.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from leyden.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from leyden.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from leyden.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar as ProgressBar
+    from leyden.callbacks.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging

@@ -74,6 +74,13 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that `state_dict` returned."""
 
+    def transform_train_batch(self, trainer: Trainer, module: TrainModule, batch: Any) -> Any:
+        """Returns the training batch that the step is given: another one, as the loader may keep this one.
+
+        Called for each training batch of this rank, once it is on the device.
+        """
+        return batch
+
     def saved_weights(self) -> Mapping[str, Tensor]:
         """Returns what a checkpoint holds in place of the module's own tensors, by their names; empty for nothing."""
         return {}

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from leyden.trainer.events.progress import Progress
+
+BY = ("epoch", "step")
 
 
 class GradientAccumulation(Callback):
-    """Sets the length of accumulation windows, by epoch; the engine counts the batches.
+    """Sets the length of accumulation windows, by epoch or by step; the engine counts the batches.
 
     The last window of an epoch takes the batches that are left, and its gradient is divided by that true length.
 
     Args:
         steps: batches per optimizer step, or a schedule {epoch: batches}, each from that epoch on (counted from 0).
             Epochs before the first one take one batch per step.
+        by: "step" for a schedule {global step: batches}: each from the window after so many steps on.
 
     Raises:
-        ConfigurationError: if `steps` is of another type, empty, or has an epoch below 0 or a length below 1.
+        ConfigurationError: if `steps` is of another type, empty, or has an epoch below 0 or a length below 1; for an
+            unknown `by`.
 
     Example:
         >>> accumulation = GradientAccumulation({2: 4, 8: 16})
@@ -26,7 +34,10 @@ class GradientAccumulation(Callback):
         [1, 4, 4, 16, 16]
     """
 
-    def __init__(self, steps: int | Mapping[int, int]) -> None:
+    def __init__(self, steps: int | Mapping[int, int], by: Literal["epoch", "step"] = "epoch") -> None:
+        if by not in BY:
+            raise ConfigurationError(f"{type(self).__name__}(by={by!r}): {nearest(str(by), BY)}")
+        self.by = by
         schedule = {0: steps} if not isinstance(steps, Mapping) else dict(steps)
         name = type(self).__name__
         if not schedule:
@@ -34,7 +45,8 @@ class GradientAccumulation(Callback):
         for epoch, length in schedule.items():
             if not _is_whole(epoch) or epoch < 0:
                 raise ConfigurationError(
-                    f"{name}: {epoch!r} is not an epoch. Epochs are whole numbers from 0, as in {{0: 4}}."
+                    f"{name}: {epoch!r} is not {'an epoch' if by == 'epoch' else 'a step'}. "
+                    f"{by.capitalize()}s are whole numbers from 0, as in {{0: 4}}."
                 )
             if not _is_whole(length) or length < 1:
                 raise ConfigurationError(f"{name}: {length!r} is not a number of batches. Give a whole number from 1.")
@@ -49,9 +61,28 @@ class GradientAccumulation(Callback):
         """Returns the batches per window in an epoch.
 
         Args:
-            epoch: counted from 0.
+            epoch: counted from 0; with `by="step"` the steps done before the window.
         """
         return next(length for start, length in reversed(self.scheduling.items()) if start <= epoch)
+
+    @property
+    def constant(self) -> int | None:
+        """The batches of every window; None if they differ."""
+        lengths = set(self.scheduling.values())
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def batches(self, at: int, samples: int | None) -> int:
+        """Returns the batches of a window.
+
+        Args:
+            at: its epoch, or the steps done before it, as `by` says.
+            samples: of one batch of all ranks; None where they are not known, 0 before the loader is there.
+        """
+        return self.length(at)
+
+    def at(self, progress: Progress) -> int:
+        """Returns the place in the schedule of a window that starts where the run stands."""
+        return progress.epoch if self.by == "epoch" else progress.global_step
 
 
 class GradientAccumulationScheduler(GradientAccumulation):

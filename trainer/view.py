@@ -418,7 +418,9 @@ class TrainerView:
         if self._fit is None:
             return float("inf")
         self._fit.load_training_data()
-        return self.fit_loop.estimated_steps(self._fit.num_batches, self._fit.accumulation)
+        return self.fit_loop.estimated_steps(
+            self._fit.num_batches, self._fit.accumulation, self._run.loaders.samples_per_batch
+        )
 
     # its settings -----------------------------------------------------------------------------------------------------
     @property
@@ -518,11 +520,8 @@ class TrainerView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of a window in this epoch."""
-        from leyden.callbacks.gradient_accumulation import GradientAccumulation
-
-        found = next((callback for callback in self.callbacks if isinstance(callback, GradientAccumulation)), None)
-        return 1 if found is None else found.length(self.progress.epoch)
+        """Batches of a window that starts now."""
+        return self._run.batches_per_step
 
 
 def _batches(count: int | list[int | None] | None) -> float:

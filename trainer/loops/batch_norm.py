@@ -71,7 +71,7 @@ def update_batch_norm(run: Run) -> bool:
 
 def _pass(run: Run, cursor: LoaderCursor) -> bool:
     """Runs the batches through the step; False if a signal came between two."""
-    strategy, transfer = run.strategy, run.transfer
+    strategy, transfer = run.strategy, run.train_transfer
     # The wrapper of DDP would give every rank the statistics of rank 0 at each batch.
     step = run.module.training_step if strategy.replicates else run.step_function("training_step")
     takes_index = step_arguments(run.module.training_step)[0]

@@ -151,7 +151,7 @@ class FitLoop:
             run inside it, and a resume continues there.
         """
         progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
-        transfer, count, listens_start = self._run.transfer, self.count.batch, self._listens_start
+        transfer, count, listens_start = self._run.train_transfer, self.count.batch, self._listens_start
         accumulates, settles, is_watched = self.accumulation is not None, self._settles, self._is_watched
         shares = self.count.shares
         for batch, is_last in self._batches():
@@ -230,7 +230,7 @@ class FitLoop:
         return self._begin_share(*drawn) if self.count.shares else self._on_device(drawn)
 
     def _on_device(self, batch: Any) -> Any:
-        transfer = self._run.transfer
+        transfer = self._run.train_transfer
         return batch if transfer is None or batch is None or batch is NOTHING else transfer(batch, 0)
 
     def _end_share(self) -> None:
@@ -381,7 +381,7 @@ class FitLoop:
         """Batches of the window that starts now: the last one of an epoch may be shorter."""
         assert self.accumulation is not None
         self.count.begin_window()
-        length = self.accumulation.length(self.progress.epoch)
+        length = self._run.batches_per_step
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:

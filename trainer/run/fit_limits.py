@@ -103,18 +103,30 @@ class FitLimits:
         steps = [f"max_steps={self._max_steps}"] if 0 <= self._max_steps <= progress.global_step else []
         return epochs + steps
 
-    def estimated_steps(self, num_batches: int | None, accumulation: GradientAccumulation | None) -> float:
+    def estimated_steps(
+        self, num_batches: int | None, accumulation: GradientAccumulation | None, samples: int | None = None
+    ) -> float:
         """Optimizer steps of the whole fit; inf where it has no end.
 
         Args:
             num_batches: of an epoch; None where the loader does not know.
             accumulation: decides how many batches make a step; None where each is one.
+            samples: of one batch of all ranks; None where they are not known.
         """
         limit = self._max_steps if self._max_steps != -1 else float("inf")
         if self._max_epochs in (None, -1) or num_batches is None:
             return limit
-        lengths = (1 if accumulation is None else accumulation.length(epoch) for epoch in range(self._max_epochs or 0))
-        return min(limit, sum(math.ceil(num_batches / length) for length in lengths))
+        steps = 0
+        for epoch in range(self._max_epochs or 0):
+            if accumulation is None or accumulation.by == "epoch":
+                length = 1 if accumulation is None else accumulation.batches(epoch, samples)
+                steps += math.ceil(num_batches / length)
+                continue
+            left = num_batches
+            while left > 0 and steps < limit:
+                left -= accumulation.batches(steps, samples)
+                steps += 1
+        return min(limit, steps)
 
     def past_minimum(self, epochs: int, steps: int) -> bool:
         """True if so many epochs and steps are enough for `should_stop` to have its effect."""

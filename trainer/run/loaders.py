@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
+from leyden.callbacks.base import Callback, in_order
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
@@ -150,6 +151,16 @@ class Loaders:
         # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
         return shard(loader, DataRanks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
 
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Samples of a training batch of all ranks together; None where they are not known, 0 before it is loaded."""
+        if self.train_loader is None:
+            return 0
+        if self._arguments.global_batch_size is not None:
+            return self._arguments.global_batch_size
+        sizes = batch_sizes(self.train_loader)
+        return sum(sizes) * self._strategy.data_size if sizes else None
+
     def limited(self, length: int) -> int | None:
         """How many training batches `limit_train_batches` leaves of an epoch of that length."""
         return batches_of(self._arguments.limit_train_batches, length, "limit_train_batches")
@@ -218,6 +229,40 @@ def _check_iterable(kind: str, loader: Any) -> None:
             f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: "
             "give DataLoader(dataset, batch_size=…)."
         )
+
+
+def transformed(transfer: Transfer | None, callbacks: list[Callback], module: TrainModule) -> Transfer | None:
+    """The function that moves a training batch, and then has callbacks transform it; None where there is nothing to do.
+
+    Args:
+        transfer: moves it.
+        callbacks: of the run.
+        module: handed to them.
+    """
+    calls = [c.transform_train_batch for c in in_order(callbacks) if overrides(c, "transform_train_batch", Callback)]
+    if not calls:
+        return transfer
+
+    def transform(batch: Any, dataloader_idx: int) -> Any:
+        if transfer is not None:
+            batch = transfer(batch, dataloader_idx)
+        for call in calls:
+            batch = call(module.trainer, module, batch)
+        return batch
+
+    return transform
+
+
+def batch_sizes(loader: Any) -> list[int]:
+    """Batch sizes of a loader, or of each of several; empty where they are not known."""
+    parts = getattr(loader, "flattened", None)
+    if parts is not None:
+        found = [batch_sizes(part) for part in parts]
+        return [size for sizes in found for size in sizes] if all(found) else []
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return [size] if isinstance(size, int) else []
 
 
 def transfer_of(

@@ -28,7 +28,7 @@ from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, w
 from leyden.trainer.run.differences import check_module, check_optimizers
 from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
-from leyden.trainer.run.loaders import Loaders, transfer_of
+from leyden.trainer.run.loaders import Loaders, transfer_of, transformed
 from leyden.trainer.run.restoring import Restorer, kept_state
 from leyden.trainer.run.resuming import check_same_run
 from leyden.trainer.run.rows import send_rows
@@ -78,6 +78,7 @@ class Run:
         logs: what has been logged.
         state: the current stage.
         transfer: moves a batch to the device; None until set-up, and where there is nothing to do.
+        train_transfer: the same for training batches, which callbacks may transform.
         should_stop: somebody asked the run to end.
         resting: its schedulers do not step any more.
         origin: what the run starts from, in words.
@@ -108,6 +109,7 @@ class Run:
     logs: Logs
     state: RunState
     transfer: Transfer | None = field(default=None, init=False)
+    train_transfer: Transfer | None = field(default=None, init=False)
     should_stop: bool = field(default=False, init=False)
     resting: bool = field(default=False, init=False)
     origin: str = field(default="anew", init=False)
@@ -195,6 +197,14 @@ class Run:
         """The callback that decides how long a window is; None where each batch is one."""
         return accumulation_of(self.callbacks)
 
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of an accumulation window that starts now."""
+        accumulation = self.accumulation
+        if accumulation is None:
+            return 1
+        return accumulation.batches(accumulation.at(self.progress), self.loaders.samples_per_batch)
+
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
         function: Callable[..., Any] = getattr(self.module, name)
@@ -214,7 +224,7 @@ class Run:
         if self.profiler is not None:
             self.profiler.begin(self.arguments.default_root_dir)
         if debugging.is_debugging():
-            debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.length(0))
+            debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.longest)
 
     def hold(self, lock: FolderLock, alone: bool, each_node: bool) -> None:
         """Keeps other runs out of the folder that it saves in, or makes sure that no other keeps it out.
@@ -262,6 +272,7 @@ class Run:
         self.engine.prepare_module(module)
         gather_readers(module, strategy)
         self.transfer = transfer_of(strategy, module, self.datamodule, self.profiler)
+        self.train_transfer = transformed(self.transfer, self.callbacks, module)
         check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
         restorer = Restorer(self, reader, goal)
         restorer.restore_weights()
@@ -410,9 +421,8 @@ class Run:
                     _ = logger.experiment
             self.writer_folder = ranks.broadcast(self.log_dir)
         if not silent:
-            length = self.accumulation.length(self.progress.epoch) if self.accumulation is not None else 1
             folder = self.log_dir or self.arguments.default_root_dir
-            self.print(five_lines(self.strategy, self.loaders.train_loader, length, folder, self.origin))
+            self.print(five_lines(self.strategy, self.loaders.train_loader, self.batches_per_step, folder, self.origin))
         if debugging.is_debugging():
             debugging.report(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
 

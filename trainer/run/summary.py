@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.settings import RunSettings
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.module import TrainModule
+from leyden.trainer.run.loaders import batch_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ def five_lines(strategy: Strategy, loader: Any, accumulated: int, folder: str, s
         folder: of the logs.
         start: what the run starts from.
     """
-    ranks, readers, sizes = strategy.ranks.world_size, strategy.data_size, _batch_sizes(loader)
+    ranks, readers, sizes = strategy.ranks.world_size, strategy.data_size, batch_sizes(loader)
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
     total = str(sum(sizes) * readers * accumulated) if sizes else "?"
     notes = [text for text in (strategy.details, strategy.precision.describe(strategy.modules)) if text]
@@ -85,10 +86,9 @@ def settings_of(run: Run, optimizers: int | None = None, loader: Any = None) -> 
         loader: of the training data, once it is loaded.
     """
     accumulation, module, arguments = run.accumulation, run.module, run.arguments
-    lengths = [1] if accumulation is None else list(set(accumulation.scheduling.values()))
-    sizes = _batch_sizes(loader)
+    sizes = batch_sizes(loader)
     return RunSettings(
-        accumulation=lengths[0] if len(lengths) == 1 else None,
+        accumulation=1 if accumulation is None else accumulation.constant,
         clip_value=arguments.gradient_clip_val,
         clip_algorithm=arguments.gradient_clip_algorithm,
         batch_size=sizes[0] if len(sizes) == 1 else None,
@@ -98,15 +98,3 @@ def settings_of(run: Run, optimizers: int | None = None, loader: Any = None) -> 
         optimizers=optimizers,
         schedulers=None if optimizers is None else len(run.schedulers),
     )
-
-
-def _batch_sizes(loader: Any) -> list[int]:
-    """Batch sizes of a loader, or of each of several; empty where they are not known."""
-    parts = getattr(loader, "flattened", None)
-    if parts is not None:
-        found = [_batch_sizes(part) for part in parts]
-        return [size for sizes in found for size in sizes] if all(found) else []
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return [size] if isinstance(size, int) else []

@@ -1,0 +1,256 @@
+"""BatchSizeScheduler, GradientAccumulation by step and SequenceLengthWarmup: exact over a resume, and on more ranks."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Line, Squares
+from ranks.world import run_world
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import Callback, ConfigurationError, Trainer
+from leyden.callbacks import BatchSizeScheduler, GradientAccumulation, ModelCheckpoint, SequenceLengthWarmup
+
+
+class Steps(Callback):
+    """Notes the batches, the samples so far and the epoch of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.window.closes:
+            self.seen.append((trainer.window.length, trainer.progress.samples, trainer.current_epoch))
+
+
+def fit(schedule: Any, samples: int = 40, size: int = 2, path: str | None = None, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    steps, module = Steps(), Squares()
+    extra = arguments.pop("extra", [])
+    own = {**QUIET, "max_epochs": 2, "callbacks": [steps, schedule, *extra]}
+    trainer = Trainer(**{**own, **arguments})
+    data = torch.randn(samples, 2, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(data, size, shuffle=True), ckpt_path=path)
+    return steps.seen, [weight.detach().clone() for weight in module.parameters()], trainer
+
+
+def schedules() -> list[Any]:
+    return [BatchSizeScheduler({0: 4, 2: 8, 5: 12}), GradientAccumulation({0: 2, 2: 4, 5: 6}, by="step")]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_steps_grow_by_the_schedule(index: int) -> None:
+    seen, _, trainer = fit(schedules()[index])
+    # The last step of an epoch takes the 8 samples that are left of 40.
+    assert [samples for _, samples, _ in seen] == [4, 8, 16, 24, 32, 40, 52, 64, 76, 80]
+    assert trainer.estimated_stepping_batches == len(seen) == trainer.global_step
+    assert trainer.accumulate_grad_batches == 6
+
+
+def test_a_schedule_by_epoch_counts_samples() -> None:
+    seen, _, trainer = fit(BatchSizeScheduler({0: 8, 1: 20}, by="epoch"))
+    assert [(length, epoch) for length, _, epoch in seen] == [(4, 0)] * 5 + [(10, 1)] * 2
+    assert trainer.estimated_stepping_batches == 7
+
+
+def test_a_schedule_is_that_of_windows_of_fixed_lengths(tmp_path: Path) -> None:
+    """The same gradients as runs that are each resumed with another accumulation."""
+    _, weights, _ = fit(schedules()[0], max_steps=7)
+    path = None
+    for batches, until in ((2, 2), (4, 5), (6, 7)):
+        module = fit(GradientAccumulation(batches), path=path, max_steps=until)
+        path = str(tmp_path / f"{until}")
+        module[2].save_checkpoint(path)
+    assert all(map(torch.equal, weights, module[1]))
+
+
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_a_resume_goes_on_with_the_size_of_its_step(tmp_path: Path, step: int) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    straight, weights, _ = fit(schedules()[0], extra=[keeper], enable_checkpointing=True)
+    resumed, again, _ = fit(schedules()[0], path=str(tmp_path / f"step={step}"))
+    assert resumed == straight[step:] and all(map(torch.equal, weights, again))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: BatchSizeScheduler({1: 4}), "an entry for 0"),
+        (lambda: BatchSizeScheduler(64), "an entry for 0"),  # type: ignore[arg-type]
+        (lambda: BatchSizeScheduler({0: 4, -1: 8}), "-1 is not a step. Steps are whole numbers from 0"),
+        (lambda: BatchSizeScheduler({0: 4}, by="batch"), "Known: epoch, step"),  # type: ignore[arg-type]
+        (
+            lambda: BatchSizeScheduler.rampup(32, 40, 960, 128),
+            "size=128 is not start=32 and a multiple of increment=40",
+        ),
+        (lambda: BatchSizeScheduler.rampup(32, 0, 960, 128), "increment=0"),
+        (lambda: fit(BatchSizeScheduler({0: 2, 3: 7})), "7 samples are no multiple of 2, the batch of all ranks"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def test_a_loader_of_unknown_batches_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"give a DataLoader with a batch_size"):
+        Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 4})).fit(Line(), [torch.ones(2, 2)] * 4)
+
+
+def test_no_training_needs_no_size() -> None:
+    trainer = Trainer(**QUIET, max_epochs=1, limit_train_batches=0, callbacks=BatchSizeScheduler({0: 4}))
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit(Line(), [torch.ones(2, 2)] * 4)
+
+
+# sequences ------------------------------------------------------------------------------------------------------------
+class Tokens(Dataset[Any]):
+    """Samples (tokens, class) in several forms of batches; each token is its sample's number."""
+
+    def __init__(self, size: int = 16, length: int = 12) -> None:
+        self.size, self.length = size, length
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = torch.full((self.length,), float(index))
+        return {"input_ids": tokens, "embedded": tokens.unsqueeze(1).expand(-1, 2), "label": index, "other": tokens[:3]}
+
+
+class Lengths(Line):
+    """Notes the shapes and samples of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.seen: list[Any] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = batch["input_ids"]
+        self.seen.append((tokens.shape[1], sorted(tokens[:, 0].int().tolist())))
+        assert batch["embedded"].shape == (*tokens.shape, 2) and batch["other"].shape[1] == 3
+        return self(tokens.unsqueeze(2)).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(batch["input_ids"].shape[1])
+
+
+def grown(path: str | None = None, warmup: SequenceLengthWarmup | None = None, **arguments: Any) -> Lengths:
+    torch.manual_seed(0)
+    module = Lengths()
+    warmup = warmup or SequenceLengthWarmup(0.5, min_seq_length=2, max_seq_length=10, step_size=2)
+    own = {**QUIET, "max_epochs": 2, "callbacks": [warmup, *arguments.pop("extra", [])]}
+    trainer = Trainer(**{**own, **arguments})
+    size = 4 // trainer.strategy.data_size if trainer.world_size > 1 else 4
+    trainer.fit(module, DataLoader(Tokens(), size, shuffle=True), DataLoader(Tokens(4), 4), ckpt_path=path)
+    return module
+
+
+def test_sequences_grow_by_steps_and_a_validation_has_whole_ones() -> None:
+    module = grown()
+    assert [length for length, _ in module.seen] == [2, 4, 6, 8, 10, 10, 10, 10]
+    assert set(module.validated) == {12}
+    windows = grown(accumulate_grad_batches=2)
+    assert [length for length, _ in windows.seen] == [2, 2, 6, 6, 10, 10, 10, 10]
+
+
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_a_resume_has_the_lengths_of_the_straight_run(tmp_path: Path, step: int) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    straight = grown(extra=[keeper], enable_checkpointing=True)
+    # Of a longer run, whose half would be another number of steps.
+    resumed = grown(str(tmp_path / f"step={step}"), max_epochs=3)
+    assert resumed.seen[: 8 - step] == straight.seen[step:]
+    again = grown(str(tmp_path / f"step={step}"))
+    assert all(map(torch.equal, again.parameters(), straight.parameters()))
+
+
+Pair = namedtuple("Pair", "tokens target")
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys"),
+    [
+        (torch.ones(2, 8), None),
+        ((torch.ones(2, 8), torch.ones(2)), None),
+        ([torch.ones(2, 8), {"mask": torch.ones(2, 8)}], None),
+        (Pair(torch.ones(2, 8), torch.ones(2, 3)), None),
+        ({"a": torch.ones(2, 5), "b": torch.ones(2, 8)}, {"b"}),
+    ],
+    ids=str,
+)
+def test_tensors_in_any_batch_are_cut_and_the_loaders_own_is_left(batch: Any, keys: Any) -> None:
+    before = str(batch)
+    warmup = SequenceLengthWarmup(10, min_seq_length=4, max_seq_length=8, keys=keys)
+    cut: list[Any] = []
+    module = Line()
+    module.training_step = lambda batch, batch_idx: (cut.append(batch), module(torch.ones(1, 2)).sum())[1]  # type: ignore
+    Trainer(**QUIET, max_steps=1, callbacks=warmup).fit(module, [batch])
+    assert type(cut[0]) is type(batch) and str(batch) == before
+
+    def shapes(part: Any) -> list[tuple[int, ...]]:
+        if isinstance(part, Tensor):
+            return [tuple(part.shape)]
+        return [shape for inner in (part.values() if isinstance(part, dict) else part) for shape in shapes(inner)]
+
+    expected = [(2, 4) if shape == (2, 8) else shape for shape in shapes(batch)]
+    assert shapes(cut[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"duration": 0}, "duration=0"),
+        ({"duration": 1.5}, r"duration=1\.5"),
+        ({"min_seq_length": 0}, "min_seq_length=0"),
+        ({"max_seq_length": 4}, "a whole number from 8"),
+        ({"step_size": 0}, "step_size=0"),
+        ({"truncate": False}, "truncate=False"),
+        ({"keys": "input_ids"}, "give names"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        SequenceLengthWarmup(**arguments)
+
+
+def test_a_batch_without_sequences_and_a_run_without_an_end_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="found nothing to cut in the batch, Tensor"):
+        Trainer(**QUIET, max_steps=1, callbacks=SequenceLengthWarmup(5)).fit(Line(), [torch.ones(2)])
+    with pytest.raises(ConfigurationError, match="a run without an end"):
+        Trainer(**QUIET, max_epochs=-1, callbacks=SequenceLengthWarmup(0.5)).fit(Line(), [torch.ones(2, 2)])
+
+
+# ranks ----------------------------------------------------------------------------------------------------------------
+def on_ranks(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        keeper = ModelCheckpoint(f"{folder}/{strategy}", every_n_train_steps=3, save_top_k=1, filename="{step}")
+        arguments = {"strategy": strategy, "extra": [keeper], "enable_checkpointing": True, "max_steps": 3, "size": 1}
+        first = fit(schedules()[0], **arguments)[0]
+        rest, weights, _ = fit(schedules()[0], path=f"{folder}/{strategy}/step=3", strategy=strategy, size=1)
+        whole = [getattr(weight, "full_tensor", lambda weight=weight: weight)() for weight in weights]
+        found[strategy] = [samples for _, samples, _ in (*first, *rest)], [weight.tolist() for weight in whole]
+        found[f"{strategy}, lengths"] = grown(strategy=strategy).seen
+    return found
+
+
+def test_ranks_take_the_same_steps_as_one_process(tmp_path: Path) -> None:
+    straight, weights, _ = fit(schedules()[0])
+    first, second = run_world(2, on_ranks, str(tmp_path))
+    single = grown().seen
+    for strategy in ("ddp", "fsdp"):
+        assert first[strategy] == second[strategy]
+        samples, found = first[strategy]
+        assert samples == [samples for _, samples, _ in straight]
+        for own, expected in zip(found, weights, strict=True):
+            assert torch.tensor(own).flatten().tolist() == pytest.approx(expected.flatten().tolist(), abs=1e-5)
+        lengths = first[f"{strategy}, lengths"], second[f"{strategy}, lengths"]
+        together = [(one[0], sorted(one[1] + two[1])) for one, two in zip(*lengths, strict=True) if one[0] == two[0]]
+        assert together == single
