@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ _HOMES = {
     "CombinedLoader": "leyden.trainer.data.combined",
     "ConfigurationError": "leyden.strategies.errors",
     "DataModule": "leyden.trainer.datamodule",
+    "LeydenCLI": "leyden.trainer.cli.leyden_cli",
     "LeydenError": "leyden.strategies.errors",
     "seed_everything": "leyden.trainer.data.rng",
     "AutocastKwargs": "leyden.trainer.accelerator.plugins",
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.tracking import GeneralTracker as GeneralTracker
     from leyden.trainer.accelerator.world import set_seed as set_seed
     from leyden.trainer.accelerator.world import synchronize_rng_states as synchronize_rng_states
+    from leyden.trainer.cli.leyden_cli import LeydenCLI as LeydenCLI
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
@@ -139,7 +142,11 @@ def __getattr__(name: str) -> Any:
 
         if name in callbacks or name == "loggers":
             what = "*" if name == "loggers" else name
-            raise ImportError(f"leyden has no {name}: use `from leyden.callbacks import {what}`.", name=name)
+            text = f"leyden has no {name}: use `from leyden.callbacks import {what}`."
+            # An import drops an AttributeError's message; `getattr`, by which libraries try names out, needs one.
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                raise ImportError(text, name=name)
+            raise AttributeError(text)
 
         return attribute("leyden", name)
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -47,6 +47,7 @@ LAZY = {
     *("numpy", "safetensors", "tqdm", "tensorboard", "torchmetrics", "wandb", "sklearn", "yaml", "packaging", "click"),
     *(
         "comet_ml",
+        "jsonargparse",
         "mlflow",
         "deepspeed",
         "torch_xla",
@@ -57,7 +58,11 @@ LAZY = {
     ),
 }
 # A room that is imported only where its library is used: when a command is run, or layers are converted.
-OWNERS = {"leyden.trainer.cli": "click", "leyden.strategies.precision.float8_linear": "torchao"}
+OWNERS = {
+    "leyden.trainer.cli": "click",
+    "leyden.trainer.cli.argument_parser": "jsonargparse",
+    "leyden.strategies.precision.float8_linear": "torchao",
+}
 # Loading what these wrote runs code. Files of other trainers are pickles, and need `trust=True`.
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}

@@ -231,7 +231,9 @@ def in_words(value: Any) -> str:
     """Describes a module, a class or a partial, such as "the class ReLU"."""
     if isinstance(value, functools.partial):
         options = "".join(f", {name}={item!r}" for name, item in value.keywords.items())
-        return f"partial({getattr(value.func, '__qualname__', type(value.func).__name__)}{options})"
+        # jsonargparse's partial of a class is one of a function of its own, with the class among its arguments.
+        made = next((item for item in value.args if isinstance(item, type)), value.func)
+        return f"partial({getattr(made, '__qualname__', type(made).__name__)}{options})"
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return f"a {type(value).__qualname__}"

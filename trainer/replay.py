@@ -85,6 +85,8 @@ def _writes(callback: Callback) -> bool:
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint
+    from leyden.callbacks.save_config import SaveConfigCallback
     from leyden.callbacks.weight_digests import WeightDigests
 
-    return isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint, PreemptionCheckpoint, WeightDigests))
+    writers = (ModelCheckpoint, OnExceptionCheckpoint, PreemptionCheckpoint, SaveConfigCallback, WeightDigests)
+    return isinstance(callback, writers)

@@ -1,1 +1,40 @@
-"""The command line: `leyden config`, `launch`, `env`, `test`, `estimate`, `merge`, `convert` and `checkpoint`."""
+"""The command line; and `LeydenCLI`, by which a script has one of its own, with what goes with it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "ArgsType": "leyden.trainer.cli.class_paths",
+    "LRSchedulerCallable": "leyden.trainer.cli.class_paths",
+    "LRSchedulerTypeTuple": "leyden.trainer.cli.class_paths",
+    "LRSchedulerTypeUnion": "leyden.trainer.cli.class_paths",
+    "LeydenArgumentParser": "leyden.trainer.cli.argument_parser",
+    "LeydenCLI": "leyden.trainer.cli.leyden_cli",
+    "OptimizerCallable": "leyden.trainer.cli.class_paths",
+    "ReduceLROnPlateau": "leyden.trainer.cli.class_paths",
+    "SaveConfigCallback": "leyden.callbacks.save_config",
+    "instantiate_class": "leyden.trainer.cli.class_paths",
+}
+
+if TYPE_CHECKING:
+    from leyden.callbacks.save_config import SaveConfigCallback as SaveConfigCallback
+    from leyden.trainer.cli.argument_parser import LeydenArgumentParser as LeydenArgumentParser
+    from leyden.trainer.cli.class_paths import ArgsType as ArgsType
+    from leyden.trainer.cli.class_paths import LRSchedulerCallable as LRSchedulerCallable
+    from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple as LRSchedulerTypeTuple
+    from leyden.trainer.cli.class_paths import LRSchedulerTypeUnion as LRSchedulerTypeUnion
+    from leyden.trainer.cli.class_paths import OptimizerCallable as OptimizerCallable
+    from leyden.trainer.cli.class_paths import ReduceLROnPlateau as ReduceLROnPlateau
+    from leyden.trainer.cli.class_paths import instantiate_class as instantiate_class
+    from leyden.trainer.cli.leyden_cli import LeydenCLI as LeydenCLI
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name when it is first used: jsonargparse is an extra."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

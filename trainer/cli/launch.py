@@ -12,7 +12,7 @@ import click
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.folders import temporary
-from leyden.trainer.cli import agent, preflight
+from leyden.trainer.cli import agent, preflight, stages
 from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey, read_section
 from leyden.trainer.cli.machine import this_machine
 from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
@@ -285,11 +285,16 @@ command = Launch(
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
-    """Test the configuration with a real training of a few steps on its ranks.
+    """Test the ranks with a real training of a few steps; or the module of a configuration.
 
     Takes the flags of `leyden launch`, such as --config_file. It checks collectives, parity with a plain loop,
     accumulation, the precision, and saving and resuming.
+
+    With --config, --model, --data, --trainer or --ckpt_path it runs Trainer.test on the module of a configuration:
+    `leyden test --config run.yaml --help` lists its options.
     """
+    if stages.is_stage(["test", *flags]):
+        return stages.run(["test", *flags])
     if flags[:1] in (("--help",), ("-h",)):
         click.echo(ctx.get_help())
         return 0

@@ -12,12 +12,15 @@ from typing import Any
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "fit": ("leyden.trainer.cli.stages:fit", "Train the module of a configuration (also validate, test, predict)."),
+    "validate": ("leyden.trainer.cli.stages:validate", "Validate the module of a configuration."),
+    "predict": ("leyden.trainer.cli.stages:predict", "Run predict_step of the module of a configuration."),
     "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and save the answers to a file."),
     "launch": ("leyden.trainer.cli.launch", "Run a script on all ranks of this machine, or of several."),
     "env": ("leyden.trainer.cli.env", "Print versions and hardware of this machine, for a bug report."),
     "test": (
         "leyden.trainer.cli.launch:selftest_command",
-        "Try the configuration: collectives, parity, save and resume.",
+        "Test the module of a configuration (--config, --model); without one, test the ranks themselves.",
     ),
     "estimate": (
         "leyden.trainer.cli.estimate",
@@ -96,9 +99,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nleyden: stopped.", file=sys.stderr)
         return 130
     except Exception as error:
+        if _is_users(error, sys.argv[1:] if arguments is None else arguments):
+            raise
         print(f"leyden: {_report(error)}", file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0
+
+
+def _is_users(error: Exception, words: Sequence[str]) -> bool:
+    """Returns True for an error of the module that a command runs, or of a rank, which others than the user read."""
+    from leyden.strategies.errors import LeydenError
+    from leyden.strategies.launch.environment import rank_environment
+    from leyden.trainer.cli.stages import is_stage
+
+    return is_stage(list(words)) and (not isinstance(error, LeydenError) or rank_environment() is not None)
 
 
 def _report(error: Exception) -> str:

@@ -1,0 +1,524 @@
+"""`LeydenCLI`: what a command line, files and variables become, and what a run keeps of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import configured
+import pytest
+import torch
+import yaml
+from configured import Bare, Composed, Counted, Described, FewPoints, Net, Notes, Points
+from torch import nn
+
+from leyden import ConfigurationError, LeydenCLI, Trainer
+from leyden.callbacks import CSVLogger, EarlyStopping, LearningRateMonitor
+from leyden.trainer.cli import LeydenArgumentParser, ReduceLROnPlateau, SaveConfigCallback, instantiate_class
+
+QUICK = [
+    *("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"),
+    *("--trainer.num_sanity_val_steps=0", "--trainer.logger=false", "--trainer.enable_checkpointing=false"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("LEYDEN_")]:
+        monkeypatch.delenv(name)
+
+
+def cli_of(*args: str, model: Any = Net, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any) -> Any:
+    return kind(model, data, args=["fit", *QUICK, *args], **kwargs)
+
+
+def built(*args: str, model: Any = Net, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any) -> Any:
+    return kind(model, data, args=[*QUICK, *args], run=False, **kwargs)
+
+
+def written(path: str) -> Any:
+    return yaml.safe_load(Path(path).read_text())
+
+
+def write(path: str, **values: Any) -> str:
+    Path(path).write_text(yaml.safe_dump(values))
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], call: Any) -> str:
+    with pytest.raises(SystemExit) as ended:
+        call()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_arguments_of_all_classes_are_options() -> None:
+    cli = built("--model.width=7", "--data.batch_size", "16", "--trainer.max_epochs=3", "--trainer.devices=1")
+    assert (cli.model.hparams.width, cli.datamodule.batch_size, cli.trainer.max_epochs) == (7, 16, 3)
+    assert cli.subcommand is None
+    assert cli.config.model.width == cli.config["model"]["width"] == cli.config["model.width"] == 7
+
+
+def test_the_saved_configuration_repeats_the_run_to_the_same_weights() -> None:
+    args = [
+        "--trainer.logger=true",
+        "--seed_everything=7",
+        "--model.width=5",
+        "--optimizer=AdamW",
+        "--optimizer.lr=0.2",
+    ]
+    first = cli_of(*args, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", model=Bare)
+    torch.rand(3)
+    again = LeydenCLI(Bare, Points, args=["fit", "--config=logs/version_0/config.yaml"])
+    assert again.trainer.log_dir == "logs/version_1"
+    assert Path("logs/version_0/config.yaml").read_text() == Path("logs/version_1/config.yaml").read_text()
+    mine, other = first.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    different = cli_of(*args[:1], "--seed_everything=8", *args[2:], model=Bare).model.state_dict()
+    assert not torch.equal(mine["net.0.weight"], different["net.0.weight"])
+
+
+def test_each_subcommand_runs_between_its_hooks() -> None:
+    seen: list[str] = []
+
+    class Own(LeydenCLI):
+        def before_fit(self) -> None:
+            seen.append(f"before fit {self.trainer.global_step}")
+
+        def after_fit(self) -> None:
+            seen.append(f"after fit {self.trainer.global_step}")
+
+        def before_test(self) -> None:
+            seen.append("before test")
+
+    cli_of(kind=Own)
+    for name in ("validate", "test", "predict"):
+        Own(Net, Points, args=[name, *QUICK[:1], *QUICK[2:]])
+    assert seen == ["before fit 0", "after fit 4", "before test"]
+
+
+def test_arguments_of_fit_are_options() -> None:
+    cli = cli_of("--trainer.enable_checkpointing=true", "--max_steps=2")
+    assert cli.trainer.global_step == 2
+    resumed = cli_of("--trainer.enable_checkpointing=true", "--ckpt_path=last", "--trainer.max_epochs=2")
+    assert resumed.trainer.global_step == 8
+    assert "checkpoints" in resumed.trainer.ckpt_path
+    tested = LeydenCLI(Net, Points, args=["test", *QUICK[:1], *QUICK[2:], "--ckpt_path=last", "--model.width=4"])
+    assert torch.equal(tested.model.net[0].weight, resumed.model.net[0].weight)
+
+
+@pytest.mark.parametrize("name", ["Net", "configured.Net"])
+def test_any_module_and_data_are_taken_by_name(name: str) -> None:
+    cli = built(f"--model={name}", "--model.width=3", "--data=FewPoints", "--data.batch_size=2", model=None, data=None)
+    assert (type(cli.model), cli.model.hparams.width, type(cli.datamodule)) == (Net, 3, FewPoints)
+    assert len(cli.datamodule.data) == 16
+    assert cli.config.model.class_path == "configured.Net"
+
+
+def test_a_base_class_takes_its_subclasses_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    kwargs: dict[str, Any] = {"model": Net, "data": FewPoints, "subclass_mode_model": True, "subclass_mode_data": True}
+    assert type(built("--model=Net", "--data=FewPoints", **kwargs).model) is Net
+    assert "subclass of Net" in fails(capsys, lambda: built("--model=configured.Bare", "--data=FewPoints", **kwargs))
+
+
+def test_a_function_may_stand_in_place_of_a_class() -> None:
+    def narrow(half: int = 1) -> Net:
+        return Net(width=2 * half)
+
+    assert built("--model.half=3", model=narrow).model.hparams.width == 6
+
+
+def test_an_optimizer_and_a_scheduler_are_taken_by_name() -> None:
+    args = ["--optimizer=Adam", "--optimizer.lr=0.25", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
+    cli = cli_of(*args, model=Bare)
+    optimizer = cli.trainer.optimizers[0]
+    assert type(optimizer) is torch.optim.Adam
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_scheduler_that_watches_a_metric_has_its_name() -> None:
+    args = [
+        "--optimizer=SGD",
+        "--optimizer.lr=1",
+        "--lr_scheduler=ReduceLROnPlateau",
+        "--lr_scheduler.monitor=val_loss",
+    ]
+    cli = cli_of(*args, "--lr_scheduler.factor=0.5", "--lr_scheduler.patience=0", "--trainer.max_epochs=3", model=Bare)
+    [config] = cli.trainer.lr_scheduler_configs
+    assert (type(config.scheduler), config.monitor) == (ReduceLROnPlateau, "val_loss")
+
+
+def test_an_optimizer_of_the_configuration_replaces_the_modules_own_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="Net.configure_optimizers is not called"):
+        cli = cli_of("--optimizer=torch.optim.RMSprop")
+    assert type(cli.trainer.optimizers[0]) is torch.optim.RMSprop
+
+
+def test_a_subclass_says_how_a_scheduler_steps_and_which_classes_there_are() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.add_optimizer_args(torch.optim.Adam)
+            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
+
+        @staticmethod
+        def configure_optimizers(module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+            return [optimizer], [{"scheduler": lr_scheduler, "interval": "step"}]
+
+    cli = cli_of("--optimizer.lr=1", "--lr_scheduler.gamma=0.5", model=Bare, kind=Own)
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
+
+
+def test_several_optimizers_are_linked_to_arguments() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.add_optimizer_args(nested_key="one", link_to="model.first")
+            parser.add_optimizer_args(torch.optim.Adam, nested_key="two", link_to="model.second")
+
+    cli = cli_of("--one=SGD", "--one.lr=0.5", "--two.lr=0.25", model=Described, kind=Own)
+    found = [(type(made), made.param_groups[0]["lr"]) for made in cli.trainer.optimizers]
+    assert found == [(torch.optim.SGD, 0.5), (torch.optim.Adam, 0.25)]
+
+    class Twice(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.add_optimizer_args(nested_key="one")
+            parser.add_optimizer_args(nested_key="two")
+
+    with pytest.raises(ConfigurationError, match="one and two are optimizers of one module: link them"):
+        built("--one=SGD", model=Bare, kind=Twice)
+
+
+def test_a_module_is_given_what_makes_its_optimizer() -> None:
+    encoder = ["--model.encoder=torch.nn.Linear", "--model.encoder.in_features=4", "--model.encoder.out_features=4"]
+    cli = cli_of(*encoder, "--trainer.logger=CSVLogger", model=Composed)
+    assert type(cli.trainer.optimizers[0]) is torch.optim.Adam
+    assert cli.trainer.lr_scheduler_configs[0].scheduler.step_size == 3
+    again = LeydenCLI(Composed, Points, args=["fit", "--config=logs/version_0/config.yaml"])
+    assert torch.equal(again.model.encoder.weight, cli.model.encoder.weight)
+    given = ["--model.optimizer=SGD", "--model.scheduler=leyden.trainer.cli.ReduceLROnPlateau"]
+    cli = cli_of(*encoder, *given, "--model.scheduler.monitor=loss", model=Composed)
+    assert type(cli.trainer.optimizers[0]) is torch.optim.SGD
+    assert cli.trainer.lr_scheduler_configs[0].monitor == "loss"
+
+
+RELU = nn.ReLU()
+
+
+def test_a_default_without_a_text_is_left_to_the_code() -> None:
+    class Odd(Bare):
+        def __init__(self, activation: Any = RELU, width: int = 2) -> None:
+            super().__init__(width)
+
+    cli_of("--optimizer=SGD", "--model.width=3", "--trainer.logger=true", model=Odd)
+    assert written("logs/version_0/config.yaml")["model"] == {"width": 3}
+
+
+def test_callbacks_are_added_one_by_one_and_by_class_path() -> None:
+    stop = [
+        "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks.monitor=val_loss",
+        "--trainer.callbacks.patience=5",
+    ]
+    cli = built(*stop, "--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch")
+    [first] = [one for one in cli.trainer.callbacks if isinstance(one, EarlyStopping)]
+    [second] = [one for one in cli.trainer.callbacks if isinstance(one, LearningRateMonitor)]
+    assert (first.monitor, first.patience, second.logging_interval) == ("val_loss", 5, "epoch")
+    paths = {"class_path": "configured.Notes", "init_args": {"text": "file"}}
+    path = write("run.yaml", trainer={"callbacks": [paths], "logger": {"class_path": "leyden.callbacks.CSVLogger"}})
+    cli = LeydenCLI(Net, Points, args=["--config", path], run=False)
+    assert [one.text for one in cli.trainer.callbacks if isinstance(one, Notes)] == ["file"]
+    assert isinstance(cli.trainer.logger, CSVLogger)
+
+
+def test_a_forced_callback_has_options_of_its_own() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.add_lightning_class_args(Notes, "notes")
+            parser.set_defaults({"notes.text": "forced", "notes.often": 2})
+
+    cli = built(
+        "--notes.often=3", "--trainer.callbacks=Notes", kind=Own, trainer_defaults={"callbacks": Notes("default")}
+    )
+    notes = [(one.text, one.often) for one in cli.trainer.callbacks if isinstance(one, Notes)]
+    assert sorted(notes) == [("default", 1), ("forced", 3), ("nothing", 1)]
+
+
+def test_defaults_of_the_trainer_are_replaced_and_can_be_overridden() -> None:
+    defaults = {"max_epochs": 5, "logger": {"class_path": "CSVLogger", "init_args": {"name": "mine"}}}
+    cli = LeydenCLI(Net, Points, args=[], run=False, trainer_defaults=defaults)
+    assert (cli.trainer.max_epochs, cli.trainer.logger.name) == (5, "mine")
+
+    class Longer(Trainer):
+        def __init__(self, *, extra: int = 1, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.extra = extra
+
+    assert built("--trainer.extra=4", trainer_class=Longer, trainer_defaults=defaults).trainer.extra == 4
+
+
+def test_an_argument_of_another_group_is_linked() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.link_arguments("data.batch_size", "model.width")
+
+    assert built("--data.batch_size=3", kind=Own).model.hparams.width == 3
+
+    class Late(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.link_arguments("data.wide", "model.width", apply_on="instantiate")
+
+    cli = cli_of("--trainer.logger=true", kind=Late)
+    assert cli.model.hparams.width == 6
+    assert "width" not in written("logs/version_0/config.yaml")["model"]
+    assert LeydenCLI.__subclasses__() and Late(Net, Points, args=["fit", "-c", "logs/version_0/config.yaml"]).model
+
+
+def test_a_submodule_has_a_default_from_a_dict_or_a_lazy_instance_and_unchecked_arguments() -> None:
+    from jsonargparse import lazy_instance
+
+    described = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 3}}
+    for default in (described, lazy_instance(nn.Linear, in_features=4, out_features=3)):
+
+        class Own(LeydenCLI):
+            encoder = default
+
+            def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+                parser.set_defaults({"model.encoder": self.encoder})
+
+        assert built(model=Composed, kind=Own).model.encoder.out_features == 3
+    profiler = {"class_path": "PyTorchProfiler", "dict_kwargs": {"profile_memory": True}}
+    path = write("run.yaml", trainer={"profiler": profiler})
+    assert type(built("--config", path).trainer.profiler).__name__ == "PyTorchProfiler"
+
+
+def test_an_optimizer_of_ones_own_is_taken_by_name() -> None:
+    before = Counted.steps
+    cli_of("--optimizer=Counted", "--optimizer.lr=0.1", model=Bare)
+    assert Counted.steps == before + 4
+
+
+def test_files_follow_one_another_and_groups_have_files_of_their_own() -> None:
+    one = write("one.yaml", trainer={"max_epochs": 10, "min_epochs": 2}, model={"width": 3})
+    two = write("two.yaml", trainer={"max_epochs": 20})
+    group = write("model.yaml", width=9, rate=0.5)
+    cli = LeydenCLI(Net, Points, args=["--config", one, "--config", two], run=False)
+    assert (cli.trainer.max_epochs, cli.trainer.fit_loop.min_epochs, cli.model.hparams.width) == (20, 2, 3)
+    cli = LeydenCLI(Net, Points, args=["--config", one, "--model", group, "--model.rate=0.25"], run=False)
+    assert (cli.model.hparams.width, cli.model.hparams.rate) == (9, 0.25)
+    raw = LeydenCLI(Net, Points, args=["--trainer", "max_epochs: 4", "--model", '{"width": 2}'], run=False)
+    assert (raw.trainer.max_epochs, raw.model.hparams.width) == (4, 2)
+
+
+def test_a_file_before_the_subcommand_has_a_section_for_each() -> None:
+    both = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    path = write(
+        "both.yaml", fit={"trainer": {**both, "max_steps": 2}}, test={"trainer": {**both, "limit_test_batches": 1}}
+    )
+    assert LeydenCLI(Net, Points, args=["--config", path, "fit"]).trainer.global_step == 2
+    assert LeydenCLI(Net, Points, args=["--config", path, "test"]).trainer.limit_test_batches == 1
+
+
+def test_a_file_of_another_file_system_is_read() -> None:
+    import fsspec
+
+    with fsspec.open("memory://runs/config.yaml", "w") as file:
+        file.write("model:\n  width: 11\n")
+    assert built("--config=memory://runs/config.yaml").model.hparams.width == 11
+
+
+def test_environment_variables_and_default_files_stand_below_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEYDEN_FIT__MODEL__WIDTH", "5")
+    monkeypatch.setenv("LEYDEN_FIT__MODEL__RATE", "0.5")
+    cli = cli_of("--model.rate=0.125", parser_kwargs={"default_env": True})
+    assert (cli.model.hparams.width, cli.model.hparams.rate) == (5, 0.125)
+    assert built().model.hparams.width == 4
+    path = write("defaults.yaml", model={"width": 8})
+    parser_kwargs = {"fit": {"default_config_files": [path]}}
+    assert cli_of(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 8
+    assert built(parser_kwargs={"default_config_files": [path]}).model.hparams.width == 8
+
+
+def test_values_are_interpolated() -> None:
+    pytest.importorskip("omegaconf")
+    path = write("shared.yaml", model={"width": "${data.batch_size}"}, data={"batch_size": 12})
+    assert built("--config", path, parser_kwargs={"parser_mode": "omegaconf"}).model.hparams.width == 12
+
+
+def test_a_configuration_may_be_a_dict_or_a_namespace() -> None:
+    values = {"trainer": {"max_epochs": 4, "logger": False}, "model": {"width": 3}}
+    cli = LeydenCLI(Net, Points, args=values, run=False)
+    assert (cli.trainer.max_epochs, cli.model.hparams.width) == (4, 3)
+    assert LeydenCLI(Net, Points, args=cli.config, run=False).model.hparams.width == 3
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = LeydenCLI(Net, Points, args={"subcommand": "fit", "fit": {"trainer": {**quiet, "max_steps": 1}}})
+    assert run.trainer.global_step == 1
+
+
+def test_a_printed_configuration_loads_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        stop = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=loss"]
+        cli_of("--model=Net", *stop, "--print_config", model=None)
+    assert not ended.value.code
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    printed = written("printed.yaml")
+    assert printed["model"] == {"class_path": "configured.Net", "init_args": {"width": 4, "rate": 0.1}}
+    assert set(printed["trainer"]) >= {"max_epochs", "strategy", "precision"}
+    cli = LeydenCLI(None, Points, args=["fit", "--config=printed.yaml"])
+    assert cli.trainer.global_step == 4
+
+
+def test_numbers_keep_their_kind_in_a_file() -> None:
+    options = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=2"]
+    cli = cli_of(*options, "--trainer.precision=bf16-mixed", "--trainer.hang_timeout=false", "--trainer.logger=true")
+    kept = written("logs/version_0/config.yaml")["trainer"]
+    assert [kept[name] for name in ("limit_train_batches", "limit_val_batches", "val_check_interval")] == [2, 1.0, 2]
+    assert [type(kept[name]) for name in ("limit_train_batches", "limit_val_batches")] == [int, float]
+    assert kept["hang_timeout"] is False
+    assert cli.trainer.global_step == 2
+
+
+def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*args: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            LeydenCLI(None, None, args=["fit", *args])
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    text = shown("--help")
+    assert "--trainer.accumulate_grad_batches" in text
+    assert "batches of one optimizer step" in text
+    assert "of the hidden layer" in shown("--model.help", "Net")
+    assert "samples of a batch" in shown("--data.help=configured.Points")
+    assert "--trainer.callbacks.save_top_k" in shown("--trainer.callbacks.help=ModelCheckpoint")
+    assert "--optimizer.momentum" in shown("--optimizer.help", "SGD")
+    assert "--trainer.strategy.ddp_comm_hook" in shown("--trainer.strategy.help=DDPStrategy")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["fit"], "required: --model"),
+        (["fit", "--model=Nett"], "No class Nett is imported: give its path too"),
+        (["fit", "--model=configured.Nett"], "module 'configured' has no attribute 'Nett'"),
+        (["fit", "--model=Net", "--model.width=wide"], "Expected a <class 'int'>"),
+        (["fit", "--model=Net", "--trainer.epochs=3"], "unrecognized arguments: --trainer.epochs=3"),
+        (["fit", "--config=gone.yaml"], "gone.yaml"),
+        (["train", "--model=Net"], "invalid choice: 'train'"),
+    ],
+)
+def test_a_wrong_command_line_is_short(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = fails(capsys, lambda: LeydenCLI(args=args))
+    assert words in text
+    assert len(text.splitlines()) <= 6
+
+
+def test_a_class_that_is_no_module_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="model: the class Linear is no Trainer, TrainModule"):
+        LeydenCLI(nn.Linear, run=False, args=[])
+
+
+def test_an_error_of_a_class_is_raised_as_it_is() -> None:
+    for model, args in ((configured.Broken, []), (None, ["--model=configured.Broken"])):
+        with pytest.raises(LookupError, match="the table of weights is missing"):
+            built(*args, model=model)
+
+
+def test_a_scheduler_needs_an_optimizer() -> None:
+    with pytest.raises(ConfigurationError, match="without an optimizer: give --optimizer too"):
+        built("--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
+
+
+def test_a_launch_fills_what_the_configuration_leaves_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEYDEN_LAUNCHED_FROM", "flags")
+    monkeypatch.setenv("LEYDEN_PRECISION", "bf16-mixed")
+    assert built().trainer.precision == "bf16-mixed"
+    assert built("--trainer.precision=64-true").trainer.precision == "64-true"
+
+
+@pytest.mark.parametrize(("seed", "kept"), [("true", 3), ("false", False), ("11", 11)])
+def test_the_seed_is_kept_as_a_number(seed: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEYDEN_SEED", "3")
+    torch.manual_seed(77)
+    cli = built(f"--seed_everything={seed}")
+    assert cli.config.seed_everything == kept
+    torch.manual_seed(77 if kept is False else kept)
+    assert torch.equal(Net().net[0].weight, cli.model.net[0].weight)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    monkeypatch.delitem(sys.modules, "leyden.trainer.cli.argument_parser")
+    with pytest.raises(ImportError, match=r"LeydenCLI needs the package 'jsonargparse': pip install 'leyden\[cli\]'"):
+        LeydenCLI(Net, Points, run=False, args=[])
+
+
+def test_an_object_is_built_from_its_description() -> None:
+    made = instantiate_class((4, 2), {"class_path": "torch.nn.Linear", "init_args": {"bias": False}})
+    assert (made.in_features, made.bias) == (4, None)
+    with pytest.raises(ConfigurationError, match="torch.nn has no Liner. Did you mean 'Linear'"):
+        instantiate_class((), {"class_path": "torch.nn.Liner"})
+
+
+# the configuration that a run keeps -----------------------------------------------------------------------------------
+def test_another_runs_configuration_is_not_replaced() -> None:
+    cli_of("--model.width=5")
+    assert written("config.yaml")["model"]["width"] == 5
+    before = os.stat("config.yaml").st_mtime_ns
+    cli_of("--model.width=5")
+    with pytest.raises(ConfigurationError, match="config.yaml is the configuration of another run: give this one"):
+        cli_of("--model.width=6")
+    assert os.stat("config.yaml").st_mtime_ns == before
+    cli_of("--model.width=6", save_config_kwargs={"overwrite": True})
+    assert written("config.yaml")["model"]["width"] == 6
+    cli_of("--model.width=7", save_config_kwargs={"config_filename": "wide.yaml"})
+    assert written("wide.yaml")["model"]["width"] == 7
+
+
+def test_a_run_that_resumes_keeps_the_earlier_configuration_beside_its_own() -> None:
+    options = ["--trainer.enable_checkpointing=true", "--trainer.resume=auto", "--trainer.logger=CSVLogger"]
+    cli_of(*options)
+    cli_of(*options)
+    assert sorted(path.name for path in Path("logs/version_0").glob("config*")) == ["config.yaml"]
+    cli_of(*options, "--trainer.max_epochs=2")
+    assert [path.name for path in Path("logs").iterdir()] == ["version_0"]
+    assert written("logs/version_0/config-1.yaml")["trainer"]["max_epochs"] == 1
+    assert written("logs/version_0/config.yaml")["trainer"]["max_epochs"] == 2
+
+
+def test_an_evaluation_keeps_its_own_and_a_quick_run_none() -> None:
+    cli_of()
+    for width in ("3", "5"):
+        LeydenCLI(Net, Points, args=["test", *QUICK[:1], *QUICK[2:], f"--model.width={width}"])
+    assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml", "test-config.yaml", "test-config-1.yaml"}
+    assert written("test-config.yaml")["model"]["width"] == 5
+    Path("config.yaml").unlink()
+    cli_of("--trainer.fast_dev_run=true")
+    cli_of(save_config_callback=None)
+    assert not Path("config.yaml").exists()
+
+
+def test_a_subclass_saves_the_configuration_to_a_logger_too() -> None:
+    class ToLogger(SaveConfigCallback):
+        def save_config(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.logger.log_hyperparams({"config": self.parser.dump(self.config), "stage": stage})
+
+    cli_of("--trainer.logger=CSVLogger", "--model.width=5", save_config_callback=ToLogger)
+    logged = json.loads(Path("logs/version_0/hparams.json").read_text())
+    assert logged["stage"] == "fit"
+    assert yaml.safe_load(logged["config"])["model"]["width"] == 5
+    assert Path("logs/version_0/config.yaml").exists()
+    Path("logs/version_0/config.yaml").unlink()
+    cli_of("--trainer.logger=CSVLogger", save_config_callback=ToLogger, save_config_kwargs={"save_to_log_dir": False})
+    assert list(Path("logs").glob("*/config.yaml")) == []
+    with pytest.raises(ConfigurationError, match="saves no configuration at all"):
+        cli_of(save_config_kwargs={"save_to_log_dir": False})
+
+
+def test_one_cli_that_runs_nothing_fits_and_tests_with_one_configuration() -> None:
+    cli = built()
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    cli.trainer.test(cli.model, datamodule=cli.datamodule)
+    assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml"}

@@ -1,0 +1,44 @@
+"""`leyden fit` on ranks that it starts itself: one configuration for all of them, one error of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+TESTS = Path(__file__).parents[2]
+OPTIONS = [
+    *("--data=configured.Points", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.strategy=ddp"),
+    *("--trainer.max_epochs=1", "--trainer.enable_progress_bar=false", "--trainer.resume=auto"),
+]
+
+
+def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callable[..., Any], tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    done = leyden("fit", "--model=configured.Net", *OPTIONS, "--trainer.default_root_dir=a", **variables)
+    assert done.returncode == 0, done.stderr
+    [saved] = tmp_path.rglob("*.yaml")
+    assert saved == tmp_path / "a/logs/version_0/config.yaml"
+    config = yaml.safe_load(saved.read_text())
+    assert (config["trainer"]["devices"], config["seed_everything"]) == (2, 0)
+    done = leyden("fit", f"--config={saved}", "--trainer.default_root_dir=b", **variables)
+    assert done.returncode == 0, done.stderr
+    one, two = (load_file(next((tmp_path / name).rglob("model.safetensors"))) for name in "ab")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_error_of_a_rank_is_shown_once_with_its_line(leyden: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from configured import Net\nclass Ends(Net):\n    def training_step(self, batch, batch_idx):\n"
+        "        raise LookupError('no such word')\n"
+    )
+    variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    done = leyden("fit", "--model=own.Ends", *OPTIONS, **variables)
+    assert done.returncode == 1
+    assert done.stderr.count("LookupError: no such word") == 1
+    assert "training_step" in done.stderr
+    assert "bug in Leyden" not in done.stderr

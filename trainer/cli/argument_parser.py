@@ -1,0 +1,193 @@
+"""The parser of a `LeydenCLI`: jsonargparse's, with groups for modules, callbacks, optimizers and schedulers."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, kind_of, needs
+from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple
+from leyden.trainer.datamodule import DataModule
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+with needs("jsonargparse", "cli", "LeydenCLI"):
+    from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+    from jsonargparse.typing import class_from_function
+
+AUTOMATIC = "AUTOMATIC"
+"""The `link_to` of an optimizer or scheduler from which the CLI makes `configure_optimizers`."""
+UNSERIALIZABLE = "Unable to serialize instance"
+"""How jsonargparse begins the text that it writes for an object in place of which no configuration can stand."""
+NOISE = (
+    *("Does not validate against any", "- Does not validate against any", "Subtypes: ", "Errors:", "Given value"),
+    *("- Expected a path but ", "- Expected a <class 'NoneType'>"),
+)
+"""How lines begin that tell of alternatives only."""
+KINDS = (Trainer, TrainModule, DataModule, Callback)
+
+Classes = type | tuple[type, ...]
+
+
+class LeydenArgumentParser(ArgumentParser):
+    """jsonargparse's parser with groups for Trainers, modules, callbacks, optimizers and schedulers.
+
+    Args:
+        *args: of jsonargparse's ArgumentParser.
+        description: what the help says first.
+        env_prefix: how the names of environment variables begin.
+        **kwargs: of jsonargparse's ArgumentParser: `default_env`, `default_config_files`, `parser_mode`, ….
+
+    Attributes:
+        callback_keys: the groups that hold a callback each.
+        optimizer_groups: the classes of each group of an optimizer, and what it is linked to.
+        lr_scheduler_groups: the same of schedulers.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Fits, validates, tests and predicts with Leyden's Trainer.",
+        env_prefix: str = "LEYDEN",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, description=description, env_prefix=env_prefix, **kwargs)
+        # torch brings fsspec along, by which configurations are read from s3://, gs:// and so on.
+        set_parsing_settings(config_read_mode_fsspec_enabled=True)
+        self.callback_keys: list[str] = []
+        self.optimizer_groups: dict[str, tuple[Classes, str]] = {}
+        self.lr_scheduler_groups: dict[str, tuple[Classes, str]] = {}
+
+    def add_leyden_class_args(
+        self, leyden_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Adds the arguments of a Trainer, TrainModule, DataModule or Callback as a group.
+
+        Args:
+            leyden_class: the class, or a function whose annotation says that it returns one.
+            nested_key: the name of the group.
+            subclass_mode: take `class_path` and `init_args` of any subclass.
+            required: in subclass mode, whether one must be given.
+
+        Returns:
+            The names of the arguments that were added.
+        """
+        cls: Any = leyden_class if isinstance(leyden_class, type) else class_from_function(leyden_class)
+        if not issubclass(cls, KINDS):
+            names = ", ".join(kind.__name__ for kind in KINDS[:-1])
+            raise ConfigurationError(
+                f"{nested_key}: {kind_of(leyden_class)} is no {names} or {KINDS[-1].__name__}: give such a class, or a "
+                "function whose annotation says that it returns one."
+            )
+        if issubclass(cls, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
+            return [nested_key]
+        # The CLI itself makes the Trainer, with the callbacks of other groups.
+        made_here = not issubclass(cls, Trainer)
+        added: list[str] = self.add_class_arguments(
+            cls, nested_key, fail_untyped=False, instantiate=made_here, sub_configs=True
+        )
+        return added
+
+    add_lightning_class_args = add_leyden_class_args
+    """Lightning's name of the method."""
+
+    def add_optimizer_args(
+        self, optimizer_class: Classes = (Optimizer,), nested_key: str = "optimizer", link_to: str = AUTOMATIC
+    ) -> None:
+        """Adds a group for an optimizer.
+
+        Args:
+            optimizer_class: one class, whose arguments are added; or a tuple, for a subclass of any of these.
+            nested_key: the name of the group.
+            link_to: the argument that is given its `class_path` and `init_args`. By default the CLI makes
+                `configure_optimizers` from it.
+        """
+        self.optimizer_groups[nested_key] = (optimizer_class, link_to)
+        self._add_group(optimizer_class, nested_key, skip={"params"})
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Classes = LRSchedulerTypeTuple,
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Adds a group for a scheduler, by the same arguments as `add_optimizer_args`."""
+        self.lr_scheduler_groups[nested_key] = (lr_scheduler_class, link_to)
+        self._add_group(lr_scheduler_class, nested_key, skip={"optimizer"})
+
+    def _add_group(self, classes: Classes, nested_key: str, skip: set[str]) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": skip}
+        if isinstance(classes, tuple):
+            self.add_subclass_arguments(classes, nested_key, required=False, **options)
+        else:
+            self.add_class_arguments(classes, nested_key, sub_configs=True, **options)
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """The text of a configuration, as jsonargparse dumps it, without what could not be read again.
+
+        A default such as a lambda has no text. It is left out, so that the default is used again.
+        """
+        text: str = super().dump(*args, **kwargs)
+        if UNSERIALIZABLE not in text:
+            return text
+        import yaml
+
+        return str(yaml.safe_dump(_readable(yaml.safe_load(text)), sort_keys=False, allow_unicode=True))
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Ends the process with status 2 and the message; jsonargparse would print all options first."""
+        if not self.exit_on_error or os.environ.get("JSONARGPARSE_DEBUG") not in (None, "", "false"):
+            return super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        command = parser.prog.replace(" [options]", "")
+        sys.stderr.write(f"{command}: {in_few_words(message)}\n{command} --help lists the options.\n")
+        self.exit(2)
+
+
+def in_few_words(message: str) -> str:
+    r"""jsonargparse's message without the types that were not meant.
+
+    Example:
+        >>> in_few_words("the following arguments are required: fit.model")
+        'the following arguments are required: --model'
+        >>> print(in_few_words("model:\n  Errors:\n  - Expected a dot import path string: Net"))
+        model:
+          - No class Net is imported: give its path too, as in package.module.Net.
+    """
+    lines = [line for line in message.splitlines() if line.strip() and not line.lstrip().startswith(NOISE)]
+    text = "\n".join(lines) or message
+    text = re.sub(
+        r"Expected a dot import path string: (\w+)",
+        r"No class \1 is imported: give its path too, as in package.module.\1.",
+        text,
+    )
+    return re.sub(r"required: (?:\w+\.)?(model|data)\b", r"required: --\1", text)
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _readable(item) for key, item in value.items() if not _is_lost(item)}
+    return [_readable(item) for item in value if not _is_lost(item)] if isinstance(value, list) else value
+
+
+def _is_lost(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(UNSERIALIZABLE)
+
+
+def as_dict(config: Any) -> Any:
+    """A configuration as plain dicts.
+
+    Example:
+        >>> as_dict(Namespace(class_path="torch.optim.SGD", init_args=Namespace(lr=0.1)))
+        {'class_path': 'torch.optim.SGD', 'init_args': {'lr': 0.1}}
+    """
+    return config.as_dict() if isinstance(config, Namespace) else config

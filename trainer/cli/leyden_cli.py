@@ -1,0 +1,358 @@
+"""LeydenCLI: a command line for a Trainer, a TrainModule and a DataModule, from their arguments' annotations."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.save_config import SaveConfigCallback
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.cli.class_paths import ArgsType, ReduceLROnPlateau, instantiate_class
+from leyden.trainer.cli.known_classes import import_own
+from leyden.trainer.data.rng import seed_everything
+from leyden.trainer.datamodule import DataModule
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from leyden.trainer.cli.argument_parser import LeydenArgumentParser
+
+SUBCOMMANDS = {
+    "fit": "Train a module.",
+    "validate": "Run one epoch of validation.",
+    "test": "Run one epoch of test.",
+    "predict": "Run predict_step on every batch.",
+}
+GIVEN_HERE = frozenset({"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders", "unknown"})
+"""The arguments of the Trainer's methods that the CLI itself gives, or that no configuration can hold."""
+
+
+class LeydenCLI:
+    """Parses a command line and configuration files, builds what they describe, and runs it.
+
+    The options are the arguments of the Trainer, of the module, of the DataModule and of `fit`, `validate`, `test` and
+    `predict`; annotations and docstrings become types and help. It needs `pip install 'leyden[cli]'`; see
+    docs/configuration.md. Names and defaults are those of Lightning's `LightningCLI`.
+
+    Args:
+        model_class: a TrainModule, or a function that returns one. None takes any, by `--model`.
+        datamodule_class: a DataModule, or a function that returns one. None takes any, by `--data`, or none.
+        save_config_callback: saves the configuration with the run; None saves it nowhere.
+        save_config_kwargs: arguments of that callback: `config_filename`, `overwrite`, `multifile`.
+        trainer_class: the Trainer, a subclass, or a function that returns one.
+        trainer_defaults: arguments of the Trainer that replace its defaults. Callbacks are added to those that are
+            configured.
+        seed_everything_default: of `--seed_everything`: a number; True for `seed_everything()`, which is LEYDEN_SEED
+            or else 0; False leaves random numbers alone.
+        parser_kwargs: arguments of the parser; under the name of a subcommand those of its own.
+        parser_class: a subclass of `LeydenArgumentParser`.
+        subclass_mode_model: take any subclass of `model_class`, by `class_path`.
+        subclass_mode_data: take any subclass of `datamodule_class`, by `class_path`.
+        args: the command line as a list, or a configuration as a dict or Namespace. By default the process's.
+        run: False adds no subcommands and runs nothing: read `trainer`, `model` and `datamodule`.
+        auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, from which `configure_optimizers` is made.
+        load_from_checkpoint_support: without effect, for scripts written for Lightning: no name in a checkpoint is
+            imported.
+
+    Attributes:
+        parser: the parser.
+        subcommand: the one that was given; None with `run=False`.
+        config: what was parsed, with the subcommand's configuration under its name.
+        config_init: the same with objects in place of their configurations.
+        trainer: the Trainer.
+        model: the module.
+        datamodule: the DataModule, or None.
+
+    Example:
+        >>> cli = LeydenCLI(TrainModule, run=False, args=["--trainer.max_epochs=3", "--trainer.logger=False"])
+        >>> cli.trainer.max_epochs
+        3
+    """
+
+    def __init__(
+        self,
+        model_class: type[TrainModule] | Callable[..., TrainModule] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[LeydenArgumentParser] | None = None,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = save_config_kwargs or {}
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
+        self.model_class = TrainModule if model_class is None else model_class
+        self.datamodule_class = datamodule_class
+        self.subclass_mode_model = subclass_mode_model or model_class is None
+        self.subclass_mode_data = subclass_mode_data or datamodule_class is None
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.subcommand: str | None = None
+        self._parsers: dict[str | None, LeydenArgumentParser] = {}
+
+        import_own(sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)])
+        self.setup_parser(run)
+        self.parse_arguments(self.parser, args)
+        self.subcommand = self.config["subcommand"] if run else None
+        self._seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        if self.subcommand is not None:
+            self._run(self.subcommand)
+
+    # what a subclass may override -------------------------------------------------------------------------------------
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The methods of the Trainer that are subcommands, each with those of its arguments that are no options."""
+        return {name: set(GIVEN_HERE) for name in SUBCOMMANDS}
+
+    def init_parser(self, **kwargs: Any) -> LeydenArgumentParser:
+        """Makes a parser; `kwargs` are `parser_kwargs`."""
+        from leyden.trainer.cli.argument_parser import LeydenArgumentParser
+
+        parser = (self.parser_class or LeydenArgumentParser)(**kwargs)
+        parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML or JSON; or its text.")
+        return parser
+
+    def setup_parser(self, add_subcommands: bool) -> None:
+        """Makes the parser and the parsers of the subcommands."""
+        names = self.subcommands()
+        self.parser = self.init_parser(**{key: value for key, value in self.parser_kwargs.items() if key not in names})
+        self._parsers = {None: self.parser}
+        if not add_subcommands:
+            self._add_arguments(self.parser)
+            return
+        group = self.parser.add_subcommands(help="leyden's, each with --help of its own:")
+        for name, left_out in names.items():
+            method = getattr(self.trainer_class if isinstance(self.trainer_class, type) else Trainer, name)
+            self._parsers[name] = parser = self.init_parser(**self.parser_kwargs.get(name, {}))
+            self._add_arguments(parser)
+            known = set(inspect.signature(method).parameters)
+            parser.add_method_arguments(_owner(self.trainer_class), name, skip=(left_out | {"self"}) & known)
+            group.add_subcommand(name, parser, help=SUBCOMMANDS.get(name) or inspect.getdoc(method))
+
+    def add_default_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+        """Adds `--seed_everything`."""
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="Seed of all random numbers. True: LEYDEN_SEED, or else 0. False: none.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+        """Adds the groups `trainer`, `model` and `data`."""
+        parser.add_leyden_class_args(self.trainer_class, "trainer")
+        defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
+        parser.set_defaults(defaults)
+        parser.add_leyden_class_args(self.model_class, "model", self.subclass_mode_model)
+        if self.datamodule_class is None:
+            parser.add_leyden_class_args(DataModule, "data", subclass_mode=True, required=False)
+        else:
+            parser.add_leyden_class_args(self.datamodule_class, "data", self.subclass_mode_data)
+
+    def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+        """Override this to add arguments, links and forced callbacks, to the parser of each subcommand."""
+
+    def link_optimizers_and_lr_schedulers(self, parser: LeydenArgumentParser) -> None:
+        """Links each group of an optimizer or scheduler that was added with a `link_to`."""
+        for key, (classes, link_to) in {**parser.optimizer_groups, **parser.lr_scheduler_groups}.items():
+            if link_to == "AUTOMATIC":
+                continue
+            if isinstance(classes, tuple):
+                parser.link_arguments(key, link_to)
+            else:
+                parser.link_arguments(key, link_to, compute_fn=partial(_described, classes))
+
+    def parse_arguments(self, parser: LeydenArgumentParser, args: ArgsType) -> None:
+        """Parses into `self.config`."""
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Override this for what must happen before anything is built."""
+
+    def instantiate_classes(self) -> None:
+        """Builds the module, the DataModule and the Trainer."""
+        self.config_init = self._built()
+        own = self._of_subcommand(self.config_init)
+        self.model: TrainModule = own["model"]
+        self.datamodule: DataModule | None = own.get("data")
+        self._give_optimizers(own)
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Builds the Trainer; `kwargs` take precedence over the configuration."""
+        own, parser = self._of_subcommand(self.config_init), self._parsers[self.subcommand]
+        arguments = {**_as_dict(own.get("trainer") or {}), **kwargs}
+        callbacks = _as_list(arguments.pop("callbacks", None))
+        callbacks += [own[key] for key in parser.callback_keys]
+        callbacks += _as_list(self.trainer_defaults.get("callbacks"))
+        if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
+            config = self._of_subcommand(self.config)
+            callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
+        # A default is not given, so that `leyden launch` may still fill it.
+        defaults = {name: p.default for name, p in _parameters(self.trainer_class).items()}
+        given = {name: value for name, value in arguments.items() if not _is_same(value, defaults.get(name, ...))}
+        return self.trainer_class(**given, callbacks=callbacks)
+
+    @staticmethod
+    def configure_optimizers(
+        module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None
+    ) -> Optimizer | dict[str, Any]:
+        """What the module's `configure_optimizers` returns, where it is made from `--optimizer`.
+
+        Override this to have the scheduler step in another interval, for example.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            watched = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": watched}
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+
+    # the way from arguments to a run ----------------------------------------------------------------------------------
+    def _add_arguments(self, parser: LeydenArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.optimizer_groups:
+                parser.add_optimizer_args()
+            if not parser.lr_scheduler_groups:
+                parser.add_lr_scheduler_args()
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    def _seed(self) -> None:
+        config = self._of_subcommand(self.config)
+        seed = config.get("seed_everything")
+        if seed is None or seed is False:
+            return
+        # The number is saved with the run, which it repeats.
+        config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
+
+    def _of_subcommand(self, config: Any) -> Any:
+        return config if self.subcommand is None else config[self.subcommand]
+
+    def _built(self) -> Any:
+        try:
+            return self.parser.instantiate(self.config)
+        except ValueError as error:
+            found: BaseException = error
+            while found.__cause__ is not None:
+                found = found.__cause__
+            if found is error or not _is_foreign(found):
+                raise
+            # jsonargparse tells only the text of an error that a class raises which need not be given.
+            raise found from None
+
+    def _give_optimizers(self, own: Any) -> None:
+        """Has the module configure the optimizer and scheduler of the configuration."""
+        parser = self._parsers[self.subcommand]
+        kinds = {"optimizer": parser.optimizer_groups, "scheduler": parser.lr_scheduler_groups}
+        found: dict[str, Any] = {}
+        for kind, groups in kinds.items():
+            automatic = [key for key, (_, link_to) in groups.items() if link_to == "AUTOMATIC"]
+            if len(automatic) > 1:
+                raise ConfigurationError(
+                    f"{' and '.join(automatic)} are {kind}s of one module: link them to arguments of the module, as in "
+                    f"parser.add_optimizer_args(nested_key={automatic[1]!r}, link_to='model.…')."
+                )
+            for key in automatic:
+                classes = groups[key][0]
+                value = _as_dict(own.get(key))
+                if value is not None:
+                    found[kind] = value if isinstance(classes, tuple) else _described(classes, value)
+        if "optimizer" not in found:
+            if "scheduler" in found:
+                raise ConfigurationError("a learning-rate scheduler without an optimizer: give --optimizer too.")
+            return
+        if type(self.model).configure_optimizers not in (TrainModule.configure_optimizers, self.configure_optimizers):
+            warnings.warn(
+                f"{type(self.model).__name__}.configure_optimizers is not called: --optimizer takes its place.",
+                stacklevel=2,
+            )
+        configure = partial(_configured, self.model, self.configure_optimizers, **found)
+        vars(self.model)["configure_optimizers"] = configure
+
+    def _run(self, subcommand: str) -> None:
+        before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
+        if before is not None:
+            before()
+        method = getattr(self.trainer, subcommand)
+        known = set(inspect.signature(method).parameters) - self.subcommands()[subcommand]
+        own = self._of_subcommand(self.config_init)
+        arguments = {name: own[name] for name in known if name in own}
+        if self.datamodule is not None:
+            arguments["datamodule"] = self.datamodule
+        method(self.model, **arguments)
+        if after is not None:
+            after()
+
+
+def _configured(
+    module: TrainModule,
+    configure: Callable[..., Any],
+    optimizer: dict[str, Any],
+    scheduler: dict[str, Any] | None = None,
+) -> Any:
+    """Builds the optimizer of a module's parameters, and its scheduler."""
+    made = instantiate_class(module.parameters(), optimizer)
+    return configure(module, made, None if scheduler is None else instantiate_class(made, scheduler))
+
+
+def _described(cls: type, init_args: Any) -> dict[str, Any]:
+    """The `class_path` and `init_args` of a class whose group holds its arguments alone."""
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": _as_dict(init_args)}
+
+
+def _as_dict(config: Any) -> Any:
+    return config.as_dict() if hasattr(config, "as_dict") else config
+
+
+def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
+    return [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+
+
+def _owner(trainer_class: Any) -> type:
+    return trainer_class if isinstance(trainer_class, type) else Trainer
+
+
+def _parameters(trainer_class: Any) -> dict[str, inspect.Parameter]:
+    """The arguments of a Trainer, and those that it passes on to Leyden's."""
+    own = dict(inspect.signature(trainer_class).parameters)
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in own.values())
+    return {**(inspect.signature(Trainer).parameters if passes_on else {}), **own}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """True for an error that code outside of jsonargparse has raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not trace.tb_frame.f_globals.get("__name__", "").startswith("jsonargparse")
