@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "ActivationCheckpointing": "activation_checkpointing",
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
@@ -50,6 +51,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from leyden.callbacks.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from leyden.callbacks.base import Callback as Callback
     from leyden.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from leyden.callbacks.batch_size_scheduler import BatchSizeScheduler as BatchSizeScheduler

@@ -9,6 +9,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, with_article
 from leyden.strategies.fsdp.policy import Groups, modules_of_classes
+from leyden.strategies.recomputing import recompute
 
 
 def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
@@ -21,8 +22,6 @@ def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
     Returns:
         The names of those modules.
     """
-    from torch.distributed._composable.checkpoint_activation import checkpoint
-
     if not policy:
         return []
     if isinstance(policy, Groups):
@@ -31,10 +30,7 @@ def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
         names = [name for name, module in root.named_modules() if name and policy(module)]
     else:
         names = modules_of_classes(root, policy, "activation_checkpointing_policy")
-    for name in names:
-        module = root.get_submodule(name)
-        if checkpoint.state(module) is None:  # type: ignore[attr-defined]
-            checkpoint(module)
+    recompute(map(root.get_submodule, names))
     return names
 
 

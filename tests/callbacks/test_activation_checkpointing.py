@@ -1,0 +1,152 @@
+"""ActivationCheckpointing: blocks run twice, and the numbers are bit for bit those of a run that keeps activations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from leyden import ConfigurationError, Trainer
+from leyden.callbacks import ActivationCheckpointing, ModelCheckpoint
+from leyden.strategies import FSDPStrategy, MeshStrategy
+
+
+class Block(nn.Module):
+    """Counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.passes = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.passes += 1
+        return x + self.drop(torch.tanh(self.layer(x))) * scale
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x
+
+
+def fit(callbacks: Any = (), samples: int = 9, size: int = 2, path: str | None = None, **arguments: Any) -> Squares:
+    compiled = arguments.pop("compiled", False)
+    torch.manual_seed(0)
+    module = Squares(Blocks(), lambda module: torch.optim.AdamW(module.parameters(), 0.01))
+    trainer = Trainer(**{**QUIET, "max_epochs": 1, "callbacks": callbacks, **arguments})
+    data = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
+    given = torch.compile(module, backend="aot_eager") if compiled else module
+    trainer.fit(given, DataLoader(data, size), ckpt_path=path)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, Any]:
+    state = module.state_dict()
+    return {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in state.items()}
+
+
+def passes(module: Squares) -> list[int]:
+    return [block.passes for block in module.net.blocks]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("modules", "every", "twice"),
+    [
+        (Block, 1, [0, 1, 2, 3]),
+        ({"Block"}, 2, [0, 2]),
+        ("Block", 3, [0, 3]),
+        ([nn.Dropout, Block], 8, [0]),
+        (lambda module: isinstance(module, Block), 1, [0, 1, 2, 3]),
+    ],
+)
+def test_blocks_run_twice_and_the_numbers_stay(modules: Any, every: int, twice: list[int]) -> None:
+    plain, again = fit(), fit(ActivationCheckpointing(modules, every))
+    assert weights(again) == weights(plain) and passes(plain) == [5] * 4
+    assert passes(again) == [10 if number in twice else 5 for number in range(4)]
+
+
+def test_after_fit_the_module_is_as_it_was() -> None:
+    callback = ActivationCheckpointing(Block)
+    module = fit(callback)
+    before = passes(module)
+    module.net(torch.ones(1, 4)).sum().backward()
+    assert passes(module) == [count + 1 for count in before] and callback.names == []
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+class Copied(ActivationCheckpointing):
+    """Copies the module within fit, as averages of weights do."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        blocks = copy.deepcopy(module.net).blocks
+        blocks[0](torch.ones(1, 4, requires_grad=True)).sum().backward()
+        self.copied = blocks[0].passes, module.net.blocks[0].passes
+
+
+def test_a_copy_of_the_module_runs_by_itself() -> None:
+    callback = Copied(Block)
+    with torch.random.fork_rng():
+        fit(callback)
+    assert callback.copied == (2, 0)
+
+
+def test_a_compiled_module_has_the_same_numbers() -> None:
+    assert weights(fit(ActivationCheckpointing(Block), compiled=True)) == weights(fit())
+
+
+def test_a_resume_and_a_checkpoint_know_nothing_of_it(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    plain = fit([keeper], enable_checkpointing=True)
+    assert weights(fit(ActivationCheckpointing(Block), path=str(tmp_path / "step=2"))) == weights(plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fit(ActivationCheckpointing("Blok")), "names Blok, and the model has no such module. Did you mean 'B"),
+        (lambda: fit(ActivationCheckpointing(nn.LSTM)), "names LSTM, and the model has no such module"),
+        (lambda: fit(ActivationCheckpointing(lambda module: False)), "True for no module"),
+        (lambda: fit(ActivationCheckpointing(Squares)), "names Squares, the module that is trained, whose"),
+        (lambda: fit(ActivationCheckpointing([3])), "holds 3: give classes"),  # type: ignore[list-item]
+        (lambda: ActivationCheckpointing([]), "give the classes of the model's blocks"),
+        (lambda: ActivationCheckpointing(3), "give classes of modules, their names, or a function"),  # type: ignore
+        (lambda: ActivationCheckpointing(Block, every=0), "every=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def on_ranks() -> dict[str, Any]:
+    """Of the last global batch the second rank has no sample."""
+    found: dict[str, Any] = {}
+    for name, strategy in {
+        "ddp": lambda: "ddp",
+        "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}),
+        "mesh": lambda: MeshStrategy(dp_shard=1, tp=2, plan={"net.blocks.*.layer": "gather"}),
+    }.items():
+        runs = [fit(callbacks, 5, 1, strategy=strategy()) for callbacks in ([], ActivationCheckpointing(Block))]
+        found[name] = [weights(run) for run in runs], [passes(run) for run in runs]
+    return found
+
+
+def test_ranks_have_the_same_numbers() -> None:
+    for rank in run_world(2, on_ranks):
+        for strategy, ((plain, again), (once, twice)) in rank.items():
+            assert again == plain, strategy
+            assert twice[0] > once[0], strategy
