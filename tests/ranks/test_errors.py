@@ -159,7 +159,7 @@ def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, mes
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
-        ("stop", 0, "rank 0 does not answer, so it has ended or is stopped"),
+        in_full("stop", 0, "rank 0 does not answer, so it has ended or is stopped"),
         in_full("stop", 1, "rank 1 does not answer"),
         in_full("sleep", 0, "in training_step: threading.Event().wait()"),
         in_full("sleep", 1, "in training_step: threading.Event().wait()"),

@@ -152,6 +152,7 @@ def test_a_process_alone_watches_itself(tmp_path: Path) -> None:
 
 
 @READS_PROC
+@pytest.mark.full
 def test_set_up_validation_and_saving_have_more_time(tmp_path: Path) -> None:
     done = run_script("slow", 0, tmp_path, DEVICES="1")
     assert done.returncode == 0 and "after fit" in done.stdout, done.stderr

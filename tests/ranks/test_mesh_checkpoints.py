@@ -181,7 +181,7 @@ def goes_on(layout: str, folder: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "deaths"),
     [
-        ("tp 2", [10]),
+        pytest.param("tp 2", [10], marks=pytest.mark.full),
         ("pp 2", [10]),
         pytest.param("tp × fsdp 4", [4, 10], marks=[pytest.mark.full, pytest.mark.timeout(900)]),
         pytest.param("pp × tp × fsdp 8", [4], marks=[pytest.mark.full, pytest.mark.timeout(900)]),

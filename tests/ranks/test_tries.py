@@ -75,7 +75,7 @@ LAUNCH = ("-m", "leyden", "launch", "--cpu", "-q", "--num_processes")
         pytest.param((*LAUNCH, "2", "script.py", "backward"), 2, marks=pytest.mark.full, id="leyden launch"),
         pytest.param((*LAUNCH, "3", "script.py", "backward"), 3, marks=pytest.mark.full, id="three ranks"),
         pytest.param((*LAUNCH, "2", "script.py", "late"), 2, marks=pytest.mark.full, id="after the others have done"),
-        pytest.param(("script.py", "fork"), 2, id="fork"),
+        pytest.param(("script.py", "fork"), 2, marks=pytest.mark.full, id="fork"),
         pytest.param(("script.py", "spawn"), 2, marks=pytest.mark.full, id="spawn"),
     ],
 )
