@@ -47,6 +47,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 COUNTS = ("kills", "runs", "differences", "stuck", "behind", "orphans")
 """What is printed of each kind of run. All but the first two are defects."""
+LONGEST = 300
+"""Seconds after which a run hangs."""
 PATIENCE = 30
 """Seconds after which a process that still runs was left behind."""
 
@@ -207,7 +209,7 @@ def launch(work: Callable[[], None], log: Path) -> int:
 
 def reap(job: int) -> tuple[int, int]:
     """Waits for a job and all that it has started; returns its exit code, and how many had to be killed."""
-    code, left, until = 0, 0, time.monotonic() + PATIENCE
+    code, left, until = 0, 0, time.monotonic() + LONGEST
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

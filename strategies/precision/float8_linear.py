@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8.config import Float8LinearConfig
-from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 
@@ -27,15 +31,49 @@ class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]
             return F.linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        output: Tensor
         if not torch.is_inference_mode_enabled():
-            output = super().forward(input)
-            return output
+            return self._in_fp8(input)
         # torchao's tensors know the operations that autograd leaves of a reshape or a cast, and inference_mode leaves
         # all as they are.
         with torch.inference_mode(False), torch.no_grad():
+            return self._in_fp8(input)
+
+    def _in_fp8(self, input: Tensor) -> Tensor:
+        output: Tensor
+        if input.device.type != "cpu" or torch.compiler.is_compiling():
             output = super().forward(input)
-        return output
+            return output
+        output = _OnCpu.apply(input, self.weight.t(), self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _OnCpu(matmul_with_hp_or_float8_args):  # type: ignore[misc]
+    """The product of torchao's layer, forward and backward, without oneDNN.
+
+    On CPUs with AVX512-FP16, torch 2.13 hands fp8 products to oneDNN, whose reference kernel there takes 400 times as
+    long as torch's own (1 s for 2,048 × 64 by 64 × 256).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        with _without_onednn():
+            return matmul_with_hp_or_float8_args.forward(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with _without_onednn():
+            return matmul_with_hp_or_float8_args.backward(ctx, *gradients)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # torch.backends.mkldnn.flags also sets tf32, which warns on a CPU.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def convert(linear: nn.Linear, config: Float8LinearConfig, in_evaluation: bool) -> None:

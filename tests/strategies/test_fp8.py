@@ -293,6 +293,25 @@ def check_learned(fp8: list[float], bf16: list[float]) -> None:
     assert abs(ends[0] / ends[1] - 1) < 0.02, ends
 
 
+def test_products_on_a_cpu_leave_out_onednn_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fp8 kernel takes seconds for a step on CPUs with AVX512-FP16."""
+    product, seen = torch._scaled_mm, []
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled())
+        return product(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    layer, x = nn.Linear(32, 32), torch.randn(16, 32, requires_grad=True)
+    model = nn.Sequential(nn.Linear(32, 32), layer, nn.Linear(32, 32))
+    precision = Float8Precision(first_and_last=True)
+    precision.convert_module(model)
+    with precision.forward_context():
+        model(x).float().sum().backward()
+    assert len(seen) == 3 * 3 and not any(seen)
+    assert torch._C._get_mkldnn_enabled()
+
+
 @pytest.mark.full
 def test_a_gpt_learns_as_in_bf16(tmp_path: Path) -> None:
     check_learned(trained("fp8", tmp_path), trained("bf16-mixed", tmp_path))
