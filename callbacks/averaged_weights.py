@@ -147,6 +147,10 @@ class AveragedWeights:
                 found = f"of {tuple(value.shape)}" if isinstance(value, Tensor) else brief(value)
                 raise StateError(saved.path(name), f"is {found}, and must be a tensor of {tuple(own[name].shape)}")
 
+    def forget(self) -> None:
+        """Drops the averages, as if none had been taken; the module has the current weights."""
+        self._average, self.in_module = None, False
+
     @torch.no_grad()
     def restore(self, count: int, held: Mapping[str, Any], in_module: bool) -> None:
         """Continues where a checkpoint was saved, once the module has its weights.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Callback:
     callbacks have on a rank without a sample of the batch."""
     state_per_rank: ClassVar[bool | None] = None
     """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
+    refuses_rollback: ClassVar[str | None] = None
+    """Why a fit with this callback cannot go back to a checkpoint (`Trainer.roll_back`); None if it can."""
     changes_weights: ClassVar[bool] = False
     """True for a callback of Leyden's own that writes to the module's weights; of any other it is assumed."""
 
@@ -80,6 +82,24 @@ class Callback:
         Called for each training batch of this rank, once it is on the device.
         """
         return batch
+
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Called where a fit goes back to a checkpoint of its own (`Trainer.roll_back`); loads the state by default.
+
+        Override it for what is not undone, such as time that has passed and files that were written.
+
+        Args:
+            state: what `state_dict` returned for the checkpoint; empty if it returned nothing.
+            step: the checkpoint's `global_step`.
+        """
+        if state:
+            self.load_state_dict(state)
+
+    def repeat_epoch_start(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
+        """Called after that, for each epoch that has begun since the checkpoint: changes the optimizers once more.
+
+        Callbacks that change optimizers in `on_train_epoch_start` override it, as that hook is not called again.
+        """
 
     def saved_weights(self) -> Mapping[str, Tensor]:
         """Returns what a checkpoint holds in place of the module's own tensors, by their names; empty for nothing."""
@@ -146,6 +166,12 @@ class Callback:
     # checkpoints: `checkpoint` is a dict of the user's own entries, saved beside Leyden's
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
+
+
+def refusal(callbacks: Iterable[Callback]) -> str | None:
+    """Returns which callback keeps a fit from going back to a checkpoint, and why; None if none does."""
+    found = next((callback for callback in callbacks if callback.refuses_rollback is not None), None)
+    return None if found is None else f"{type(found).__name__} {found.refuses_rollback}"
 
 
 def in_order(callbacks: list[Callback]) -> Iterator[Callback]:

@@ -85,6 +85,10 @@ class DriftGuard(Callback):
         self.drifted, self._checked = [], trainer.global_step
         self._agreed = trainer.global_step
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        # All ranks have the checkpoint's weights; steps that are taken again are checked again.
+        self._checked = self._agreed = step
+
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

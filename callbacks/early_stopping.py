@@ -149,6 +149,11 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state["stopping_reason"] if same else "not_stopped")
         self.stopping_reason_message = state["stopping_reason_message"] if same else None
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Forgets the checks of weights that are gone; a run that it has stopped stays stopped."""
+        if self.stopping_reason is EarlyStoppingReason.NOT_STOPPED:
+            super().go_back(state, step)
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             # The checkpoint may be from between the decision to stop and the end of the run.

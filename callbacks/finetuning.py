@@ -76,6 +76,10 @@ class BaseFinetuning(Callback):
         for optimizer in trainer.optimizers:
             self.finetune_function(module, trainer.current_epoch, optimizer)
 
+    def repeat_epoch_start(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
+        for optimizer in trainer.optimizers:
+            self.finetune_function(module, epoch, optimizer)
+
     # tools for subclasses ---------------------------------------------------------------------------------------------
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:

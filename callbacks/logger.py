@@ -108,6 +108,9 @@ class Logger(Callback, ABC):
         self.is_writer = trainer.is_global_zero
         self._default_root_dir = str(trainer.default_root_dir)
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Keeps what is logged of the steps that are undone; their numbers come again."""
+
     def _next_step(self, step: int | None) -> int:
         """Returns the given step, or the one after the last one logged."""
         number = self._last_step + 1 if step is None else int(step)

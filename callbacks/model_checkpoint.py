@@ -228,6 +228,12 @@ class ModelCheckpoint(Callback):
         ago = books.seconds_since_save
         self._saved_at: float | None = None if ago is None else time.monotonic() - ago
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Keeps the ranking: all of its checkpoints are there, and their scores were those of their weights."""
+        self._seen_step = step
+        # The step comes again, with other weights.
+        self._saved_step = -1 if self._saved_step > step else self._saved_step
+
     def _relative(self, path: str) -> str:
         inside = self.dirpath is not None and path.startswith(os.path.join(self.dirpath, ""))
         return os.path.relpath(path, self.dirpath) if inside else path
@@ -238,6 +244,16 @@ class ModelCheckpoint(Callback):
         self.dirpath = chosen if self.saves_on_each_node else trainer.strategy.ranks.broadcast(chosen)
         if stage == "fit" and not trainer.fast_dev_run:
             self._ranks(trainer).keep(self._make_folder)
+
+    def saves_within(self, trainer: Trainer) -> bool:
+        """Returns True if it saves checkpoints that can be resumed before the fit ends, as far as is known."""
+        if self.save_weights_only or not (self.save_top_k or self.save_last):
+            return False
+        if self._every_n_train_steps:
+            return trainer.max_steps == -1 or self._every_n_train_steps < trainer.max_steps
+        if self._every_n_epochs and self._saves_at_epoch_end(trainer):
+            return trainer.max_epochs in (None, -1) or self._every_n_epochs < (trainer.max_epochs or 0)
+        return self._every_n_epochs > 0 or self._interval is not None
 
     def folder_of(self, trainer: Trainer) -> str:
         """Returns the folder it saves in during a run of this Trainer."""

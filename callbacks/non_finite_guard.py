@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from leyden.callbacks.base import Callback
+from leyden.callbacks.base import Callback, refusal
+from leyden.callbacks.replayed_step import ReplayedStep
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format.text import listed
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
-ACTIONS = ("stop", "skip")
+ACTIONS = ("stop", "skip", "rollback")
 SHOWN = 3
 """So many names of parameters a message lists."""
 
@@ -42,14 +43,20 @@ class NonFiniteGuard(Callback):
 
     Args:
         action: "stop" raises `NonFiniteError`; "skip" leaves the step out with a warning, and goes on with the next
-            batch. A step that is left out counts as one: `global_step` and schedulers go on.
-        patience: steps in a row that may be left out; the next one raises. None for no limit.
+            batch. A step that is left out counts as one: `global_step` and schedulers go on. "rollback" takes the run
+            back to its last checkpoint with a warning, but not in the data: the batches since the checkpoint are not
+            used again (see `Trainer.roll_back`, and "Bad steps" in docs/trainer.md).
+        patience: steps in a row that may be left out, or times in a row that the run may go back to the same step; the
+            next one raises. Under a scaler "rollback" goes back after so many. None for no limit.
+        further_batches: how many batches after the bad step "rollback" passes over too, at most to the epoch's end.
 
     Attributes:
         skipped: the global steps that were left out, by their numbers from 1.
+        rolled_back: for each time that the run went back, the bad step and the step of the checkpoint.
 
     Raises:
-        ConfigurationError: for an unknown action, and a patience below 1.
+        ConfigurationError: for an unknown action, a patience below 1, and further batches below 0 or without
+            "rollback"; at the start of fit, where "rollback" would have no checkpoint or could not go back.
 
     Example:
         >>> guard = NonFiniteGuard("skip", patience=5)
@@ -59,21 +66,56 @@ class NonFiniteGuard(Callback):
     """
 
     state_per_rank = False
+    # Also on a rank that has no sample of the batch. Before digests and checkpoints of the weights.
+    closing_hooks = frozenset({"on_train_batch_end"})
 
-    def __init__(self, action: Literal["stop", "skip"] = "stop", patience: int | None = 10) -> None:
+    def __init__(
+        self,
+        action: Literal["stop", "skip", "rollback"] = "stop",
+        patience: int | None = 10,
+        further_batches: int = 0,
+    ) -> None:
         if action not in ACTIONS:
             raise ConfigurationError(f"NonFiniteGuard(action={action!r}): {nearest(str(action), ACTIONS)}")
         if patience is not None and (type(patience) is not int or patience < 1):
             raise ConfigurationError(f"NonFiniteGuard(patience={patience!r}): give a number from 1, or None.")
-        self.action, self.patience = action, patience
+        if type(further_batches) is not int or further_batches < 0 or (further_batches and action != "rollback"):
+            raise ConfigurationError(
+                f"NonFiniteGuard({action!r}, further_batches={further_batches!r}): give a number from 0, and only with "
+                "'rollback'."
+            )
+        self.action, self.patience, self.further_batches = action, patience, further_batches
         self.skipped: list[int] = []
+        self.rolled_back: list[tuple[int, int]] = []
         self._in_a_row = 0
+        self._bad: tuple[int, str] | None = None
+        """The step after which the run goes back, and what was wrong with it; None if nothing was."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        # An error may have ended the last fit within a bad step.
+        self._bad = None
         if stage == "fit" and trainer.strategy.drives_one:
             raise ConfigurationError(
                 f"NonFiniteGuard reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: leave "
                 "the callback out; the engine skips steps whose gradients overflow in fp16."
+            )
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.action != "rollback":
+            return
+        why = refusal(trainer.callbacks)
+        if why is not None:
+            raise ConfigurationError(
+                f"NonFiniteGuard('rollback') cannot take this run back to a checkpoint: {why}. Leave bad steps out: "
+                "NonFiniteGuard('skip')."
+            )
+        is_replay = any(isinstance(callback, ReplayedStep) for callback in trainer.callbacks)
+        if not (
+            is_replay or trainer.fast_dev_run or any(c.saves_within(trainer) for c in trainer.checkpoint_callbacks)
+        ):
+            raise ConfigurationError(
+                "NonFiniteGuard('rollback') goes back to a checkpoint of this run, and no ModelCheckpoint saves one "
+                "before the end of training: add ModelCheckpoint(every_n_train_steps=…)."
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
@@ -83,19 +125,53 @@ class NonFiniteGuard(Callback):
             return
         self._in_a_row += 1
         scales = trainer.strategy.precision.may_skip
-        if (self.action == "stop" and not scales) or (self.patience is not None and self._in_a_row > self.patience):
-            raise NonFiniteError(self._described(trainer, module, parameters))
+        is_over = self.patience is not None and self._in_a_row > self.patience
+        goes_back = self.action == "rollback" and (is_over or not scales)
         step = trainer.global_step + 1
+        if goes_back:
+            self._bad = self._bad or (step, self._described(trainer, module, parameters))
+        elif is_over or (self.action == "stop" and not scales):
+            raise NonFiniteError(self._described(trainer, module, parameters))
         if scales:
             return
         for parameter in parameters:
             # Optimizers leave parameters without a gradient alone, with their state and weight decay.
             parameter.grad = None
+        if goes_back:
+            return
         self.skipped.append(step)
         if trainer.is_global_zero:
             where = f"epoch {trainer.current_epoch}, batch {trainer.progress.batch}"
             samples = _samples(trainer.sample_indices(window=True, all_ranks=True))
             warnings.warn(f"step {step} ({where}) was left out: its gradients were not finite.{samples}", stacklevel=2)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._bad is None or not trainer.window_is_over:
+            return
+        (step, text), self._bad, self._in_a_row = self._bad, None, 0
+        epoch, samples = trainer.current_epoch, _samples(trainer.sample_indices(window=True, all_ranks=True))
+        try:
+            path = trainer.roll_back(self.further_batches)
+        except LeydenError as error:
+            raise NonFiniteError(f"{text} The run cannot go back: {error}") from error
+        self.rolled_back.append((step, trainer.global_step))
+        places = [place for _, place in reversed(self.rolled_back)]
+        times = len(list(itertools.takewhile(lambda place: place == places[0], places)))
+        if self.patience is not None and times > self.patience:
+            raise NonFiniteError(
+                f"{text} The run has gone back to step {places[0]} {self.patience} times in a row, and got no further."
+            )
+        if trainer.is_global_zero:
+            warnings.warn(
+                f"step {step} (epoch {epoch}, batch {batch_idx}) had gradients that were not finite.{samples} The run "
+                f"goes back to {path}, and on in the data.",
+                stacklevel=2,
+            )
+
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Keeps its record, of why the run goes back."""
 
     def _is_bad(self, trainer: Trainer, parameters: Sequence[Tensor]) -> bool:
         strategy = trainer.strategy
@@ -121,12 +197,16 @@ class NonFiniteGuard(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
+        found = {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
+        return {**found, "rolled_back": [list(pair) for pair in self.rolled_back]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         saved = SavedState(state_dict)
         self.skipped = [int(step) for step in saved.items("skipped")]
         self._in_a_row = saved.integer("in_a_row", least=0)
+        # Earlier versions did not have it.
+        found = saved.items("rolled_back") if "rolled_back" in saved else []
+        self.rolled_back = [(int(step), int(place)) for step, place in found]
 
 
 def _samples(indices: Sequence[Any] | None) -> str:

@@ -49,6 +49,9 @@ class PreemptionCheckpoint(Callback):
         self.check_state_dict(state)
         self._name = state.get("name", "")
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Keeps the name of the checkpoint that is on the disk."""
+
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.preempted or any(checkpoint.secure(trainer) for checkpoint in trainer.checkpoint_callbacks):
             return

@@ -98,6 +98,8 @@ class StochasticWeightAveraging(ExchangesWeights):
         self._measured = 0
         """Number of averages for which batch norm has its statistics."""
 
+    refuses_rollback = "sets the learning rates from an epoch on, which a checkpoint from before it does not know of"
+
     @property
     def n_averaged(self) -> int:
         """How often the averages have been updated."""

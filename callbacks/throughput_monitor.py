@@ -97,6 +97,9 @@ class ThroughputMonitor(Callback):
             saved.number("time"), saved.integer("batches"), saved.integer("samples"), saved.integer("lengths")
         )
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Keeps its totals, of what was read and computed: it is no less for being undone."""
+
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigurationError(

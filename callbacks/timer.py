@@ -100,6 +100,9 @@ class Timer(Callback):
         self._end.clear()
         self._before = {_stage(stage): float(seconds) for stage, seconds in state["time_elapsed"].items()}
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Keeps its times: time that has passed does not come back."""
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         # A fit that continues the last one adds to its time; a new fit has reset the state.
         self._before["train"] = self.time_elapsed("train")

@@ -176,6 +176,12 @@ class WeightAveraging(ExchangesWeights):
         self._latest_update_epoch = saved.integer("latest_update_epoch", -1, least=-1)
         self._restored = saved if saved.integer("n_averaged", 0) else None
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        super().go_back(state, step)
+        if self._restored is None and self._weights is not None:
+            # The checkpoint is from before the first update.
+            self._weights.forget()
+
     def weights_loaded(self) -> None:
         saved, self._restored = self._restored, None
         if saved is not None and self._weights is not None:

@@ -72,6 +72,12 @@ class WeightDigests(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._place = Place.of(state)
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Cuts the lines of the steps that are undone, so that the file is of the steps which led to the weights."""
+        if self._file is not None:
+            self._file.go_back(step)
+        self._recorded = min(self._recorded, step - step % self.every_n_steps)
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.fast_dev_run:
             return

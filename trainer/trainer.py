@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from leyden.trainer.events.signals import LEAVE, Signals
 from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.logging.logs import Logs
-from leyden.trainer.logging.values import Value, read_back
+from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.batch_norm import update_batch_norm
 from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keeping
 from leyden.trainer.loops.fit import FitLoop
@@ -48,6 +48,7 @@ from leyden.trainer.run.fit_limits import FitLimits
 from leyden.trainer.run.loaders import Loaders as RunLoaders
 from leyden.trainer.run.preempting import Departure
 from leyden.trainer.run.restoring import Restorer
+from leyden.trainer.run.rolling_back import roll_back
 from leyden.trainer.run.start_ranks import sent_back, start_ranks, take_over
 from leyden.trainer.run.state import Run
 from leyden.trainer.view import TrainerView
@@ -402,6 +403,13 @@ class Trainer(TrainerView):
             raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook of one.")
         return update_batch_norm(self._run)
 
+    def roll_back(self, further_batches: int = 0) -> Path:
+        """Goes back to this run's last checkpoint, but not in the data, and returns its path. Ours.
+
+        All ranks call it in `on_train_batch_end`. `further_batches` are passed over, too. See "Bad steps" in the docs.
+        """
+        return roll_back(self, self._run, self._fit, further_batches)
+
     def finish_copies(self) -> None:
         """Waits until an asynchronous save has copied its state: call it in a step before you write weights yourself.
 
@@ -559,7 +567,7 @@ class Trainer(TrainerView):
             return f"\n{how} at step {self.global_step}, epoch {self.current_epoch}: {at}"
         if self._fit is None or self.arguments.barebones:
             return None
-        reason, seconds = self._fit.reason(), self._fit.seconds()
+        reason, seconds = run.limits.reason(run.progress, run.should_stop), self._fit.seconds()
         return summary.closing_lines(run.progress, self.checkpoint_callbacks, self.last_checkpoint, reason, seconds)
 
     def _evaluate(
@@ -585,14 +593,6 @@ class Trainer(TrainerView):
         """Prints what runs where; see `Run.announce`."""
         self._run.announce()
 
-    def step_function(self, name: str) -> Callable[..., Any]:
-        """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
-        return self._run.step_function(name)
-
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Sends values to the loggers, read back from the device all at once."""
         self._run.send(values, step)
-
-    def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
-        """Python numbers of logged values, with one read-back for all of them."""
-        return self.logs.nans.note(read_back(values), self.progress.global_step)

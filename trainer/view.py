@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
+from leyden.trainer.logging.values import read_back
 from leyden.trainer.run.build import loggers_of, with_loggers
 from leyden.trainer.run.samples import sample_indices
 
@@ -254,6 +255,10 @@ class TrainerView:
         """What the loggers are given."""
         return self.logs.logged_metrics()
 
+    def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
+        """Python numbers of logged values, with one read-back for all of them."""
+        return self.logs.nans.note(read_back(values), self.progress.global_step)
+
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """What the bar shows; read back only by the bar."""
@@ -340,6 +345,10 @@ class TrainerView:
         from leyden.callbacks.progress_bar import ProgressBar
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
+        return self._run.step_function(name)
 
     # its data ---------------------------------------------------------------------------------------------------------
     @property

@@ -40,6 +40,7 @@ class PendingSave:
         copies: that the thread makes first.
         facts: arguments of the writer's `commit`.
         holds_exit: the end of the process waits for it.
+        committed: called by the thread with the path of the committed checkpoint; None for nothing.
 
     Attributes:
         path: where the checkpoint is going to be; where it is, once it is committed.
@@ -53,10 +54,12 @@ class PendingSave:
         copies: Copies,
         facts: Mapping[str, Any],
         holds_exit: bool = False,
+        committed: Callable[[Path], None] | None = None,
     ) -> None:
         self.path = writer.planned
         self.error: BaseException | None = None
         self._writer, self._stack, self._copies, self._facts = writer, stack, copies, facts
+        self._committed = committed
         self._follower: Callable[[Path], None] | None = None
         self._following = threading.Lock()
         self._is_committed = False
@@ -103,6 +106,8 @@ class PendingSave:
                 path = self._writer.commit(**self._facts)
             with self._following:
                 self.path, self._is_committed = path, True
+            if self._committed is not None:
+                self._committed(path)
             if self._follower is not None:
                 self._follower(path)
         except BaseException as error:
@@ -167,6 +172,7 @@ class BackgroundSaves:
         facts: Mapping[str, Any],
         optimizers: Iterable[Optimizer],
         hooks: Hooks | None,
+        committed: Callable[[Path], None] | None = None,
     ) -> PendingSave:
         """Starts the thread; the writer has taken everything.
 
@@ -177,6 +183,7 @@ class BackgroundSaves:
             facts: arguments of the writer's `commit`.
             optimizers: each of those whose step calls torch's hooks waits before it.
             hooks: of the run, which wait too; None without any.
+            committed: see `PendingSave`.
         """
         copies.begin()
         self._copies, self._hooks = copies, hooks
@@ -185,7 +192,7 @@ class BackgroundSaves:
         ]
         if hooks is not None:
             hooks.precede(self.finish_copies)
-        self._pending = PendingSave(writer, stack, copies, facts, self._holds_exit)
+        self._pending = PendingSave(writer, stack, copies, facts, self._holds_exit, committed)
         return self._pending
 
     def finish_copies(self) -> None:

@@ -1,4 +1,6 @@
-"""Parameter groups that an optimizer gained during a run: a resume adds them again before it loads their state."""
+"""Parameter groups that an optimizer gained during a run: a resume adds them again before it loads their state, and a
+run that goes back to a checkpoint without them drops them.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,24 @@ def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Mo
         if "param_names" in first:
             added = list(zip(own, added, strict=True))
         optimizer.add_param_group({**options, "params": added})
+
+
+def names_gained(optimizer: Optimizer, saved: Any, module: nn.Module) -> list[str]:
+    """The parameters of the groups that an optimizer has and its saved state has not; arguments as above."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    gained = optimizer.param_groups[len(saved["param_groups"]) :]
+    return [
+        names.get(id(parameter), "a parameter outside the module") for group in gained for parameter in group["params"]
+    ]
+
+
+def drop_gained_groups(optimizer: Optimizer, saved: Any) -> None:
+    """Drops the groups that an optimizer has and its saved state has not, with the state of their parameters."""
+    count = len(saved["param_groups"])
+    for group in optimizer.param_groups[count:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[count:]
 
 
 def _names(group: Any) -> Sequence[str]:

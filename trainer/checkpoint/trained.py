@@ -42,9 +42,9 @@ class Trained:
         if self._module is None:
             return
         for name, parameter in self._module.named_parameters():
-            parameter.requires_grad_(state.get(name, parameter.requires_grad))
+            parameter.requires_grad_(state.get(name, self._before.get(name, parameter.requires_grad)))
         for name, norm in _norms(self._module):
-            norm.track_running_stats = state.get(name, norm.track_running_stats)
+            norm.track_running_stats = state.get(name, self._before.get(name, norm.track_running_stats))
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> Any:
         """All ranks train the same parameters."""

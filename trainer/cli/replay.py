@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from leyden.trainer.format.text import aligned, listed
 from leyden.trainer.replay import Replay
 from leyden.trainer.run.command import Command, printable
 from leyden.trainer.run.identity import Identity
+from leyden.trainer.run.resuming import progress_of
 
 SHOWN = 20
 """So many parameters the report shows: those that are not finite first, then those with the largest gradients."""
@@ -43,8 +45,11 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
     RUN is the folder of the run (its default_root_dir), its folder of checkpoints, or a checkpoint. The run continues
     from its last whole checkpoint before the step, by COMMAND or else by the command that started it, which is shown
     first, and ends after the step. It writes nothing: loggers are silent, and checkpoints stay as they are.
+
+    A run that went back to a checkpoint took some steps twice (NonFiniteGuard("rollback")). Shown is the first time.
     """
     reader = checkpoint_before(Path(run), step)
+    passed_over = passed_over_after(Path(run), reader)
     recorded = _recorded(digests or run, step, named=digests is not None)
     command_line = _command(reader, list(words), yes)
     with temporary("replay") as folder:
@@ -60,7 +65,7 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
         found = json.loads(replay.report.read_text(encoding="utf-8")) if replay.report.is_file() else {}
     if "step" not in found:
         raise LeydenError(_unreached(step, found, status, command_line))
-    click.echo("\n".join(_report(found, reader.path, recorded)))
+    click.echo("\n".join(_report(found, reader.path, recorded, passed_over)))
     return 0
 
 
@@ -72,8 +77,7 @@ def checkpoint_before(run: Path, step: int) -> CheckpointReader:
     """
     if not run.is_dir():
         raise ConfigurationError(f"{run} is no folder: give the run's default_root_dir, or its folder of checkpoints.")
-    found = [CheckpointReader(path) for path in _checkpoints(run)]
-    found = [reader for reader in found if reader.has("user")]
+    found = _resumable(run)
     if not found:
         raise LeydenError(f"{run} holds no checkpoint from which a run can continue.")
     newest = max(found, key=lambda reader: reader.manifest.save_counter)
@@ -105,6 +109,21 @@ def _checkpoints(run: Path) -> Iterator[Path]:
 
 def _step_of(reader: CheckpointReader) -> int:
     return int(reader.manifest.progress["global_step"])
+
+
+def passed_over_after(run: Path, reader: CheckpointReader) -> int:
+    """How many batches the run passed over between a checkpoint and the next one, as it went back."""
+    after = [one for one in _resumable(run) if one.manifest.save_counter > reader.manifest.save_counter]
+    for following in sorted(after, key=lambda one: one.manifest.save_counter):
+        # A damaged one says nothing.
+        with suppress(CheckpointError):
+            return max(progress_of(following).passed_over - progress_of(reader).passed_over, 0)
+    return 0
+
+
+def _resumable(run: Path) -> list[CheckpointReader]:
+    readers = [CheckpointReader(path) for path in _checkpoints(run)]
+    return [reader for reader in readers if reader.has("user")]
 
 
 def _command(reader: CheckpointReader, words: list[str], yes: bool) -> Command:
@@ -153,7 +172,9 @@ def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
 
 
 # the report -----------------------------------------------------------------------------------------------------------
-def _report(found: dict[str, Any], checkpoint: Path, recorded: dict[str, list[str]] | None) -> list[str]:
+def _report(
+    found: dict[str, Any], checkpoint: Path, recorded: dict[str, list[str]] | None, passed_over: int
+) -> list[str]:
     """The lines that the user sees."""
     rows = [
         ("step", f"{found['step']} (epoch {found['epoch']}, batch {found['batch']}), from {checkpoint}"),
@@ -170,6 +191,11 @@ def _report(found: dict[str, Any], checkpoint: Path, recorded: dict[str, list[st
     else:
         rows.append(("gradient", "unknown: the strategy's engine keeps it"))
     rows += [("error", found["error"])] if "error" in found else []
+    if passed_over:
+        # What it recorded may be of the second time.
+        recorded = None
+        again = f"the run went back after this checkpoint, and passed {passed_over} batches over"
+        rows.append(("taken", f"for the first time: {again}, so it may have taken the step again on later ones"))
     rows += [("weights", text) for text in _weights(found, recorded)]
     return [*aligned(rows, gap="   "), *_table(gradients, bad)]
 

@@ -48,13 +48,15 @@ class Progress:
         phase: what was done last; see the table.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.
-        skipped: a scaler skipped the step of that window, or the run's stop triggered the validation.
+        skipped: no scheduler follows that window: a scaler skipped its step, the run went back after it, or the run's
+            stop triggered the validation.
         validation_due: a validation belongs to the window that was closed last.
         validations: validation passes done (the sanity check does not count).
         validation_batches: batches of these passes: the step under which loggers are given a validation step's values.
         seconds: training time, over all resumes.
         seconds_at_validation: training time at the last validation, for intervals in time.
         bad_samples: samples that all ranks together left out since they raised (`on_bad_sample="skip"`).
+        passed_over: batches whose steps the weights are without, since the run has gone back (`Trainer.roll_back`).
         exact: False if it was saved in the middle of a window (`OnExceptionCheckpoint`): a resume repeats that window.
     """
 
@@ -75,6 +77,7 @@ class Progress:
     seconds_at_validation: float = 0.0
     exact: bool = True
     bad_samples: int = 0
+    passed_over: int = 0
 
     @property
     def is_inside(self) -> bool:
@@ -96,6 +99,10 @@ class Progress:
     def count_bad(self, samples: int) -> None:
         """Counts samples that were left out of a batch, over all ranks."""
         self.bad_samples += samples
+
+    def count_passed_over(self) -> None:
+        """Counts a batch, counted already, that is not trained."""
+        self.passed_over += 1
 
     def count_window(self, stepped: bool) -> None:
         """Counts a closed window; `stepped` is False if a scaler skipped its step."""
@@ -169,6 +176,17 @@ class Progress:
         """
         start = dataclasses.replace(self, batch=batch, samples=samples, bad_samples=bad_samples)
         return dataclasses.replace(start, batches=self.batches - self.batch + batch, phase="settled", exact=False)
+
+    def go_back(self, now: Progress, before: Progress) -> None:
+        """Goes back in the steps, and stays where it is in the data. No plateau is judged by a step that is undone.
+
+        Args:
+            now: where the run stands.
+            before: where it stood at the checkpoint to which it has gone back.
+        """
+        trained = before.batches - before.passed_over
+        back = {"global_step": before.global_step, "stepped": before.stepped, "passed_over": now.batches - trained}
+        Progress.__init__(self, **{**now.to_dict(), **back, "skipped": True})
 
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:

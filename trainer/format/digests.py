@@ -156,6 +156,24 @@ class DigestFile:
         self._size += len(text)
         self._step, self._forms = step, forms
 
+    def go_back(self, step: int) -> None:
+        """Cuts the lines after those of a step."""
+        hasher, size, last, forms = digest_of(XXH3)(), 0, -1, {}
+        naming, named = b"", {}
+        with self.path.open("rb") as file:
+            for line in file:
+                entry = json.loads(line)
+                if "tensors" in entry:
+                    naming, named = line, entry["tensors"]
+                    continue
+                if entry["step"] > step:
+                    break
+                hasher.update(memoryview(naming + line))
+                size, last, forms = size + len(naming) + len(line), entry["step"], named
+                naming = b""
+        os.truncate(self.path, size)
+        self._hasher, self._size, self._step, self._forms = hasher, size, last, forms
+
     def flush(self) -> None:
         """Brings what is written to the disk."""
         os.fsync(self._file.fileno())

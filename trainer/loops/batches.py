@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,11 @@ class Count:
         counts = self._at_window if accumulates else (progress.samples, progress.bad_samples)
         return progress.at_window_start(batch, *counts)
 
+    def passed_over(self, batch: Any) -> None:
+        """A batch is drawn that is not trained."""
+        self.batch(batch)
+        self._progress.count_passed_over()
+
     def batch(self, batch: Any) -> None:
         """A batch is done (or, where the step draws by itself, drawn)."""
         samples = 0
@@ -115,6 +121,27 @@ class Draws(Iterator[tuple[Any, int, int]]):
         batch = self._bring(drawn)
         self._count.batch(batch)
         return batch, index, 0
+
+
+def pass_over(left: Iterator[tuple[Any, bool]], number: int, count: Count, engine: Engine) -> bool:
+    """Draws batches that are not trained; returns True if none is left of the epoch.
+
+    Args:
+        left: the batches that are left, each with whether it is the last one.
+        number: how many are drawn, at most.
+        count: counts each batch.
+        engine: is told of the share of each, and in the end again of that of the batch that is being trained.
+    """
+    share, ended = engine.share, False
+    for batch, is_last in itertools.islice(left, number):
+        ended = is_last
+        if count.shares:
+            batch, own = batch
+            engine.begin_batch(own)
+        count.passed_over(batch)
+    if share is not None:
+        engine.begin_batch(share)
+    return ended
 
 
 def warn_of_length(promised: int, found: int) -> None:

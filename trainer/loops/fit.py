@@ -17,7 +17,7 @@ from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
-from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself, warn_of_length
+from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself, pass_over, warn_of_length
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.schedulers import Schedulers
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
@@ -74,6 +74,8 @@ class FitLoop:
         """Steps from one of the loggers' rows to the next; 0 or None where they get none."""
         self._listens_start = self._is_watched = False
         """Some hook listens for the start of a batch, for its end."""
+        self._left: Iterator[tuple[Any, bool]] = iter(())
+        """The batches left of this epoch, as `_batches` yields them."""
         self._cut = False
         """The epoch should end here: a hook returned -1, or a step that draws its own batches ran out."""
         self.window_start = 0
@@ -154,7 +156,8 @@ class FitLoop:
         transfer, count, listens_start = self._run.train_transfer, self.count.batch, self._listens_start
         accumulates, settles, is_watched = self.accumulation is not None, self._settles, self._is_watched
         shares = self.count.shares
-        for batch, is_last in self._batches():
+        self._left = self._batches()
+        for batch, is_last in self._left:
             batch_idx = progress.batch
             if window.is_open:
                 window.advance(is_last)
@@ -191,7 +194,8 @@ class FitLoop:
     def _drawn_epoch(self) -> bool:
         """As `_epoch`, by a `training_step(dataloader_iter)` that draws its batches itself: each call is a window."""
         progress, window = self.progress, self.engine.window
-        draws = Draws(self._batches(), progress, self.count, self._bring)
+        self._left = self._batches()
+        draws = Draws(self._left, progress, self.count, self._bring)
         while not draws.is_last:
             self.window_start = batch_idx = progress.batch
             window.open(length=1)
@@ -314,6 +318,11 @@ class FitLoop:
             # The plain loop's last next(), in which a generator finishes and workers are shut down.
             next(iterator, None)
 
+    def pass_over(self, batches: int) -> None:
+        """Draws so many batches of this epoch, or those that are left, and trains none of them."""
+        if pass_over(self._left, batches, self.count, self.engine) and not self.progress.ended:
+            self.progress.cut_short()
+
     def _limit_of_unknown(self) -> int | None:
         """The maximum number of batches to read from a loader of unknown length; None for no limit."""
         limit = self.arguments.limit_train_batches
@@ -331,7 +340,7 @@ class FitLoop:
         fell_short = self.num_batches is not None and 0 < progress.batch < self.num_batches
         if self.engine.window.is_open:
             self._close_short_window()
-        elif complete and not progress.ended and (self._cut or fell_short):
+        elif complete and not progress.ended and (self._cut or fell_short or progress.cut):
             self._cut_short()
         if self._run.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
@@ -540,15 +549,6 @@ class FitLoop:
             run.ask_to_stop()
             return True
         return agreement.time_is_up
-
-    def reason(self) -> str:
-        """Why the fit ended, in a few words."""
-        if self.arguments.limit_train_batches == 0:
-            return "limit_train_batches=0 skips training"
-        reached = self.limits.reached(self.progress)
-        if reached:
-            return f"{reached[-1]} reached"
-        return "stopped early (should_stop)" if self._run.should_stop else "max_time reached"
 
     def seconds(self) -> float:
         """How long this fit has run, its sanity check included and earlier runs of it left out."""

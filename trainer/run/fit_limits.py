@@ -38,6 +38,7 @@ class FitLimits:
         self._min_epochs, self._min_steps = arguments.min_epochs, arguments.min_steps
         self.max_seconds = seconds_of(arguments.max_time)
         """Seconds of training after which a fit ends; None for no end."""
+        self._skips_training = arguments.limit_train_batches == 0
 
     def begin(self, max_epochs: int | None, max_steps: int | None) -> None:
         """A fit begins, with limits of its own; None for the lasting ones."""
@@ -102,6 +103,15 @@ class FitLimits:
         epochs = [f"max_epochs={self._max_epochs}"] if self.epochs_reached(progress.epochs_done) else []
         steps = [f"max_steps={self._max_steps}"] if 0 <= self._max_steps <= progress.global_step else []
         return epochs + steps
+
+    def reason(self, progress: Progress, should_stop: bool) -> str:
+        """Why a fit ended, in a few words."""
+        if self._skips_training:
+            return "limit_train_batches=0 skips training"
+        reached = self.reached(progress)
+        if reached:
+            return f"{reached[-1]} reached"
+        return "stopped early (should_stop)" if should_stop else "max_time reached"
 
     def estimated_steps(
         self, num_batches: int | None, accumulation: GradientAccumulation | None, samples: int | None = None

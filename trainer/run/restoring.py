@@ -10,7 +10,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.gained import add_gained_groups
+from leyden.trainer.checkpoint.gained import add_gained_groups, drop_gained_groups, names_gained
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.owners import RankStates, Unclaimed
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -41,14 +41,15 @@ class Restorer:
         run: that is set up.
         reader: of the checkpoint; None for a run that starts anew.
         goal: what the run is to resume of it.
+        within: a fit goes back to it, whose parts have stepped since; see `rolling_back.py`.
 
     Raises:
         CheckpointError: if a state is damaged, or its owner cannot have saved it; names file and entry.
     """
 
-    def __init__(self, run: Run, reader: Reader | None, goal: Goal) -> None:
+    def __init__(self, run: Run, reader: Reader | None, goal: Goal, within: bool = False) -> None:
         self.reader = reader
-        self._run, self._parts = run, goal.parts
+        self._run, self._parts, self._within = run, goal.parts, within
         self._users = UserStates(run)
         self._progress: Progress | None = None
         self._rank: Unclaimed | None = None
@@ -78,6 +79,11 @@ class Restorer:
             # An engine that is still there is of an earlier fit; its successor is made later, and has other memory.
             shapes = None if run.strategy.drives_one else run.strategy.master_weights.parts(run.module)
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
+
+    def gained(self) -> list[str]:
+        """The parameters that are in groups which the optimizers have gained since the checkpoint."""
+        pairs = zip(self._run.engine.optimizers, self._optimizers or (), strict=False)
+        return [name for optimizer, own in pairs for name in names_gained(optimizer, own, self._run.module)]
 
     def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
         run, parts = self._run, self._parts
@@ -115,7 +121,10 @@ class Restorer:
             with naming(reader.weights_file):
                 run.strategy.load_module(reader, run.module, run.module.strict_loading)
         if run.state.stage == "fit" and "callbacks" in self._parts:
-            self._users.load()
+            if self._within and self._progress is not None:
+                self._users.go_back(self._progress.global_step)
+            else:
+                self._users.load()
         if self._rank is not None and "weights" in self._parts:
             self._users.end_weights()
             # After callbacks that put weights of their own in place.
@@ -134,7 +143,13 @@ class Restorer:
         if self._rank is None:
             return None
         if self._schedulers is not None and isinstance(reader, CheckpointReader):
-            self._regain_groups(reader)
+            if self._within:
+                for optimizer, own in zip(run.engine.optimizers, self._optimizers or (), strict=False):
+                    drop_gained_groups(optimizer, own)
+                    # Not beside what is loaded now, which a device may have no memory for.
+                    optimizer.state.clear()
+            else:
+                self._regain_groups(reader)
             step_states = step_states_of(run)
             step_states.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
             step_states.load(reader, self._schedulers, self._optimizers)

@@ -222,6 +222,16 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
         _compare(identity, reader, goal, warns)
 
 
+def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:
+    """The checkpoint that a fit continues with all its parts, if "auto" would take it for this run's; else None."""
+    if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS):
+        return None
+    before = Identity.read(reader)
+    if before is None or any(difference.counts for difference in identity.differences(before)):
+        return reader.path if goal.same_run else None
+    return reader.path
+
+
 def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bool) -> None:
     refuses = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
     before, at_start = Identity.read(reader), identity.optimizers is None

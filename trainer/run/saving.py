@@ -85,6 +85,7 @@ def save(
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
     home = _home(trainer, Path(os.path.abspath(path)))
+    noted = run.note_weights if weights_only else run.note_save
     optimizers, copies = steppers(run.engine), None
     # One save at a time.
     if asynchronous:
@@ -114,9 +115,11 @@ def save(
             "data_ranks": strategy.data_ranks,
         }
         if copies is None:
-            return writer.commit(**facts)
+            written = writer.commit(**facts)
+            noted(written)
+            return written
         writer.beside()
-        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks).path
+        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, noted).path
 
 
 def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:

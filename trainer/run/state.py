@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.heartbeat import Heartbeat, Phase
@@ -30,7 +31,7 @@ from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders, transfer_of, transformed
 from leyden.trainer.run.restoring import Restorer, kept_state
-from leyden.trainer.run.resuming import check_same_run
+from leyden.trainer.run.resuming import check_same_run, continued_path
 from leyden.trainer.run.rows import send_rows
 from leyden.trainer.run.summary import five_lines, settings_of
 from leyden.trainer.run.unheard import warn_of_unheard
@@ -85,7 +86,9 @@ class Run:
         ckpt_path: the checkpoint that it starts from; None without one.
         lock: of the folder that it holds alone; None if it does not.
         saves: the checkpoints that are written beside it.
-        progress: how far training is. Taken over, as are the next five; a fit that starts anew makes its own.
+        continued: the checkpoint of this same run, as far as its record says, that the fit continues; None without one.
+        progress: how far training is. Taken over, as are the next six; a fit that starts anew makes its own.
+        saved: the checkpoints that the fit has saved and could be resumed from, the newest last.
         schedulers: of learning rates, each with the times at which it steps.
         trained: the parameters that the fit has frozen or unfrozen.
         identity: which training this is, for `ckpt_path="auto"`; None before a fit.
@@ -116,8 +119,10 @@ class Run:
     ckpt_path: str | None = field(default=None, init=False)
     lock: FolderLock | None = field(default=None, init=False)
     saves: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
+    continued: Path | None = field(default=None, init=False)
 
     progress: Progress
+    saved: dict[Path, None] = field(default_factory=dict)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     trained: Trained = field(default_factory=Trained)
     identity: Identity | None = None
@@ -155,6 +160,7 @@ class Run:
             logs=Logs(hooks, module, over_ranks(self.strategy)),
             state=RunState(stage),
             progress=Progress() if starts_anew else self.progress,
+            saved={} if starts_anew else self.saved,
         )
 
     def take_over(self, module: TrainModule, found: Mapping[str, Any]) -> None:
@@ -333,6 +339,7 @@ class Run:
         if self.identity is not None:
             self.identity = self.identity.with_optimizers(optimizers)
             check_same_run(self.identity, restorer.reader, goal, strategy.ranks.is_global_zero)
+            self.continued = continued_path(self.identity, restorer.reader, goal)
         strategy.check_settings(settings_of(self, len(optimizers)))
         strategy.precision.reset()
         engine.prepare_optimizers([module], optimizers)
@@ -385,6 +392,15 @@ class Run:
         bar = next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
         # A pipe, too, gets the text now and not when the buffer is full.
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
+
+    def note_save(self, path: Path) -> None:
+        """A checkpoint from which it can be resumed is committed."""
+        self.saved.pop(path, None)
+        self.saved[path] = None
+
+    def note_weights(self, path: Path) -> None:
+        """A checkpoint of weights alone is committed, be it in the place of one from which it could be resumed."""
+        self.saved.pop(path, None)
 
     def finish_saves(self) -> None:
         """Waits until the checkpoint that is written beside it is there; raises what has kept it from being."""

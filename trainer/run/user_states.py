@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,20 @@ class UserStates:
         for callback in self._callbacks:
             for states in self._saved:
                 states.load(callback.state_key)
+
+    def go_back(self, step: int) -> None:
+        """Has callbacks go back to what was read, within the fit that saved it. The DataModule stays: it is the data's.
+
+        Args:
+            step: of the checkpoint.
+        """
+        assert self._user is not None
+        with blame(self._file, "on_load_checkpoint"):
+            self._hooks.load_into_callbacks(self._user["checkpoint"])
+        for callback in self._callbacks:
+            states = next((states for states in self._saved if callback.state_key in states), None)
+            with nullcontext() if states is None else states.blame(callback.state_key):
+                callback.go_back({} if states is None else states.get(callback.state_key), step)
 
     def replaced_weights(self) -> dict[str, Tensor]:
         """What callbacks have a checkpoint hold in place of the module's own tensors, by name."""

@@ -1,0 +1,68 @@
+"""NonFiniteGuard("rollback") on two ranks: both go back, under DDP and with sharded weights, and a resume is exact."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares
+from ranks.world import run_world
+from samples import pairs
+from torch import nn
+from torch.utils.data import DataLoader
+
+from leyden import Trainer, seed_everything
+from leyden.callbacks import ModelCheckpoint, NonFiniteGuard
+
+
+class Net(Squares):
+    """The loss of rank 1 is nan in one batch, the last one, of which rank 0 alone has a sample, in another."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.2), nn.Linear(4, 1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        rank, batches = self.trainer.global_rank, self.trainer.progress.batches
+        return loss * torch.nan if (batches, rank) in ((6, 1), (10, 0)) else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def trained(root: str, strategy: str, max_steps: int = -1, path: str | None = None) -> list[Any]:
+    seed_everything(3)
+    guard = NonFiniteGuard("rollback")
+    saves = ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
+    settings = {**QUIET, "enable_checkpointing": True, "strategy": strategy, "devices": 2, "max_epochs": 2}
+    trainer, module = Trainer(**settings, max_steps=max_steps, callbacks=[guard, saves]), Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        # Eleven batches, the last one of a single sample.
+        trainer.fit(module, DataLoader(pairs(21, inputs=2), 1, shuffle=True), ckpt_path=path)
+    whole = [getattr(parameter, "full_tensor", lambda own=parameter: own)() for parameter in module.parameters()]
+    return [guard.rolled_back, trainer.global_step, torch.cat([tensor.detach().flatten() for tensor in whole]).tolist()]
+
+
+def on_ranks(root: str) -> dict[str, list[Any]]:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        found[strategy] = trained(f"{root}/{strategy}/whole", strategy)
+        trained(f"{root}/{strategy}/cut", strategy, max_steps=9)
+        found[f"{strategy} again"] = trained(f"{root}/{strategy}/cut", strategy, path="last")
+    return found
+
+
+def test_all_ranks_go_back_together_and_a_resume_is_exact(tmp_path: Any) -> None:
+    ranks: list[dict[str, list[Any]]] = run_world(2, on_ranks, str(tmp_path))
+    for strategy in ("ddp", "fsdp"):
+        for found in ranks:
+            places, steps, weights = found[strategy]
+            # In the first epoch 11 batches, of which two are passed over, and the three before the second one.
+            assert places == [(7, 4), (8, 4)] and steps == 15
+            assert found[f"{strategy} again"] == found[strategy] == ranks[0][strategy]
+            assert all(map(math.isfinite, weights))
+    assert ranks[0]["fsdp"][2] == pytest.approx(ranks[0]["ddp"][2], abs=1e-5)
