@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "ActivationCheckpointing": "activation_checkpointing",
+    "AutoAccumulation": "gradient_accumulation",
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from leyden.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from leyden.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
+    from leyden.callbacks.gradient_accumulation import AutoAccumulation as AutoAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback

@@ -1,12 +1,13 @@
-"""GradientAccumulation, a callback that sets how many batches make one optimizer step."""
+"""Callbacks that set how many batches make one optimizer step, or in how many parts a batch is run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress
@@ -103,6 +104,52 @@ class GradientAccumulationScheduler(GradientAccumulation):
                 "GradientAccumulation for one number."
             )
         super().__init__(scheduling)
+
+
+class AutoAccumulation(GradientAccumulation):
+    """Runs each batch of the loader in micro-batches that fit into memory: `Trainer(accumulate_grad_batches="auto")`.
+
+    A batch stays one optimizer step. If it does not fit into memory, it is cut into twice as many micro-batches, whose
+    gradients are accumulated, and run again; so are all batches from there on. Checkpoints hold the number.
+
+    Args:
+        micro_batches: the number to begin with.
+
+    Attributes:
+        micro_batches: into how many a batch is cut now.
+
+    Raises:
+        ConfigurationError: if it is no whole number from 1.
+
+    Example:
+        >>> AutoAccumulation(micro_batches=4).state_dict()
+        {'micro_batches': 4}
+    """
+
+    state_per_rank = False
+
+    def __init__(self, micro_batches: int = 1) -> None:
+        super().__init__(1)
+        if not _is_whole(micro_batches) or micro_batches < 1:
+            raise ConfigurationError(f"AutoAccumulation(micro_batches={micro_batches!r}): give a whole number from 1.")
+        self.micro_batches = micro_batches
+
+    def cut_finer(self, least: int = 0) -> int:
+        """Doubles the number, or more often until it is at least so large; returns it."""
+        self.micro_batches *= 2
+        while self.micro_batches < least:
+            self.micro_batches *= 2
+        return self.micro_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"micro_batches": self.micro_batches}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        SavedState(state).integer("micro_batches", least=1)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
+        self.micro_batches = state["micro_batches"]
 
 
 def _is_whole(value: object) -> bool:

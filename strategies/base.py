@@ -88,6 +88,8 @@ class Strategy:
     """True for an engine that trains one model with one optimizer; other models are only moved to the device."""
     replicates: bool = True
     """True if every rank holds the whole model: evaluation calls the bare module, and ranks without samples stop."""
+    exchanges_late: bool = False
+    """True if passes can leave all gradients of a window to `sync_gradients`, so that none waits for another rank."""
     before_forward: Callable[[Window], None] | None = None
     """Called before the forward pass of a training batch; it puts no frame between `fit` and the user's step."""
 
@@ -157,6 +159,13 @@ class Strategy:
     def refuses_asynchronous(self) -> str | None:
         """Why a checkpoint cannot be written beside its training; None if it can."""
         return None
+
+    @property
+    def refuses_micro_batches(self) -> str | None:
+        """Why the loop cannot cut its batches into micro-batches, and what to do; None if it can."""
+        if type(self).forward_backward is Strategy.forward_backward:
+            return None
+        return "it runs forward and backward by itself. Set the size of micro-batches in its own settings"
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""
@@ -327,7 +336,11 @@ class Strategy:
                 loss = loss * window.weight
             return loss / window.length if window.length > 1 else loss
         if window.index == 0:
-            window.begin_items(num_items, _not_zero(mean_items(self, num_items)))
+            if window.alone:
+                divisor = num_items if window.divisor is None else window.divisor
+            else:
+                divisor = mean_items(self, num_items)
+            window.begin_items(num_items, _not_zero(divisor))
         else:
             window.add_items(num_items)
         return loss / window.first_items  # type: ignore[operator]
@@ -381,7 +394,21 @@ class Strategy:
             own(scaled, *args, **kwargs)
 
     def sync_gradients(self) -> None:
-        """Averages gradients over the ranks if a window ended unexpectedly, so that no backward had exchanged them."""
+        """Averages gradients over the ranks where no backward of the window has exchanged them.
+
+        That is so in a window that ended unexpectedly, and where `exchanges_late` is made use of.
+        """
+
+    def begin_pass(self) -> None:
+        """Begins the pass of a micro-batch, which may run out of memory: `abandon_pass` is called then."""
+
+    def abandon_pass(self, rest: Callable[[], None]) -> None:
+        """Drops what a pass has left half done that ran out of memory on this rank.
+
+        Args:
+            rest: runs it, and the micro-batches after it, with one sample each. For a strategy whose passes exchange
+                something, since the other ranks end theirs.
+        """
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiplies all gradients by a factor, on the device."""
@@ -534,7 +561,7 @@ def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
 
 def shadow_items(strategy: Strategy, window: Window) -> None:
     """Shadows the exchange of `Strategy.loss_to_backward`, on a rank without a sample: it has no items."""
-    if window.index == 0 and strategy.ranks.any(False):
+    if window.index == 0 and not window.alone and strategy.ranks.any(False):
         window.begin_items(0, _not_zero(mean_items(strategy, 0)))
 
 

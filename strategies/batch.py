@@ -77,7 +77,7 @@ class _Apply:
         self.function = function
 
     def visit(self, item: Any) -> Any:
-        return self.function(item) if isinstance(item, Tensor) else _map_children(item, self.visit)
+        return self.function(item) if isinstance(item, Tensor) else map_children(item, self.visit)
 
 
 class _Move:
@@ -98,7 +98,7 @@ class _Move:
             return known
         kind = type(item)
         if kind in BUILTIN:
-            return _map_children(item, self.visit)
+            return map_children(item, self.visit)
         if isinstance(item, PackedSequence):
             if item.data.device == self.device:
                 return item
@@ -107,7 +107,7 @@ class _Move:
             result = item.to(self.device)
             # A `to` that forgets its `return self` has moved in place.
             return item if result is None else result
-        return _map_children(item, self.visit)
+        return map_children(item, self.visit)
 
 
 def convert_floats(batch: T, dtype: torch.dtype) -> T:
@@ -115,7 +115,7 @@ def convert_floats(batch: T, dtype: torch.dtype) -> T:
     return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _map_children(item: Any, visit: Callable[[Any], Any]) -> Any:
+def map_children(item: Any, visit: Callable[[Any], Any]) -> Any:
     """Rebuilds a container from its visited children, or returns it as it is if none of them changed."""
     kind = type(item)
     if kind is tuple or kind is list:

@@ -52,6 +52,7 @@ class DDPStrategy(ProcessGroupStrategy):
     """
 
     name = "ddp"
+    exchanges_late = True
 
     def __init__(
         self,
@@ -107,8 +108,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.ddp is None or not self.ddp.broadcast_buffers:
             return
         with torch.no_grad():
-            for buffer in self.ddp.modules_buffers:
-                dist.broadcast(buffer.detach(), 0)
+            self.ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         trains = any(p.requires_grad for p in module.parameters())
@@ -126,6 +126,15 @@ class DDPStrategy(ProcessGroupStrategy):
         self.before_forward = self._choose_sync
         self._sent = _trained(ddp)
         return ddp
+
+    @property
+    def refuses_micro_batches(self) -> str | None:
+        fixed = self._wrapping.fixed
+        if fixed is None and self._wrapping.hook is not None:
+            fixed = "ddp_comm_hook"
+        if fixed is None:
+            return super().refuses_micro_batches
+        return f"{fixed} belongs to DDP's own exchange of gradients, which they do not use. Leave it out"
 
     @property
     def _of_manual(self) -> dict[str, Any]:
@@ -189,18 +198,12 @@ class DDPStrategy(ProcessGroupStrategy):
         ddp.require_backward_grad_sync = (window.closes and not self._holds_back) or learns
 
     def sync_gradients(self) -> None:
-        parameters = [
-            p for group in self.optimizers for part in group.param_groups for p in part["params"] if p.requires_grad
-        ]
-        for parameter in {id(p): p for p in parameters}.values():
-            has = torch.tensor([parameter.grad is not None], dtype=torch.uint8)
-            dist.all_reduce(has, dist.ReduceOp.MAX, group=self.ranks.host_group)
-            if not has:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(self.ranks.world_size)
-            dist.all_reduce(parameter.grad)
+        parameters = [parameter for _, parameter in self._sent.values()]
+        # A parameter without a gradient on all ranks has none afterwards, as without accumulation.
+        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.ranks.host_group)
+        trained = [parameter for parameter, found in zip(parameters, has.tolist(), strict=True) if found]
+        average(trained, self.ranks.world_size)
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         assert self.ddp is not None
@@ -250,6 +253,9 @@ class DDPStrategy(ProcessGroupStrategy):
     @contextmanager
     def _gradient_sync(self, enabled: bool) -> Iterator[None]:
         before, self._holds_back = self._holds_back, not enabled
+        if self.ddp is not None and not enabled:
+            # A forward pass in the block sends no buffers either, not even the first one.
+            self.ddp.require_forward_param_sync = False
         try:
             with _without_sync([] if enabled else self.own_loop.wrapped):
                 yield
@@ -391,6 +397,34 @@ class _StepModule(nn.Module):
     def _zero(self) -> Tensor:
         trainable = (p for p in self.module.parameters() if p.requires_grad)
         return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
+
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that are sent together, as in torch's DDP."""
+
+
+def average(parameters: Iterable[nn.Parameter], ranks: int) -> None:
+    """Averages gradients over the ranks, many in one message; on a rank that has none, it is zero."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad.div_(ranks)
+        if grad.is_sparse:
+            dist.all_reduce(grad)
+            continue
+        key = (grad.dtype, grad.device)
+        if key not in buckets or sizes[key] + grad.nbytes > BUCKET:
+            buckets.setdefault(key, []).append([])
+            sizes[key] = 0
+        buckets[key][-1].append(grad)
+        sizes[key] += grad.nbytes
+    for grads in (bucket for found in buckets.values() for bucket in found):
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        parts = torch.split(flat, [grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def _trained(ddp: DistributedDataParallel) -> dict[int, tuple[str, nn.Parameter]]:

@@ -32,6 +32,9 @@ class Window:
         weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all
             ranks.
         idle: some rank has no sample of the current global batch, and calls `shadow_batch`. All ranks know of it.
+        alone: a pass may fail on one rank alone, so that passes exchange no more than they must: no `num_items`.
+        divisor: what backward divides losses with `num_items` by, where ranks cannot ask each other; None for this
+            rank's own number.
     """
 
     index: int = 0
@@ -43,6 +46,8 @@ class Window:
     weight: float = 1.0
     idle: bool = False
     passed: int = 0
+    alone: bool = False
+    divisor: float | None = None
 
     def plan(self, length: int) -> None:
         """Sets the length of the next window; an open one keeps its own."""
@@ -83,6 +88,14 @@ class Window:
     def add_items(self, num_items: Tensor | float) -> None:
         """Counts the items of a further batch."""
         self.num_items = self.num_items + num_items  # type: ignore[operator]
+
+    def place(self, index: int, closes: bool, weight: float) -> None:
+        """Puts a micro-batch at its place in a window of micro-batches, whose length is known."""
+        self.index, self.closes, self.weight = index, closes, weight
+
+    def divide_by(self, divisor: float) -> None:
+        """Sets `divisor`, which all ranks know without asking each other."""
+        self.divisor = divisor
 
     def close_here(self, closes: bool) -> None:
         """Lets a loop that counts its batches itself decide whether the window closes with the current one."""

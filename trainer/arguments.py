@@ -34,6 +34,8 @@ AT_LEAST = {
     ),
 }
 """The arguments that are whole numbers, by the least that each may be."""
+AUTO = ("accumulate_grad_batches", "auto")
+"""The argument among them that may be a word."""
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
@@ -75,7 +77,7 @@ class Arguments:
     enable_checkpointing: bool = True
     enable_progress_bar: bool = True
     enable_model_summary: bool = False
-    accumulate_grad_batches: int = 1
+    accumulate_grad_batches: int | str = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str = "norm"
     deterministic: bool | str | None = None
@@ -193,7 +195,7 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
 def _check(arguments: Arguments) -> None:
     for least, names in AT_LEAST.items():
         for name in names:
-            if getattr(arguments, name) is not None:
+            if getattr(arguments, name) is not None and (name, getattr(arguments, name)) != AUTO:
                 _whole(name, getattr(arguments, name), least)
     for name in LIMITS:
         _amount(name, getattr(arguments, name))
@@ -211,6 +213,7 @@ def _check(arguments: Arguments) -> None:
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         extra = ", where -1 means without end" if least == -1 and name.startswith("max") else ""
+        extra = f", or {AUTO[1]!r}" if name == AUTO[0] else extra
         raise ConfigurationError(f"{name}={value!r}: use a whole number from {least}{extra}.")
 
 

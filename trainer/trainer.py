@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -103,7 +103,7 @@ class Trainer(TrainerView):
         enable_checkpointing: add a `ModelCheckpoint` if there is none. Default True.
         enable_progress_bar: add a `TQDMProgressBar` if there is none. Default True.
         enable_model_summary: add a `ModelSummary`. Default False, unlike Lightning: fit prints five lines and no more.
-        accumulate_grad_batches: batches of one optimizer step. Default 1.
+        accumulate_grad_batches: batches of one optimizer step; "auto" cuts each into parts that fit. Default 1.
         gradient_clip_val: clip to this; None for no clipping.
         gradient_clip_algorithm: "norm" or "value". Default "norm".
         deterministic: True, False or "warn": only deterministic algorithms, during the run.
@@ -169,7 +169,7 @@ class Trainer(TrainerView):
         enable_checkpointing: bool | None = True,
         enable_progress_bar: bool | None = True,
         enable_model_summary: bool | None = False,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | Literal["auto"] = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",
         deterministic: bool | str | None = None,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from leyden.strategies.base import ClipAlgorithm, shadow_items, stepped_parameters
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
+from leyden.strategies.fsdp.exchanges import Exchanges
 from leyden.strategies.fsdp.fsdp1_names import Translation
 from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm, multiply
 from leyden.strategies.fsdp.guard import guard_exports, guard_shards
@@ -117,6 +118,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._replaced = Replaced()
         self._values = Values()
         self._syncs, self._averages = True, False
+        self._exchanges: Exchanges | None = None
+        """Counts those of a pass that may run out of memory; None where nobody asks."""
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> FSDPStrategy:
@@ -198,7 +201,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def teardown(self) -> None:
         for hooks in self._step_hooks.values():
             hooks.remove()
-        self._roots, self._ignored, self._step_hooks = [], [], {}
+        self._roots, self._ignored, self._step_hooks, self._exchanges = [], [], {}, None
         self._replaced, self.before_forward = Replaced(), None
         super().teardown()
 
@@ -356,6 +359,24 @@ class FSDPStrategy(ProcessGroupStrategy):
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         shadow_items(self, window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def refuses_micro_batches(self) -> str | None:
+        if self.copies_along is None:
+            return super().refuses_micro_batches
+        return "it exchanges gradients in two ways, of which one cannot be counted. Use strategy='fsdp' or 'ddp'"
+
+    def begin_pass(self) -> None:
+        if self._exchanges is None:
+            self._exchanges = Exchanges(self.modules)
+        self._exchanges.begin()
+
+    def abandon_pass(self, rest: Callable[[], None]) -> None:
+        assert self._exchanges is not None
+        restart(self.modules)
+        if self.ranks.world_size > 1:
+            self._exchanges.begin_again()
+            rest()
 
     def _set_sync(self, enabled: bool) -> None:
         self._syncs = enabled

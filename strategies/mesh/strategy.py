@@ -523,6 +523,12 @@ class MeshStrategy(FSDPStrategy):
         return list(parameters) if self._pipeline is None else self._pipeline.counted(parameters)
 
     @property
+    def refuses_micro_batches(self) -> str | None:
+        if self.layout.pp > 1:
+            return "a pipeline cuts them itself. Give MeshStrategy(microbatches=…)"
+        return "ranks that share a batch exchange parts of each layer. Use strategy='fsdp' or 'ddp'"
+
+    @property
     def refuses_compiled(self) -> str | None:
         if self.layout.pp == 1:
             return super().refuses_compiled

@@ -155,6 +155,10 @@ class XLAStrategy(Strategy):
         self.precision.check(self.root_device)
 
     @property
+    def refuses_micro_batches(self) -> str | None:
+        return "XLA runs out of memory where a program is compiled or run, not in a pass. Give a number of batches"
+
+    @property
     def refuses_compiled(self) -> str | None:
         # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, 2.9).
         return "its engine compiles the whole step by itself. Give the module as it is"

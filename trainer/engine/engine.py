@@ -119,12 +119,16 @@ class Engine:
         self.strategy.teardown()
 
     # the window -------------------------------------------------------------------------------------------------------
-    def close_window(self) -> None:
-        """Brings the gradients of the window to their mean: over its true length, or over its items."""
-        window = self.window
+    def close_window(self, window: Window | None = None) -> None:
+        """Brings the gradients of a window to their mean: over its true length, or over its items.
+
+        Args:
+            window: the open one if left out; or that of the micro-batches of a batch.
+        """
+        window = self.window if window is None else window
         count = window.index + 1
         if window.num_items is not None and window.first_items is not None:
-            if count > 1 or self.strategy.outputs.are_in_parts:
+            if count > 1 or window.alone or self.strategy.outputs.are_in_parts:
                 self.strategy.scale_gradients(_ratio(window.first_items, mean_items(self.strategy, window.num_items)))
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)

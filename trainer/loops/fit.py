@@ -20,7 +20,8 @@ from leyden.trainer.loops.agreement import Agreement
 from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself, pass_over, warn_of_length
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.schedulers import Schedulers
-from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
+from leyden.trainer.loops.step import Step, detached
+from leyden.trainer.loops.steps import make_step
 from leyden.trainer.loops.validation import Validation
 from leyden.trainer.loops.waits import Waits
 from leyden.trainer.module import TrainModule
@@ -100,10 +101,8 @@ class FitLoop:
         """
         self._restored = restored
         run = self._run
-        step = AutomaticStep if self.module.automatic_optimization else ManualStep
-        longest = 1 if self.accumulation is None else self.accumulation.longest
         self.schedulers = Schedulers(run.schedulers, run.module, run.hooks, run.strategy.ranks, run.schedulers_rest)
-        self.step = step(run, run.step_function("training_step"), self.schedulers, longest > 1)
+        self.step = make_step(run, self.schedulers)
         draws = draws_itself(self.module.training_step)
         if draws:
             check_drawing(run)
@@ -124,6 +123,7 @@ class FitLoop:
             self._agreement.exchange()
         if not self.arguments.barebones:
             check_composable(run)
+        self.step.begin()
         self._resume()
         self._report_if_done()
         while not self._is_done():

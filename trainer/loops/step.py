@@ -59,6 +59,9 @@ class Step(ABC):
         share = self.engine.share
         return share is not None and not share.total
 
+    def begin(self) -> None:
+        """Training begins: no batch of it has been drawn yet."""
+
     @property
     @abstractmethod
     def is_counted(self) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from leyden.trainer.data.rng import undoing
 from leyden.trainer.logging.metric_states import MetricStates
@@ -34,14 +34,29 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics, undo = MetricStates(module), undoing()
-    accumulated = metrics.state_dict()
+    undo = undoing_steps(module, module.buffers())
     try:
         yield
     finally:
-        for buffer, value in buffers:
+        undo()
+
+
+def undoing_steps(module: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:
+    """Notes what steps leave behind, and returns a function that takes it back.
+
+    Args:
+        module: whose metrics may be updated.
+        buffers: those of it that may be changed.
+    """
+    values = [(buffer, buffer.clone()) for buffer in buffers]
+    metrics, undo_draws = MetricStates(module), undoing()
+    accumulated = metrics.state_dict()
+
+    def undo() -> None:
+        for buffer, value in values:
             # Not the buffer itself, which backward may still need: it would count as changed.
             buffer.data.copy_(value)
         metrics.load_state_dict(accumulated)
-        undo()
+        undo_draws()
+
+    return undo

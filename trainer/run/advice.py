@@ -142,8 +142,9 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
     batch = shapes_of(run.logs.batch) if run.logs.batch is not None else "none"
     message = (
         f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
-        f"(batch: {batch}).{use} Try (1) a smaller batch_size with accumulate_grad_batches to keep the global batch, "
-        "(2) precision='bf16-mixed', (3) activation checkpointing (torch.utils.checkpoint) or a sharding strategy. "
+        f"(batch: {batch}).{use} Try (1) accumulate_grad_batches='auto', or a smaller batch_size with "
+        "a number of them, to keep the global batch, (2) precision='bf16-mixed', (3) activation checkpointing "
+        "(torch.utils.checkpoint) or a sharding strategy. "
         f"The error was: {error}"
     )
     try:
@@ -155,7 +156,7 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
 
 def in_better_words(run: Run, error: BaseException, owners: Iterable[object]) -> BaseException:
     """The error, or a better one that says what to do, where more is known than its message says."""
-    if is_out_of_memory(error):
+    if is_out_of_memory(error) and not isinstance(error, LeydenError):
         return out_of_memory(run, error)
     unknown = in_known_names(error, owners)
     if unknown is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from leyden.callbacks.base import Callback, in_order
-from leyden.callbacks.gradient_accumulation import GradientAccumulation
+from leyden.callbacks.gradient_accumulation import AutoAccumulation, GradientAccumulation
 from leyden.callbacks.logger import Logger
 from leyden.callbacks.silent import SilentLogger
 from leyden.callbacks.timer import parse_duration
@@ -79,13 +79,16 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
 
 def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
     found = [callback for callback in callbacks if isinstance(callback, GradientAccumulation)]
-    if len(found) > 1 or (found and arguments.accumulate_grad_batches > 1):
+    wanted = arguments.accumulate_grad_batches
+    if len(found) > 1 or (found and wanted != 1):
         raise ConfigurationError(
             "accumulation was asked for more than once: give accumulate_grad_batches or one GradientAccumulation "
             "callback."
         )
-    if arguments.accumulate_grad_batches > 1:
-        callbacks.append(GradientAccumulation(arguments.accumulate_grad_batches))
+    if isinstance(wanted, str):
+        callbacks.append(AutoAccumulation())
+    elif wanted > 1:
+        callbacks.append(GradientAccumulation(wanted))
 
 
 def _add_digests(callbacks: list[Callback], arguments: Arguments) -> None:

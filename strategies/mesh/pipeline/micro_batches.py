@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.micro_batches import together
 from leyden.strategies.saved_state import brief
 
 
@@ -84,38 +85,6 @@ def _check_lists(batch: Any) -> None:
 
 def _signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(leaves))
-
-
-def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) -> Any:
-    """What the step would have returned for the whole batch.
-
-    Args:
-        outputs: of the micro-batches.
-        parts: the micro-batches.
-        loss: of the whole batch.
-
-    Returns:
-        The loss; or a dict with it, in which tensors with an entry for each sample are put together, numbers are means,
-        `num_items` is a sum, and of anything else there is a list with an entry for each micro-batch.
-    """
-    if not isinstance(outputs[0], dict):
-        return loss
-    counted = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
-    found: dict[Any, Any] = {}
-    for key in outputs[0]:
-        values = [output[key] for output, _ in counted]
-        sizes = [part.rows for _, part in counted]
-        if key == "loss":
-            found[key] = loss
-        elif key == "num_items":
-            found[key] = sum(values[1:], values[0])
-        elif all(isinstance(value, Tensor) and value.ndim for value in values) and [len(v) for v in values] == sizes:
-            found[key] = torch.cat(values)
-        elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim) for value in values):
-            found[key] = sum(value * part.share for value, (_, part) in zip(values, counted, strict=True))
-        else:
-            found[key] = values
-    return found
 
 
 @dataclass(frozen=True, slots=True)

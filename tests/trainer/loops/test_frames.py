@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "automatic": {},
     "manual": {},
     "accumulation": {"accumulate_grad_batches": 3},
+    "micro-batches": {"accumulate_grad_batches": "auto"},
     "a loader without a length": {"accumulate_grad_batches": 3},
     "clipping": {"gradient_clip_val": 1.0},
     "autocast": {"precision": "bf16-mixed"},

@@ -1,0 +1,180 @@
+"""Micro-batches: a batch is cut into parts of its samples, and what a step returned for each is put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from leyden.strategies.batch import PLAIN, batch_size_of, map_children
+from leyden.strategies.errors import ConfigurationError, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Attributes:
+        batch: the samples, as the batch has them.
+        rows: how many there are; 0 for one that only fills the schedule, with the batch's first sample.
+        share: of the batch's samples.
+    """
+
+    batch: Any
+    rows: int
+    share: float
+
+
+def cut(batch: Any, count: int) -> list[MicroBatch]:
+    """Cuts a batch into micro-batches whose sizes differ by one at most.
+
+    Tensors and lists of as many entries as the batch has samples are cut along their first dimension; everything else
+    is the same in each part. A batch with fewer samples than parts is filled up with parts that do not count.
+
+    Args:
+        batch: any nested structure.
+        count: of the micro-batches.
+
+    Raises:
+        ConfigurationError: for a list of tensors of several lengths, as of a sample each; for an object that may hold
+            samples and cannot be cut.
+
+    Example:
+        >>> [(part.batch.tolist(), part.rows) for part in cut(torch.arange(5), 3)]
+        [([0, 1], 2), ([2, 3], 2), ([4], 1)]
+    """
+    rows = rows_of(batch)
+    _check_lists(batch)
+    sizes = [rows // count + (place < rows % count) for place in range(count)]
+    parts, start = [], 0
+    for size in sizes:
+        begin, end = (start, start + size) if size else (0, 1)
+        parts.append(MicroBatch(_Rows(rows, begin, end).visit(batch), size, size / rows))
+        start += size
+    return parts
+
+
+def rows_of(batch: Any) -> int:
+    """The number of samples by which a batch is cut: that of its first tensor, or else the length of its lists.
+
+    Raises:
+        ConfigurationError: if nothing in the batch says it, or it has no sample.
+
+    Example:
+        >>> rows_of({"text": ["a", "b", "c"]}), rows_of(["a", "b"])
+        (3, 2)
+    """
+    try:
+        rows = batch_size_of(batch)
+    except ConfigurationError:
+        fields = batch.values() if isinstance(batch, Mapping) else (batch,)
+        lengths = {len(field) for field in fields if isinstance(field, (list, tuple))}
+        rows = lengths.pop() if len(lengths) == 1 else 0
+    if rows < 1:
+        raise ConfigurationError(
+            f"{kind_of(batch)} cannot be cut into micro-batches, since nothing in it has its samples in front: let the "
+            "loader's collate_fn return tensors (samples, …), or lists with an entry for each sample."
+        )
+    return rows
+
+
+def _check_lists(batch: Any) -> None:
+    """Refuses a list of samples of several lengths, of which the first would be cut instead of the list."""
+    for item in (batch, *batch.values()) if isinstance(batch, dict) else (batch,):
+        if not isinstance(item, (list, tuple)):
+            continue
+        lengths = {len(tensor) for tensor in item if isinstance(tensor, Tensor) and tensor.ndim}
+        if len(lengths) > 1:
+            raise ConfigurationError(
+                f"a batch has a list of tensors of the lengths {sorted(lengths)}, and micro-batches are cut by "
+                "samples: have the loader's collate_fn put samples of several lengths into one padded tensor, and give "
+                "what all samples share a name in a dict."
+            )
+
+
+class Part(Protocol):
+    """What `together` asks of a micro-batch; a pipeline has its own, which knows what passes between stages."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def share(self) -> float: ...
+
+
+class _Rows:
+    """Takes some samples out of a nested structure; a visitor is an object for the reason in `strategies/batch.py`."""
+
+    __slots__ = ("begin", "end", "rows")
+
+    def __init__(self, rows: int, begin: int, end: int) -> None:
+        self.rows, self.begin, self.end = rows, begin, end
+
+    def visit(self, item: Any) -> Any:
+        if isinstance(item, PackedSequence):
+            raise ConfigurationError(
+                "a batch has a PackedSequence, whose samples cannot be cut into micro-batches: let the loader's "
+                "collate_fn pad them, and pack them in training_step."
+            )
+        if isinstance(item, Tensor):
+            return item[self.begin : self.end] if item.ndim and item.shape[0] == self.rows else item
+        if isinstance(item, (list, tuple)) and len(item) == self.rows and not any(_tensors(item)):
+            return item[self.begin : self.end]
+        if not isinstance(item, (*PLAIN, Mapping, list, tuple, set, frozenset)) and not dataclasses.is_dataclass(item):
+            array = getattr(item, "shape", None)
+            if isinstance(array, tuple) and array and array[0] == self.rows:
+                return item[self.begin : self.end]
+            if callable(getattr(item, "to", None)):
+                raise ConfigurationError(
+                    f"a batch has {kind_of(item)}, which may hold samples and cannot be cut into micro-batches: let "
+                    "the loader's collate_fn return tensors, lists, dicts or dataclasses of them."
+                )
+        return map_children(item, self.visit)
+
+
+def _tensors(item: Any) -> Iterator[bool]:
+    """True for each tensor in a nested structure."""
+    if isinstance(item, Tensor):
+        yield True
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _tensors(value)
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        for value in item:
+            yield from _tensors(value)
+
+
+def together(outputs: Sequence[Any], parts: Sequence[Part], loss: Tensor) -> Any:
+    """What the step would have returned for the whole batch.
+
+    Args:
+        outputs: of the micro-batches.
+        parts: the micro-batches.
+        loss: of the whole batch.
+
+    Returns:
+        The loss; or a dict with it, in which tensors with an entry for each sample are put together, numbers are means,
+        `num_items` is a sum, and of anything else there is a list with an entry for each micro-batch.
+    """
+    if not isinstance(outputs[0], dict):
+        return loss
+    counted = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
+    found: dict[Any, Any] = {}
+    for key in outputs[0]:
+        values = [output[key] for output, _ in counted]
+        sizes = [part.rows for _, part in counted]
+        if key == "loss":
+            found[key] = loss
+        elif key == "num_items":
+            found[key] = sum(values[1:], values[0])
+        elif all(isinstance(value, Tensor) and value.ndim for value in values) and [len(v) for v in values] == sizes:
+            found[key] = torch.cat(values)
+        elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim) for value in values):
+            found[key] = sum(value * part.share for value, (_, part) in zip(values, counted, strict=True))
+        else:
+            found[key] = values
+    return found

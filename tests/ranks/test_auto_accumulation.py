@@ -1,0 +1,154 @@
+"""`accumulate_grad_batches="auto"` on two ranks: one of them runs out of memory, and all go on together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hungry import Hungry, in_parts, loss_of, plain_loop, samples
+from models import QUIET
+from ranks.world import run_world
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer
+from leyden.callbacks import AutoAccumulation
+from leyden.strategies import FSDPStrategy
+
+# Of each case: where the two ranks run out of memory, and into how many parts each step's batch is cut then.
+CASES: dict[str, tuple[dict[Any, int], dict[Any, int], list[int]]] = {
+    "never": ({}, {}, [1, 1, 1]),
+    "the second rank, forward": ({}, {(1, "forward"): 2}, [1, 2, 2]),
+    "the first rank, backward": ({(1, "backward"): 2}, {}, [1, 2, 2]),
+    "both, each in its own place": ({(0, "forward"): 2}, {(0, "backward"): 2}, [2, 2, 2]),
+    "one after the other": ({(0, "backward"): 2}, {(1, "forward"): 1}, [2, 4, 4]),
+    "the second micro-batch": ({(2, "forward"): 1}, {(1, "backward"): 2}, [1, 2, 2]),
+}
+SIZE = 4
+
+
+def strategy_of(name: str) -> Any:
+    # Three groups: the two blocks, and the root with the rest.
+    return (
+        FSDPStrategy(auto_wrap_policy=lambda module: isinstance(module, torch.nn.Sequential))
+        if name == "fsdp"
+        else name
+    )
+
+
+def trained(name: str, module: Hungry, count: int, **more: Any) -> tuple[Trainer, dict[str, Any]]:
+    steps = more.pop("max_steps", -1)
+    data = DataLoader(TensorDataset(*samples(count)), SIZE)
+    arguments: dict[str, Any] = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": "auto", "max_steps": steps}
+    trainer = Trainer(**arguments, strategy=strategy_of(name), callbacks=more.pop("callbacks", None))
+    trainer.fit(module, data, **more)
+    state = trainer.strategy.full_state_dict(module, rank0_only=False)
+    # Numbers, since a tensor's memory would go with its rank.
+    return trainer, {name: value.tolist() for name, value in state.items()}
+
+
+def parts_of(trainer: Trainer) -> int:
+    [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
+    return found.micro_batches
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    rank, found = int(os.environ["RANK"]), {}
+    for case, (*limits, _) in CASES.items():
+        module = Hungry(limits[rank])
+        trainer, state = trained(name, module, 20)
+        found[case] = (state, module.rows, parts_of(trainer), float(trainer.callback_metrics["loss_epoch"]))
+    # Seven samples for the last two steps: one rank has fewer, and then none.
+    for items in (False, True):
+        module = Hungry({(0, "forward"): 3} if rank else {(1, "backward"): 1}, items=items)
+        found[f"uneven {items}"] = trained(name, module, 17)[1]
+    limits = {(1, "forward"): 2}
+    trainer, _ = trained(name, Hungry(limits if rank else {}), 24, max_steps=2)
+    trainer.save_checkpoint(folder / "saved")
+    again = Hungry(limits if rank else {}, seed=4)
+    trainer, state = trained(name, again, 24, ckpt_path=folder / "saved")
+    found["resumed"] = (state, again.rows, parts_of(trainer))
+    found["whole"] = (trained(name, Hungry(limits if rank else {}), 24)[1],)
+    return found
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def ranks(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """What each of two ranks found, under each strategy."""
+    return run_world(2, run, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+def windows(count: int, parts: list[int]) -> Any:
+    """The micro-batches of a plain loop, by step and rank."""
+    x, y = samples(count)
+    found = []
+    for start, number in zip(range(0, count, 2 * SIZE), parts, strict=True):
+        whole = x[start : start + 2 * SIZE], y[start : start + 2 * SIZE]
+        found.append([in_parts(*share, number) for share in in_parts(*whole, 2)])
+    return found
+
+
+def weights(state: dict[str, Any]) -> dict[str, Tensor]:
+    """By the names of the net; without its buffer, which each rank has for itself."""
+    numbers = ((name.removeprefix("net."), torch.tensor(value, dtype=torch.float64)) for name, value in state.items())
+    return {name: value for name, value in numbers if name != "seen"}
+
+
+def whole_batches(count: int, items: bool = False) -> tuple[dict[str, Tensor], float]:
+    """What the plain loop of one process comes to: weights, and the mean loss over the samples."""
+    module, total = Hungry(), 0.0
+    optimizer = torch.optim.AdamW(module.net.parameters(), lr=0.01)
+    for x, y in zip(*(data.split(2 * SIZE) for data in samples(count)), strict=True):
+        optimizer.zero_grad()
+        losses = (module.net(x) - y).square()
+        found = loss_of(losses, x, items)
+        (found["loss"] / found["num_items"] if items else found).backward()
+        optimizer.step()
+        total += float(losses.sum())
+    return module.net.state_dict(), total / count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_bit_for_bit_those_of_a_plain_loop_with_these_cuts(ranks: Any, case: str) -> None:
+    plain, (whole, mean) = Hungry(), whole_batches(20)
+    plain_loop(plain, windows(20, CASES[case][2]))
+    expected = plain.net.state_dict()
+    for state, _, parts, loss in (rank[case] for rank in ranks):
+        assert parts == CASES[case][2][-1]
+        for name, value in weights(state).items():
+            if CASES[case][2][-1] < 4:
+                assert torch.equal(value, expected[name]), name
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-12)
+        assert loss == pytest.approx(mean, abs=1e-9)
+
+
+@pytest.mark.parametrize("items", [False, True])
+def test_uneven_batches_and_items_count_as_in_one_process(ranks: Any, items: bool) -> None:
+    expected, _ = whole_batches(17, items)
+    for rank in ranks:
+        for name, value in weights(rank[f"uneven {items}"]).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_resume_begins_with_the_number_and_ends_with_the_same_bits(ranks: Any) -> None:
+    for rank in ranks:
+        (state, rows, parts), (whole,) = rank["resumed"], rank["whole"]
+        assert rows == [2, 2] and parts == 2
+        expected = weights(whole)
+        assert all(torch.equal(value, expected[name]) for name, value in weights(state).items())
+
+
+def fail(name: str) -> None:
+    trained(name, Hungry({(1, "backward"): 0} if os.environ["RANK"] == "1" else {}), 20)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_one_sample_that_does_not_fit_ends_all_ranks_by_the_error_of_its_rank(name: str) -> None:
+    first, second = run_world(2, fail, name, may_fail=True)
+    assert str(second).startswith(
+        "OutOfMemory: out of memory on rank 1 (cpu) in backward with 1 of the batch's 4 samples"
+    )
+    assert first == 1

@@ -1,0 +1,352 @@
+"""`accumulate_grad_batches="auto"` on one process: memory really runs out, and the numbers stay."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hungry import Hungry, in_parts, loss_of, plain_loop, samples
+from models import QUIET, Line
+from samples import Unsized
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.callbacks import AutoAccumulation, GradientAccumulation
+from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
+from leyden.strategies.errors import ConfigurationError
+
+AUTO: dict[str, Any] = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": "auto"}
+
+
+def loader(count: int = 20, size: int = 8, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    return DataLoader(TensorDataset(*samples(count, dtype)), size, **more)
+
+
+def fitted(module: TrainModule, data: Any, **arguments: Any) -> Trainer:
+    torch.manual_seed(7)
+    trainer = Trainer(**{**AUTO, **arguments})
+    trainer.fit(module, data)
+    return trainer
+
+
+def parts_of(trainer: Trainer) -> int:
+    [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
+    return found.micro_batches
+
+
+def cuts(numbers: list[int], size: int = 8, dtype: torch.dtype = torch.float64) -> Any:
+    """The windows of a plain loop whose batches are cut into so many parts."""
+    x, y = samples(20, dtype)
+    places = range(0, 20, size)
+    return [[in_parts(x[i : i + size], y[i : i + size], count)] for i, count in zip(places, numbers, strict=True)]
+
+
+def same(one: Hungry, other: Hungry) -> bool:
+    states = one.net.state_dict(), other.net.state_dict()
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_batch_that_fits_is_run_in_one_pass_and_nothing_differs(capsys: Any) -> None:
+    auto, plain = Hungry(dropout=0.3), Hungry(dropout=0.3)
+    logged = fitted(auto, loader()).callback_metrics
+    drawn = torch.rand(())
+    assert logged == fitted(plain, loader(), accumulate_grad_batches=1).callback_metrics
+    assert same(auto, plain) and torch.equal(drawn, torch.rand(())) and auto.rows == [8, 8, 4]
+    assert "out of memory" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_after_memory_ran_out_weights_are_bit_for_bit_those_of_a_plain_loop_with_these_cuts(
+    phase: str, dtype: torch.dtype, capsys: Any
+) -> None:
+    module, plain = Hungry({(1, phase): 2}, dropout=0.3, dtype=dtype), Hungry(dropout=0.3, dtype=dtype)
+    trainer = fitted(module, loader(dtype=dtype))
+    drawn = torch.rand(())
+    torch.manual_seed(7)
+    # What a DataLoader draws for its workers.
+    torch.empty((), dtype=torch.int64).random_()
+    plain_loop(plain, cuts([1, 4, 4], dtype=dtype))
+    assert same(module, plain) and torch.equal(drawn, torch.rand(()))
+    assert trainer.global_step == 3 and parts_of(trainer) == 4
+    assert module.rows[:3] == [8, 8, 4] and module.rows[-8:] == [2, 2, 2, 2, 1, 1, 1, 1]
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("leyden: out of memory"))
+    assert f"in {phase} with 8 of the batch's 8 samples; peak of memory: forward" in first
+    assert "at step 1 (epoch 0, batch 1)" in first and "2 micro-batches in place of 1" in first
+    assert "with 4 of the batch's 8 samples" in second and "4 micro-batches in place of 2" in second
+
+
+@pytest.mark.parametrize("items", [False, True])
+def test_the_result_is_that_of_whole_batches(items: bool) -> None:
+    module, plain = Hungry({(0, "forward"): 3}, items=items), Hungry()
+    trainer = fitted(module, loader(21))
+    x, y = samples(21)
+    optimizer = torch.optim.AdamW(plain.net.parameters(), lr=0.01)
+    losses = []
+    for start in (0, 8, 16):
+        optimizer.zero_grad()
+        found = loss_of((plain.net(x[start : start + 8]) - y[start : start + 8]).square(), x[start : start + 8], items)
+        loss = found["loss"] / found["num_items"] if items else found
+        loss.backward()
+        optimizer.step()
+        losses.append(found)
+    for name, value in plain.net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-12)
+    assert module.rows[-4:] == [2, 1, 1, 1]
+    if not items:
+        expected = (losses[0] * 8 + losses[1] * 8 + losses[2] * 5) / 21
+        torch.testing.assert_close(trainer.callback_metrics["loss_epoch"], expected.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(trainer.callback_metrics["loss_step"], losses[2].detach(), rtol=0, atol=1e-12)
+
+
+class Watching(Hungry):
+    """Notes what hooks are called with, and returns more than a loss."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__({(0, "forward"): 4}, **more)
+        self.calls: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "outputs": self.net(batch[0])[:, 0].detach(), "note": batch_idx}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.calls.append(("start", len(batch[0]), batch_idx))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.calls.append("clear")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.calls.append("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.calls.append("step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append(("end", len(batch[0]), batch_idx, tuple(outputs["outputs"].shape), outputs["note"]))
+        torch.testing.assert_close(self.trainer.callback_metrics["loss_step"], outputs["loss"], rtol=0, atol=1e-12)
+
+
+def test_hooks_see_batches_of_the_loader_and_one_pair_of_backward_hooks_for_each_micro_batch() -> None:
+    module = Watching()
+    trainer = fitted(module, loader(16))
+    window = ["clear", "backward", "backward", "step"]
+    expected = [[("start", 8, number), *window, ("end", 8, number, (8,), float(number))] for number in range(2)]
+    assert module.calls == [*expected[0], *expected[1]]
+    assert trainer.progress.samples == 16 and trainer.progress.batches == 2
+
+
+def test_metrics_and_buffers_count_each_sample_once() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Hungry):
+        def __init__(self, **more: Any) -> None:
+            super().__init__(**more)
+            self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean.update(batch[1])
+            self.log("mean", self.mean, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    module = Measured(limits={(1, "backward"): 2})
+    found = fitted(module, loader()).callback_metrics["mean"]
+    x, y = samples(20)
+    torch.testing.assert_close(found, y.mean(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(module.net.seen, x.sum(0), rtol=0, atol=1e-12)
+
+
+def test_a_large_buffer_that_changes_is_set_back_too() -> None:
+    class Counting(Hungry):
+        def __init__(self, **more: Any) -> None:
+            super().__init__(**more)
+            self.register_buffer("large", torch.zeros(2**18 + 1, dtype=torch.float64))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.large += len(batch[0])  # type: ignore[operator]
+            return super().training_step(batch, batch_idx)
+
+    module = Counting(limits={(1, "backward"): 2})
+    fitted(module, loader())
+    assert set(module.large.tolist()) == {20.0}
+
+
+def test_a_run_that_is_broken_off_after_it_resumes_with_the_same_number_and_the_same_bits(tmp_path: Path) -> None:
+    limits = {(1, "forward"): 4}
+    whole = Hungry(limits, dropout=0.3)
+    fitted(whole, loader(shuffle=True), max_epochs=2)
+    first = Hungry(limits, dropout=0.3)
+    fitted(first, loader(shuffle=True), max_steps=2).save_checkpoint(tmp_path / "saved")
+    again, trainer = Hungry(limits, dropout=0.3, seed=5), Trainer(**{**AUTO, "max_epochs": 2})
+    trainer.fit(again, loader(shuffle=True), ckpt_path=tmp_path / "saved")
+    assert same(again, whole) and parts_of(trainer) == 2
+    assert again.rows == whole.rows[-len(again.rows) :] and len(again.rows) == 8
+
+
+def test_another_fit_begins_with_whole_batches_again() -> None:
+    trainer = fitted(Hungry({(0, "forward"): 4}), loader())
+    assert parts_of(trainer) == 2
+    module = Hungry()
+    trainer.fit(module, loader())
+    assert module.rows == [8, 8, 4] and parts_of(trainer) == 1
+
+
+def test_the_callback_takes_a_number_to_begin_with_and_checks_it() -> None:
+    module = Hungry()
+    fitted(module, loader(), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=4)])
+    assert module.rows == [2] * 8 + [1] * 4
+    for wrong in (0, 1.5, True, None):
+        with pytest.raises(ConfigurationError, match="give a whole number from 1"):
+            AutoAccumulation(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="accumulation was asked for more than once"):
+        Trainer(**AUTO, callbacks=[GradientAccumulation(2)])
+    with pytest.raises(ConfigurationError, match="use a whole number from 1, or 'auto'"):
+        Trainer(**{**AUTO, "accumulate_grad_batches": "Auto"})
+
+
+def test_one_sample_that_does_not_fit_is_an_error_with_the_peak_of_each_phase() -> None:
+    with pytest.raises(
+        torch.OutOfMemoryError, match="in backward with 1 of the batch's 8 samples; peak of memory:"
+    ) as e:
+        fitted(Hungry({(0, "backward"): 0}), loader())
+    text = str(e.value)
+    assert "forward" in text and "MiB, backward" in text and "activation checkpointing" in text
+    assert "at step 0 (epoch 0, batch 0)" in text and "can't allocate memory" in text
+
+
+def test_a_step_of_the_optimizer_that_does_not_fit_says_so() -> None:
+    class Huge(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    class Stepping(Hungry):
+        def configure_optimizers(self) -> Any:
+            return Huge(self.parameters(), lr=0.1)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"in the optimizer's step of batch 0.*forward .*, step .*fsdp"):
+        fitted(Stepping(), loader())
+
+
+def test_another_error_of_a_pass_is_left_as_it_is() -> None:
+    class Failing(Hungry):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fitted(Failing(), loader())
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    names: list[str]
+
+
+class Named(TrainModule):
+    """Notes the samples of each pass; takes up to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = torch.nn.Linear(1, 1), list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, names = (batch["x"], batch["names"]) if isinstance(batch, (dict, UserDict)) else (batch.x, batch.names)
+        if len(x) > 2:
+            raise MemoryError
+        self.passes.append((x[:, 0].tolist(), list(names)))
+        return self.layer(x).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, names: {"x": x, "names": names, "scale": torch.tensor(1.0)},
+        lambda x, names: UserDict(x=x, names=names, shared=torch.ones(2, 7)),
+        lambda x, names: Pair(x, names),
+    ],
+)
+def test_what_has_an_entry_for_each_sample_is_cut_and_nothing_else(make: Any) -> None:
+    module = Named()
+    batch = make(torch.arange(3.0)[:, None], ["a", "b", "c"])
+    fitted(module, Unsized([batch]))
+    assert module.passes == [([0.0, 1.0], ["a", "b"]), ([2.0], ["c"])]
+
+
+class Unknown:
+    def to(self, device: Any) -> Unknown:
+        return self
+
+
+class Any1(Line):
+    """Runs out of memory with every whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise MemoryError
+
+
+UNCUT: list[tuple[Any, str]] = [
+    ([{"x": torch.ones(4, 2), "graph": Unknown()}], "a batch has an Unknown, which may hold samples"),
+    ([Unknown()], "an Unknown cannot be cut into micro-batches"),
+    (
+        Unsized([{"samples": [torch.ones(4, 2), torch.ones(5, 2)]}]),
+        "a batch has a list of " r"tensors of the lengths \[4, 5\]",
+    ),
+    (
+        DataLoader([torch.ones(3, 8, 8)] * 8, 4, collate_fn=tuple),  # type: ignore[arg-type]
+        "a batch of 4 samples cannot be cut into micro-batches, since its first tensor has 3 rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), UNCUT)
+def test_a_batch_that_cannot_be_cut_is_an_error_that_says_why(data: Any, reason: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=f"out of memory on rank 0.*ends here: {reason}"):
+        fitted(Any1(), data)
+
+
+class Manual(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Drawing(Line):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        raise AssertionError("not reached")
+
+
+class Closing(Line):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, "manual optimisation, which steps by itself: cut the batch in training_step"),
+        (Drawing, "draws its own batches: take the batch as an argument"),
+        (Closing, r"an optimizer that evaluates the loss several times \(LBFGS\)"),
+    ],
+)
+def test_what_cannot_be_run_in_micro_batches_is_refused_before_training(module: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"accumulate_grad_batches='auto' cannot go with .*{message}"):
+        fitted(module(), [torch.ones(4, 2)])
+
+
+def test_strategies_say_what_to_do_instead() -> None:
+    assert DDPStrategy().refuses_micro_batches is None and FSDPStrategy().refuses_micro_batches is None
+    for strategy, words in (
+        (DDPStrategy(static_graph=True), "static_graph=True belongs to DDP's own exchange"),
+        (DDPStrategy(ddp_comm_hook="fp16"), "ddp_comm_hook belongs to DDP's own exchange"),
+        (MeshStrategy(pp=2), "MeshStrategy(microbatches=…)"),
+        (MeshStrategy(tp=2, plan={"a": "colwise"}), "strategy='fsdp' or 'ddp'"),
+    ):
+        assert words in str(strategy.refuses_micro_batches)
