@@ -29,7 +29,7 @@ class SaveConfigCallback(Callback):
         config_filename: the file's name.
         overwrite: replace another run's file.
         multifile: write the files that the configuration was read from, each by its name; a file that is there already
-            is an error unless `overwrite` is set.
+            is an error unless `overwrite` is set. Not on ranks that are spawned.
         save_to_log_dir: False saves nothing but what `save_config` of a subclass does.
     """
 
@@ -57,6 +57,10 @@ class SaveConfigCallback(Callback):
                 "give LeydenCLI(save_config_callback=None)."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For ranks that are spawned: a parser may hold what cannot be sent to them, and its text can."""
+        return {**vars(self), "parser": _Text(self.parser.dump(self.config, skip_unset=False))}
+
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             self._save_once(trainer, module, stage)
@@ -82,7 +86,7 @@ class SaveConfigCallback(Callback):
     def _save(self, folder: Path, stage: str, replaces: bool) -> None:
         path = folder / (self.config_filename if stage == "fit" else f"{stage}-{self.config_filename}")
         folder.mkdir(parents=True, exist_ok=True)
-        if self.multifile:
+        if self.multifile and hasattr(self.parser, "save"):
             self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=True)
             return
         text = self.parser.dump(self.config, skip_unset=False)
@@ -99,6 +103,20 @@ class SaveConfigCallback(Callback):
         temporary = staging.sibling(path, "tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
+
+
+class _Text:
+    """Stands in for a parser on a spawned rank.
+
+    Args:
+        text: what the parser has dumped.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        return self.text
 
 
 def _folder_of(trainer: Trainer) -> Path:

@@ -99,6 +99,12 @@ class Broken(Bare):
         raise LookupError("the table of weights is missing")
 
 
+class Caused(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        raise RuntimeError("no table") from LookupError("the word is missing")
+
+
 class Counted(torch.optim.Adam):
     """Counts its steps."""
 

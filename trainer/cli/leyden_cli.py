@@ -259,13 +259,13 @@ class LeydenCLI:
         try:
             return self.parser.instantiate(self.config)
         except ValueError as error:
-            found: BaseException = error
-            while found.__cause__ is not None:
-                found = found.__cause__
-            if found is error or not _is_foreign(found):
-                raise
             # jsonargparse tells only the text of an error that a class raises which need not be given.
-            raise found from None
+            found: BaseException | None = error
+            while found is not None and not _is_foreign(found):
+                found = found.__cause__
+            if found is None or found is error:
+                raise
+            raise found from found.__cause__
 
     def _give_optimizers(self, own: Any) -> None:
         """Has the module configure the optimizer and scheduler of the configuration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -522,3 +523,22 @@ def test_one_cli_that_runs_nothing_fits_and_tests_with_one_configuration() -> No
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     cli.trainer.test(cli.model, datamodule=cli.datamodule)
     assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml"}
+
+
+def test_a_configuration_is_sent_to_spawned_ranks_as_its_text() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.link_arguments("data.batch_size", "model.width", compute_fn=lambda size: 2 * size)
+
+    cli = built("--data.batch_size=3", kind=Own)
+    [callback] = [one for one in cli.trainer.callbacks if isinstance(one, SaveConfigCallback)]
+    sent = ForkingPickler.loads(ForkingPickler.dumps(callback))
+    assert yaml.safe_load(sent.parser.dump(sent.config))["data"]["batch_size"] == 3
+    assert sent.config.data.batch_size == 3
+
+
+def test_the_cause_of_an_error_is_kept() -> None:
+    for model, args in ((configured.Caused, []), (None, ["--model=configured.Caused"])):
+        with pytest.raises(RuntimeError, match="no table") as found:
+            built(*args, model=model)
+        assert isinstance(found.value.__cause__, LookupError)
