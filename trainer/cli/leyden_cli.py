@@ -140,15 +140,16 @@ class LeydenCLI:
         self._parsers = {None: self.parser}
         if not add_subcommands:
             self._add_arguments(self.parser)
+            # A configuration that a fit has saved is one for this parser, too.
+            self._add_arguments_of("fit", self.parser, names["fit"] | {action.dest for action in self.parser._actions})
             return
         group = self.parser.add_subcommands(help="leyden's, each with --help of its own:")
         for name, left_out in names.items():
-            method = getattr(self.trainer_class if isinstance(self.trainer_class, type) else Trainer, name)
             self._parsers[name] = parser = self.init_parser(**self.parser_kwargs.get(name, {}))
             self._add_arguments(parser)
-            known = set(inspect.signature(method).parameters)
-            parser.add_method_arguments(_owner(self.trainer_class), name, skip=(left_out | {"self"}) & known)
-            group.add_subcommand(name, parser, help=SUBCOMMANDS.get(name) or inspect.getdoc(method))
+            self._add_arguments_of(name, parser, left_out)
+            text = SUBCOMMANDS.get(name) or inspect.getdoc(getattr(_owner(self.trainer_class), name))
+            group.add_subcommand(name, parser, help=text)
 
     def add_default_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
         """Adds `--seed_everything`."""
@@ -243,6 +244,11 @@ class LeydenCLI:
             if not parser.lr_scheduler_groups:
                 parser.add_lr_scheduler_args()
         self.link_optimizers_and_lr_schedulers(parser)
+
+    def _add_arguments_of(self, name: str, parser: LeydenArgumentParser, left_out: set[str]) -> None:
+        """Adds the arguments of a method of the Trainer."""
+        known = set(inspect.signature(getattr(_owner(self.trainer_class), name)).parameters)
+        parser.add_method_arguments(_owner(self.trainer_class), name, skip=(left_out | {"self"}) & known)
 
     def _seed(self) -> None:
         config = self._of_subcommand(self.config)

@@ -518,6 +518,18 @@ def test_a_subclass_saves_the_configuration_to_a_logger_too() -> None:
         cli_of(save_config_kwargs={"save_to_log_dir": False})
 
 
+def test_a_saved_configuration_builds_the_runs_module_without_a_run() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.add_argument("--ckpt_path", default="mine")
+
+    cli_of("--model.width=5", "--optimizer=Adam")
+    cli = LeydenCLI(Net, Points, args=["--config=config.yaml"], run=False)
+    assert (cli.model.hparams.width, cli.config.ckpt_path) == (5, None)
+    assert type(cli.model.configure_optimizers()) is torch.optim.Adam
+    assert built(kind=Own).config.ckpt_path == "mine"
+
+
 def test_one_cli_that_runs_nothing_fits_and_tests_with_one_configuration() -> None:
     cli = built()
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)

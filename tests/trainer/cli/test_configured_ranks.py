@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -31,6 +32,7 @@ def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callab
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.full
 def test_an_error_of_a_rank_is_shown_once_with_its_line(leyden: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from configured import Net\nclass Ends(Net):\n    def training_step(self, batch, batch_idx):\n"
