@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -33,6 +34,21 @@ NOISE = (
 KINDS = (Trainer, TrainModule, DataModule, Callback)
 
 Classes = type | tuple[type, ...]
+
+
+class GroupHelp(argparse._HelpAction):
+    """Shows the options of one group, where `--help` shows those of all."""
+
+    def __call__(self, parser: Any, *args: Any) -> None:
+        formatter = parser._get_formatter()
+        group = self.option_strings[0].removesuffix("help")
+        formatter.start_section(f"options of {group.strip('-.')}")
+        formatter.add_arguments(
+            [action for action in parser._actions if any(name.startswith(group) for name in action.option_strings)]
+        )
+        formatter.end_section()
+        parser._print_message(formatter.format_help())
+        parser.exit()
 
 
 class LeydenArgumentParser(ArgumentParser):
@@ -95,6 +111,8 @@ class LeydenArgumentParser(ArgumentParser):
         added: list[str] = self.add_class_arguments(
             cls, nested_key, fail_untyped=False, instantiate=made_here, sub_configs=True
         )
+        if f"{nested_key}.help" not in added:
+            self.add_argument(f"--{nested_key}.help", action=GroupHelp, help="Show these options alone, and exit.")
         return added
 
     add_lightning_class_args = add_leyden_class_args

@@ -391,6 +391,9 @@ def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[
     text = shown("--help")
     assert "--trainer.accumulate_grad_batches" in text
     assert "batches of one optimizer step" in text
+    text = shown("--trainer.help")
+    assert "--trainer.accumulate_grad_batches" in text
+    assert "--model" not in text
     assert "of the hidden layer" in shown("--model.help", "Net")
     assert "samples of a batch" in shown("--data.help=configured.Points")
     assert "--trainer.callbacks.save_top_k" in shown("--trainer.callbacks.help=ModelCheckpoint")
