@@ -47,7 +47,7 @@ class GroupHelp(argparse._HelpAction):
             [action for action in parser._actions if any(name.startswith(group) for name in action.option_strings)]
         )
         formatter.end_section()
-        parser._print_message(formatter.format_help())
+        sys.stdout.write(formatter.format_help())
         parser.exit()
 
 
