@@ -50,7 +50,7 @@ class ActivationCheckpointing(Callback):
         every: int = 1,
     ) -> None:
         is_function = callable(modules) and not isinstance(modules, type)
-        wanted: Any = modules if is_function or isinstance(modules, (str, type)) else tuple(_each(modules))
+        wanted: Any = modules if is_function or isinstance(modules, (str, type)) else _each(modules)
         if isinstance(wanted, (str, tuple)) and not wanted:
             raise ConfigurationError(f"ActivationCheckpointing({modules!r}): give the classes of the model's blocks.")
         if type(every) is not int or every < 1:
@@ -84,9 +84,9 @@ class ActivationCheckpointing(Callback):
         return found
 
 
-def _each(modules: Any) -> Iterable[Any]:
+def _each(modules: Any) -> tuple[Any, ...]:
     try:
-        return iter(modules)
+        return tuple(modules)
     except TypeError:
         raise ConfigurationError(
             f"ActivationCheckpointing({modules!r}): give classes of modules, their names, or a function."

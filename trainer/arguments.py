@@ -136,7 +136,8 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
 
     Args:
         arguments: of the Trainer whose trials they are.
-        callbacks: its own. A trial has a copy of a `GradientAccumulation`, and a silent logger for each logger.
+        callbacks: its own. A trial has a copy of a `GradientAccumulation` and of an
+            `ActivationCheckpointing`, and a silent logger for each logger.
         within_run: the Trainer is in a run.
 
     Raises:
@@ -154,8 +155,12 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
     )
     off: dict[str, Any] = dict.fromkeys(("num_sanity_val_steps", "log_every_n_steps"), 0)
     off |= dict.fromkeys((name for name in BAREBONES if name not in (*off, *nothing)), False)
+    # Imported here: few runs have trials.
+    from leyden.callbacks.activation_checkpointing import ActivationCheckpointing
+
     # An accumulation that an argument asks for is made by the argument.
-    kinds = (GradientAccumulation,) if arguments.accumulate_grad_batches == 1 else ()
+    accumulation = (GradientAccumulation,) if arguments.accumulate_grad_batches == 1 else ()
+    kinds: tuple[type[Callback], ...] = (ActivationCheckpointing, *accumulation)
     own: list[Callback] = [copy.deepcopy(callback) for callback in callbacks if isinstance(callback, kinds)]
     own += [SilentLogger() for callback in callbacks if isinstance(callback, Logger)]
     off |= {"barebones": True, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "callbacks": own}

@@ -379,8 +379,8 @@ class Trainer(TrainerView):
         """Returns a Trainer for short runs on the same devices, in the same precision, that write and print nothing.
 
         Args:
-            callbacks: of the trial; of this Trainer's and the module's own only a `GradientAccumulation`, and silent
-                loggers in place of loggers.
+            callbacks: of the trial. Of this Trainer's own it has `GradientAccumulation`, `ActivationCheckpointing`,
+                and silent loggers in place of loggers; of the module's own a `GradientAccumulation`.
             **arguments: in place of this Trainer's.
         """
         own = for_trial(self.arguments, self.callbacks, within_run=self.state.stage is not None)

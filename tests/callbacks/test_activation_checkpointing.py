@@ -14,7 +14,7 @@ from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from leyden import ConfigurationError, Trainer
+from leyden import ConfigurationError, Trainer, Tuner
 from leyden.callbacks import ActivationCheckpointing, ModelCheckpoint
 from leyden.strategies import FSDPStrategy, MeshStrategy
 
@@ -112,6 +112,17 @@ def test_a_resume_and_a_checkpoint_know_nothing_of_it(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     plain = fit([keeper], enable_checkpointing=True)
     assert weights(fit(ActivationCheckpointing(Block), path=str(tmp_path / "step=2"))) == weights(plain)
+
+
+def test_a_search_recomputes_too() -> None:
+    """Of a batch size, say, which depends on it."""
+    seen: list[Any] = []
+    callback = ActivationCheckpointing(lambda module: isinstance(module, Block) and not seen.append(module))
+    trainer = Trainer(**QUIET, callbacks=callback, max_epochs=1)
+    module = Squares(Blocks(), lambda module: torch.optim.SGD(module.parameters(), module.lr))
+    module.lr = 0.1
+    Tuner(trainer).lr_find(module, DataLoader(torch.ones(8, 4), 2), num_training=3)
+    assert len(seen) == 4 and seen[0].passes == 6 and passes(module) == [0] * 4
 
 
 @pytest.mark.parametrize(
