@@ -39,6 +39,9 @@ _HOMES = {
     "SequenceLengthWarmup": "sequence_length_warmup",
     "SpikeDetection": "spike_detection",
     "ProgressBar": "progress_bar",
+    "RichModelSummary": "rich_summary",
+    "RichProgressBar": "rich_bar",
+    "RichProgressBarTheme": "rich_bar",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "tqdm_bar",
     "TensorBoardLogger": "tensorboard",
@@ -83,6 +86,9 @@ if TYPE_CHECKING:
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar as ProgressBar
+    from leyden.callbacks.rich_bar import RichProgressBar as RichProgressBar
+    from leyden.callbacks.rich_bar import RichProgressBarTheme as RichProgressBarTheme
+    from leyden.callbacks.rich_summary import RichModelSummary as RichModelSummary
     from leyden.callbacks.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException

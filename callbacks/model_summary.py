@@ -58,22 +58,53 @@ class Summary:
     uninitialized: int = 0
 
     def __str__(self) -> str:
-        lines = _table(self.layers) if self.layers else []
-        if self.uninitialized:
-            lines.append(
-                f"{self.uninitialized} parameters of lazy modules are not counted: their size is unknown before the "
-                "first batch"
-            )
-        frozen = self.total_parameters - self.trainable_parameters
-        totals = (
+        lines: list[str] = []
+        if self.layers:
+            lines = aligned(self.cells(), gap=" | ")
+            rule = "-" * max(map(len, lines))
+            lines = [lines[0], rule, *lines[1:], rule]
+        return "\n".join([*lines, *self.remarks(), *aligned(self.totals())])
+
+    def cells(self) -> list[list[str]]:
+        """Returns the rows of the table, first the one of titles."""
+        modes = {True: "train", False: "eval", None: ""}
+        titles = ["", "Name", "Type", "Params", "Trainable", "Mode"]
+        rows = [
+            [
+                str(index),
+                layer.name,
+                layer.type,
+                "?" if layer.uninitialized else _count(layer.num_parameters),
+                "?" if layer.uninitialized else _count(layer.num_trainable),
+                modes[layer.training],
+            ]
+            for index, layer in enumerate(self.layers)
+        ]
+        if any(layer.in_size is not None for layer in self.layers):
+            titles += ["In sizes", "Out sizes"]
+            for row, layer in zip(rows, self.layers, strict=True):
+                row += ["" if size is None else str(size) for size in (layer.in_size, layer.out_size)]
+        return [titles, *rows]
+
+    def remarks(self) -> list[str]:
+        """Returns what the numbers leave out, a line each."""
+        if not self.uninitialized:
+            return []
+        return [
+            f"{self.uninitialized} parameters of lazy modules are not counted: their size is unknown before the "
+            "first batch"
+        ]
+
+    def totals(self) -> list[tuple[str, str]]:
+        """Returns the numbers of the whole module, each with what it counts."""
+        return [
             (_count(self.trainable_parameters), "trainable parameters"),
-            (_count(frozen), "frozen parameters"),
+            (_count(self.total_parameters - self.trainable_parameters), "frozen parameters"),
             (_count(self.total_parameters), "parameters in total"),
             (size_of(self.model_bytes), "of memory for the parameters"),
             (str(self.modules_in_train_mode), "modules in train mode"),
             (str(self.modules_in_eval_mode), "modules in eval mode"),
-        )
-        return "\n".join([*lines, *aligned(totals)])
+        ]
 
 
 class ModelSummary(Callback):
@@ -101,7 +132,13 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         # On every rank, since a sharded module only runs on all of them together.
-        trainer.print(summarize(module, self._max_depth))
+        summary = summarize(module, self._max_depth)
+        if trainer.is_global_zero:
+            self.show(trainer, summary)
+
+    def show(self, trainer: Trainer, summary: Summary) -> None:
+        """Prints the summary; called on the first rank. Override it to show it in another way."""
+        trainer.print(summary)
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
@@ -249,29 +286,6 @@ def _size(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _size(item) for key, item in value.items()}
     return "?"
-
-
-def _table(layers: list[LayerSummary]) -> list[str]:
-    modes = {True: "train", False: "eval", None: ""}
-    titles = ["", "Name", "Type", "Params", "Trainable", "Mode"]
-    rows = [
-        [
-            str(index),
-            layer.name,
-            layer.type,
-            "?" if layer.uninitialized else _count(layer.num_parameters),
-            "?" if layer.uninitialized else _count(layer.num_trainable),
-            modes[layer.training],
-        ]
-        for index, layer in enumerate(layers)
-    ]
-    if any(layer.in_size is not None for layer in layers):
-        titles += ["In sizes", "Out sizes"]
-        for row, layer in zip(rows, layers, strict=True):
-            row += ["" if size is None else str(size) for size in (layer.in_size, layer.out_size)]
-    lines = aligned([titles, *rows], gap=" | ")
-    rule = "-" * max(map(len, lines))
-    return [lines[0], rule, *lines[1:], rule]
 
 
 def _count(number: int) -> str:

@@ -168,7 +168,9 @@ def format_number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     size = abs(value)
-    if not math.isfinite(value) or value == 0:
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
         return f"{value:g}"
     if size < 1e-3 or size >= 1e6:
         return f"{value:.2e}"

@@ -12,9 +12,7 @@ OURS: dict[str, str] = {
     "Profiler": "leyden.trainer.profilers.Profiler",
     "Strategy": "leyden.strategies.Strategy",
     "CombinedLoader": "leyden.CombinedLoader",
-    "RichProgressBar": "leyden.callbacks.TQDMProgressBar",
     "ProgressBar": "leyden.callbacks.ProgressBar",
-    "RichModelSummary": "leyden.callbacks.ModelSummary",
     **{
         name: f"leyden.callbacks.{name}"
         for name in (
@@ -26,7 +24,8 @@ OURS: dict[str, str] = {
                 "LearningRateMonitor",
                 "ModelCheckpoint",
             ),
-            *("ModelSummary", "OnExceptionCheckpoint", "TQDMProgressBar", "Timer"),
+            *("ModelSummary", "OnExceptionCheckpoint", "RichModelSummary", "RichProgressBar", "TQDMProgressBar"),
+            "Timer",
         )
     },
     **{

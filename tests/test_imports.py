@@ -44,7 +44,19 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 NAMED_ANYWHERE = {"TrainModule", "DataModule", "Callback", "Trainer"}
 # `import leyden` must cost nothing beyond torch: these come in where they are used.
 LAZY = {
-    *("numpy", "safetensors", "tqdm", "tensorboard", "torchmetrics", "wandb", "sklearn", "yaml", "packaging", "click"),
+    *(
+        "numpy",
+        "safetensors",
+        "tqdm",
+        "rich",
+        "tensorboard",
+        "torchmetrics",
+        "wandb",
+        "sklearn",
+        "yaml",
+        "packaging",
+        "click",
+    ),
     *(
         "comet_ml",
         "jsonargparse",

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import logging
-import os
 import pickle
-import pty
 import re
-import struct
 import sys
-import termios
-import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,89 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Line
 from samples import Stream
+from terminals import DATA, Net, Terminal, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from leyden.callbacks import CSVLogger, ProgressBar, TQDMProgressBar, paced_bar
-from leyden.callbacks.base import Callback
 from leyden.callbacks.progress_bar import format_number
 from leyden.callbacks.tqdm_bar import draw, is_interactive
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
-
-class Net(Line):
-    """Shows a value in every stage."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, prog_bar=True)
-        self.log("quiet", loss)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val", 0.5, prog_bar=True, batch_size=2, add_dataloader_idx=False)
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test", 0.25, batch_size=2)
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self(batch)
-
-
-DATA = [torch.ones(2, 2)] * 10
 STREAM = Stream([torch.ones(2)] * 6)
-
-
-def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    options = {"default_root_dir": root, "max_epochs": 2, "enable_progress_bar": True}
-    return Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
-
-
-class Terminal:
-    """A pseudo-terminal of 40 lines by 140 columns in place of stderr, which keeps what is written to it."""
-
-    def __enter__(self) -> Terminal:
-        # Not in a fixture: pytest sets sys.stderr anew before the test itself.
-        self.reading, writing = pty.openpty()
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
-        self.before, sys.stderr = sys.stderr, os.fdopen(writing, "w")
-        self.bytes = b""
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.stderr.close()
-        sys.stderr = self.before
-        self.reader.join()
-        os.close(self.reading)
-        assert not tqdm._instances, "a bar was left open"
-
-    def read(self) -> None:
-        while True:
-            try:
-                data = os.read(self.reading, 65536)
-            except OSError:  # how Linux says that the other end was closed
-                return
-            if not data:
-                return
-            self.bytes += data
-
-    def drawn(self) -> list[str]:
-        """Everything that was drawn, a line each."""
-        return [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", self.bytes.decode()) if line.strip()]
-
-
-@pytest.fixture
-def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws at every batch, however fast they are."""
-    monkeypatch.setattr(paced_bar, "DRAW_SECONDS", 0.0)
-    monkeypatch.setattr(paced_bar, "DRAW_SHARE", 0)
-    monkeypatch.setattr(paced_bar, "LINE_SECONDS", 0.0)
 
 
 def numbers(lines: list[str], title: str) -> list[str]:

@@ -164,7 +164,7 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         from leyden.callbacks.model_summary import ModelSummary
 
         if not any(isinstance(callback, ModelSummary) for callback in callbacks):
-            callbacks.append(ModelSummary())
+            callbacks.append(_summary_beside(callbacks))
 
 
 def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
@@ -186,6 +186,18 @@ def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
         from leyden.callbacks.tqdm_bar import TQDMProgressBar
 
         callbacks.append(TQDMProgressBar())
+
+
+def _summary_beside(callbacks: list[Callback]) -> Callback:
+    """The summary that looks like the progress bar."""
+    from leyden.callbacks.model_summary import ModelSummary
+    from leyden.callbacks.rich_bar import RichProgressBar
+
+    if not any(isinstance(callback, RichProgressBar) for callback in callbacks):
+        return ModelSummary()
+    from leyden.callbacks.rich_summary import RichModelSummary
+
+    return RichModelSummary()
 
 
 def unwrapped(model: Any) -> tuple[TrainModule, Any]:

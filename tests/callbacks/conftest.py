@@ -1,0 +1,15 @@
+"""What the tests of progress bars share."""
+
+from __future__ import annotations
+
+import pytest
+
+from leyden.callbacks import paced_bar
+
+
+@pytest.fixture
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws at every batch, however fast they are."""
+    monkeypatch.setattr(paced_bar, "DRAW_SECONDS", 0.0)
+    monkeypatch.setattr(paced_bar, "DRAW_SHARE", 0)
+    monkeypatch.setattr(paced_bar, "LINE_SECONDS", 0.0)

@@ -1,0 +1,185 @@
+"""RichProgressBar and RichModelSummary: on a real pseudo-terminal, and without one."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from terminals import DATA, Net, Terminal, trainer
+from torch.utils.data import DataLoader
+
+from leyden import ConfigurationError, Trainer
+from leyden.callbacks import CSVLogger, ModelSummary, RichModelSummary, RichProgressBar, RichProgressBarTheme
+from leyden.strategies.errors import MissingExtraError
+
+
+@pytest.fixture(autouse=True)
+def a_colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    # Rich asks the file descriptors 0 to 2, which are pytest's.
+    monkeypatch.setenv("COLUMNS", "140")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def done(lines: list[str], name: str) -> list[str]:
+    """The "3/10" of each drawing of a bar, without repeats."""
+    found = [match[1] for line in lines if (match := re.match(rf"{name} +[━╸╺]+ (\d+/(\d+|--)) ", line))]
+    return [text for index, text in enumerate(found) if index == 0 or found[index - 1] != text]
+
+
+def test_every_stage_has_its_bar_and_prints_stay_above(
+    tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("tests.rich")
+
+    class Speaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            print("told", batch_idx)
+            log.warning("logged %d", batch_idx)
+            self.print("printed", batch_idx)
+
+    run = trainer(tmp_path, RichProgressBar(), logger=CSVLogger(tmp_path), max_epochs=2)
+    loaders = [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 8)]
+    with Terminal("stdout", "stderr") as terminal:
+        handler = logging.StreamHandler()
+        monkeypatch.setattr(log, "handlers", [handler])
+        monkeypatch.setattr(log, "propagate", False)
+        run.fit(Speaks(), DATA, loaders)
+        assert handler.stream is sys.stderr
+        run.test(Net(), DATA[:5], verbose=False)
+        run.predict(Net(), DATA[:6])
+    lines = terminal.drawn()
+    assert done(lines, "Sanity Checking") == [f"{n}/4" for n in range(5)]
+    for epoch in ("Epoch 0/1", "Epoch 1/1"):
+        assert done(lines, epoch) == [f"{n}/10" for n in range(11)]
+    assert done(lines, "Validation")[:8] == [f"{n}/7" for n in range(8)]
+    assert done(lines, "Testing")[-1] == "5/5" and done(lines, "Predicting")[-1] == "6/6"
+    for batch in range(10):
+        assert {f"told {batch}", f"logged {batch}", f"printed {batch}"} <= set(lines)
+    last = [line for line in lines if line.startswith("Epoch 1/1")][-1]
+    assert re.search(r"it/s loss: -?\d+\.\d+ v_num: 0 val: 0\.500$", last), last
+    # The cursor is there again after each stage.
+    assert terminal.bytes.count(b"\x1b[?25l") == terminal.bytes.count(b"\x1b[?25h") == 4
+
+
+def test_an_error_gives_the_terminal_back(tmp_path: Path) -> None:
+    class Fails(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            raise KeyboardInterrupt if batch_idx else RuntimeError("in validation")
+
+    bar = RichProgressBar()
+    with Terminal("stdout", "stderr") as terminal:
+        with pytest.raises(RuntimeError, match="in validation"):
+            trainer(tmp_path, bar, num_sanity_val_steps=0).fit(Fails(), DATA, DATA)
+        assert sys.stdout is sys.stderr is terminal.writing
+    assert terminal.bytes.rstrip().endswith(b"\x1b[?25h")
+
+
+def test_long_metrics_stand_below_the_bar_and_leave_keeps_epochs(tmp_path: Path) -> None:
+    class Long(RichProgressBar):
+        def get_metrics(self, *args: Any) -> dict[str, Any]:
+            return {"a": 0.12345, **{f"a_long_metric_{number}": 1e-5 for number in range(8)}}
+
+    theme = RichProgressBarTheme(metrics_text_delimiter=", ", metrics_format=".1e", progress_bar="green")
+    with Terminal("stdout") as terminal:
+        trainer(tmp_path, Long(leave=True, theme=theme), max_epochs=2).fit(Net(), DATA)
+    lines = terminal.drawn()
+    assert any(line.startswith("a: 1.2e-01, a_long_metric_0: 1.0e-05, ") for line in lines)
+    assert [len(re.findall(rf"Epoch {epoch}/1 .*10/10.*\r?\n".encode(), terminal.bytes)) > 0 for epoch in (0, 1)]
+    assert terminal.bytes.count(b"\x1b[?25l") == 2
+
+
+def test_without_a_terminal_it_writes_the_lines_of_the_other_bar(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As build servers have it.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    class Own(RichProgressBar):
+        def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+            super().on_train_epoch_start(trainer, *args)
+            self.progress.update(self.train_progress_bar_id, description="unseen")
+            assert self.train_progress_bar.description == "unseen"
+
+    run = trainer(tmp_path, Own(), enable_model_summary=True)
+    run.fit(Net(), DATA, DATA)
+    run.validate(Net(), DATA, verbose=False)
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err and "unseen" not in out + err
+    assert [line[:29] for line in err.splitlines()[:2]] == [
+        "Epoch 0/1  batch 10/10  step ",
+        "Epoch 1/1  batch 10/10  step ",
+    ]
+    assert err.splitlines()[2].startswith("Validation  batch 10/10") and "| Name  | Type" in out
+
+
+def test_columns_and_tasks_of_ones_own(tmp_path: Path, every_batch: None) -> None:
+    class Own(RichProgressBar):
+        def configure_columns(self, trainer: Trainer) -> list[Any]:
+            from rich.progress import MofNCompleteColumn
+
+            return [*super().configure_columns(trainer), MofNCompleteColumn(separator=" of ")]
+
+        def on_train_start(self, trainer: Trainer, module: Any) -> None:
+            super().on_train_start(trainer, module)
+            self.mine = self.progress.add_task("mine", total=10)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.progress.advance(self.mine)
+            super().on_train_batch_end(*args)
+            assert self.train_progress_bar.completed == args[-1] + 1
+
+    with Terminal("stdout") as terminal:
+        trainer(tmp_path, Own(), max_epochs=1).fit(Net(), DATA)
+    lines = terminal.drawn()
+    assert any("10 of 10" in line for line in lines if line.startswith("Epoch 0/0"))
+    assert any("10 of 10" in line for line in lines if line.startswith("mine"))
+
+
+def test_the_summary_is_a_table_on_a_terminal(tmp_path: Path) -> None:
+    run = trainer(tmp_path, RichProgressBar(refresh_rate=0), enable_model_summary=True, max_steps=1)
+    [summary] = [callback for callback in run.callbacks if isinstance(callback, ModelSummary)]
+    assert type(summary) is RichModelSummary
+    module = Net()
+    module.example_input_array = torch.ones(3, 2)
+    with Terminal("stdout") as terminal:
+        run.fit(module, DATA)
+        trainer(tmp_path, RichModelSummary(max_depth=0, header_style="bold green"), max_steps=1).fit(module, DATA)
+    lines = terminal.drawn()
+    assert any(re.match(r"│ 0 │ \w+ +│ Linear │ +\d+ │ +\d+ │ train │ \[3, 2\] ", line) for line in lines), lines
+    assert sum(line.endswith("parameters in total") for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RichProgressBar(-1), "refresh_rate=-1.*whole number"),
+        (lambda: RichProgressBar(theme={"time": "red"}), r"give a RichProgressBarTheme\(…\), not a dict"),  # type: ignore[arg-type]
+        (lambda: RichProgressBar(theme=RichProgressBarTheme(time="redd")), r"RichProgressBarTheme\(time='redd'\)"),
+        (lambda: RichProgressBar(theme=RichProgressBarTheme(metrics_format="q")), "metrics_format='q'"),
+        (lambda: RichProgressBar(console_kwargs={"colour": 1}), "rich.console.Console says: .*colour"),
+        (lambda: RichModelSummary(-2), "max_depth=-2"),
+        (lambda: RichModelSummary(colour="red"), "rich.table.Table says: .*colour"),
+        (lambda: RichModelSummary(header_style="redd"), "redd"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_a_missing_rich_names_the_extra_and_a_bar_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = pickle.loads(pickle.dumps(RichProgressBar(refresh_rate=3)))
+    assert bar.refresh_rate == 3 and bar.progress.disable
+    for name in ("rich", "rich.console"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for kind in (RichProgressBar, RichModelSummary):
+        with pytest.raises(MissingExtraError, match=rf"{kind.__name__} needs .*'rich': pip install 'leyden\[rich\]'"):
+            kind()

@@ -1,0 +1,92 @@
+"""A pseudo-terminal, and runs whose progress is shown on it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+from pathlib import Path
+from typing import Any
+
+from models import QUIET, Line
+from torch import Tensor, ones
+from tqdm import tqdm
+
+from leyden.callbacks.base import Callback
+from leyden.trainer.trainer import Trainer
+
+
+class Net(Line):
+    """Shows a value in every stage."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        self.log("quiet", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", 0.5, prog_bar=True, batch_size=2, add_dataloader_idx=False)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", 0.25, batch_size=2)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch)
+
+
+DATA = [ones(2, 2)] * 10
+
+
+def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    options = {"default_root_dir": root, "max_epochs": 2, "enable_progress_bar": True}
+    return Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
+
+
+class Terminal:
+    """A pseudo-terminal of 40 lines by 140 columns in place of streams, which keeps what is written to it."""
+
+    def __init__(self, *streams: str) -> None:
+        self.names = streams or ("stderr",)
+
+    def __enter__(self) -> Terminal:
+        # Not in a fixture: pytest sets sys.stderr anew before the test itself.
+        self.reading, writing = pty.openpty()
+        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+        self.before = {name: getattr(sys, name) for name in self.names}
+        self.writing = os.fdopen(writing, "w")
+        for name in self.names:
+            setattr(sys, name, self.writing)
+        self.bytes = b""
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, stream in self.before.items():
+            assert error[0] is not None or getattr(sys, name) is self.writing, f"sys.{name} was not restored"
+            setattr(sys, name, stream)
+        self.writing.close()
+        self.reader.join()
+        os.close(self.reading)
+        assert not tqdm._instances, "a bar was left open"
+
+    def read(self) -> None:
+        while True:
+            try:
+                data = os.read(self.reading, 65536)
+            except OSError:  # how Linux says that the other end was closed
+                return
+            if not data:
+                return
+            self.bytes += data
+
+    def drawn(self) -> list[str]:
+        """Everything that was drawn, a line each, without colours and movements of the cursor."""
+        lines = re.split(r"[\r\n]|\x1b\[\d*A", self.bytes.decode())
+        return [line for text in lines if (line := re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", text).strip())]
