@@ -36,7 +36,10 @@ OURS: dict[str, str] = {
         name: f"leyden.strategies.precision.{name}"
         for name in ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
     },
-    **{name: f"leyden.trainer.profilers.{name}" for name in ("SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler")},
+    **{
+        name: f"leyden.trainer.profilers.{name}"
+        for name in ("SimpleProfiler", "AdvancedProfiler", "PassThroughProfiler", "PyTorchProfiler")
+    },
 }
 """The name of a class of Lightning's, and the class that does its work here."""
 

@@ -5,51 +5,97 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
+import re
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from leyden.strategies.errors import ConfigurationError
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.ported import ported
 from leyden.trainer.format.text import aligned
 
 T = TypeVar("T")
 
+_END: Any = object()
+
+SORT_KEYS = (
+    *("cpu_time", "cuda_time", "cpu_time_total", "cuda_time_total", "self_cpu_time_total", "self_cuda_time_total"),
+    *("cpu_memory_usage", "cuda_memory_usage", "self_cpu_memory_usage", "self_cuda_memory_usage", "count"),
+)
+
 
 class Profiler:
-    """Base class of profilers: `start` and `stop` measure an action by name; `summary` is printed at the end of the
-    run.
+    """Base class of profilers: `start` and `stop` measure an action by name, `summary` returns the result.
+
+    A run calls `setup`, then `start` and `stop` of each action, and `step` after each training step; at its end
+    `describe`, which prints `summary` or writes it to `filename`, and `teardown`. Actions are the steps of the module
+    (`training_step`, …), `backward`, `optimizer_step`, the next batch of each loader (`train_dataloader_next`, …),
+    `transfer_batch_to_device`, each hook (`[Callback]ModelCheckpoint.on_train_end`, `[TrainModule]Net.on_fit_start`),
+    and your own: `with self.trainer.profiler.profile("attention"):`.
+
+    Args:
+        dirpath: folder of what is written; by default the Trainer's `default_root_dir`.
+        filename: the summary is written to `<stage>-<filename>.txt` there, and on several ranks by each to
+            `<stage>-<filename>-<rank>.txt`; by default rank 0 prints it.
+
+    Example:
+        >>> class Counter(Profiler):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.calls = {}
+        ...
+        ...     def start(self, action_name):
+        ...         self.calls[action_name] = self.calls.get(action_name, 0) + 1
+        ...
+        ...     def summary(self):
+        ...         return f"{self.calls}"
+        >>> profiler = Counter()
+        >>> with profiler.profile("sum"):
+        ...     _ = sum(range(10))
+        >>> profiler.summary()
+        "{'sum': 1}"
     """
+
+    # On the class, so that a subclass need not call __init__.
+    dirpath: Path | None = None
+    filename: str | None = None
+    _folder: Path | None = None
+    _stage: str = ""
+    _rank: int | None = None
+    _handles: tuple[Any, ...] = ()
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = Path(dirpath) if dirpath is not None else None
         self.filename = filename
 
-    def start(self, action: str) -> None:
+    @property
+    def local_rank(self) -> int:
+        """The rank, in a run on several; 0 otherwise."""
+        return self._rank or 0
+
+    # what is measured
+    def start(self, action_name: str) -> None:
         """Called when an action begins; actions nest."""
 
-    def stop(self, action: str) -> None:
+    def stop(self, action_name: str) -> None:
         """Called when an action ends."""
+
+    def step(self) -> None:
+        """Called after each training step, and each batch of an evaluation outside a fit."""
 
     def summary(self) -> str:
         """Returns the result as text."""
         return ""
 
-    def begin(self, folder: str) -> None:
-        """Called when the run begins; files go to `dirpath`, or to this folder."""
-        if self.dirpath is None:
-            self.dirpath = Path(folder)
-
-    def step(self) -> None:
-        """Called after each training step."""
-
-    def end(self) -> None:
-        """Called at the end of the run."""
-
     @contextmanager
-    def profile(self, action: str) -> Iterator[None]:
+    def profile(self, action_name: str) -> Iterator[str]:
         """Measures the block under a name.
 
         Example:
@@ -59,102 +105,230 @@ class Profiler:
             >>> "sum" in profiler.summary()
             True
         """
-        self.start(action)
+        self.start(action_name)
         try:
-            yield
+            yield action_name
         finally:
-            self.stop(action)
+            self.stop(action_name)
 
-    def wrap(self, action: str, function: Callable[..., T]) -> Callable[..., T]:
+    # the life of a run
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Called when a run begins.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            local_rank: the rank, in a run on several.
+            log_dir: the folder for what is written, without a `dirpath`.
+        """
+        self._stage, self._rank = stage, local_rank
+        self._folder = self.dirpath if self.dirpath is not None else None if log_dir is None else Path(log_dir)
+
+    def describe(self) -> None:
+        """Prints the summary on the first rank, or writes it to `filename` on all."""
+        text = self.summary()
+        if not text:
+            return
+        if self.filename is not None:
+            self._path(".txt").write_text(text, encoding="utf-8")
+        elif not self._rank:
+            print(text, flush=True)
+
+    def teardown(self, stage: str | None) -> None:
+        """Called at the end of a run, also of one that failed."""
+
+    def _path(self, suffix: str, *parts: str) -> Path:
+        """Returns a file's path in the folder of the profiler, which is made."""
+        folder = Path() if self._folder is None else self._folder
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [self._stage, self.filename, *parts, None if self._rank is None else str(self._rank)]
+        return folder / (re.sub(r"[^\w.=-]+", "_", "-".join(name for name in names if name)) + suffix)
+
+    # what a run has it measure
+    def wrap(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
         """Returns the function, measured under a name."""
 
         def measured(*args: Any, **kwargs: Any) -> T:
-            with self.profile(action):
+            with self.profile(action_name):
                 return function(*args, **kwargs)
 
         return measured
 
-    def finish(self, stage: str) -> str:
-        """Ends the run and returns the text to print, or writes it to `filename` if that is set."""
-        self.end()
-        text = self.summary()
-        if self.filename is None or not text:
-            return text
-        assert self.dirpath is not None
-        self.dirpath.mkdir(parents=True, exist_ok=True)
-        (self.dirpath / f"{stage}-{self.filename}.txt").write_text(text, encoding="utf-8")
-        return ""
+    def drawn(self, action_name: str, iterator: Iterator[T]) -> Iterator[T]:
+        """Yields an iterator's items; drawing each is measured under a name."""
+        while True:
+            with self.profile(action_name):
+                # Emptied as it is passed on: a name would keep the batch while the next one is loaded.
+                found = [next(iterator, _END)]
+            if found[0] is _END:
+                return
+            yield found.pop()
+
+    def watch(self, module: nn.Module) -> None:
+        """Called with the module of a run once it is on its device."""
+
+    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Measures the steps of optimizers until `release`, whoever calls them."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):
+                self._handles += (
+                    optimizer.register_step_pre_hook(lambda *args: self.start("optimizer_step")),
+                    optimizer.register_step_post_hook(lambda *args: self.stop("optimizer_step")),
+                )
+
+    def release(self) -> None:
+        """Leaves module and optimizers alone again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+
+class PassThroughProfiler(Profiler):
+    """Measures nothing: `trainer.profiler` without a profiler, so that `trainer.profiler.profile(…)` always works."""
+
+    def wrap(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
+        return function
 
 
 class SimpleProfiler(Profiler):
-    """Measures calls, total seconds and mean milliseconds of every hook, step and transfer."""
+    """Measures calls, total seconds and mean milliseconds of every hook, step and transfer.
 
-    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+    Args:
+        dirpath: as of every `Profiler`.
+        filename: as of every `Profiler`.
+        extended: also show the number of calls, and the share of the time that the profiler has run.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
         super().__init__(dirpath, filename)
-        self.durations: dict[str, list[float]] = {}
-        self._started: list[tuple[str, float]] = []
+        self.extended = extended
+        self.recorded_durations: dict[str, list[float]] = {}
+        """The seconds of each call, by action."""
+        self.current_actions: dict[str, list[float]] = {}
+        """When the actions that run now began, in `time.perf_counter` seconds."""
+        self.start_time = time.perf_counter()
 
-    def start(self, action: str) -> None:
-        self._started.append((action, time.perf_counter()))
+    @property
+    def durations(self) -> dict[str, list[float]]:
+        """The same as `recorded_durations`."""
+        return self.recorded_durations
 
-    def stop(self, action: str) -> None:
-        name, begin = self._started.pop()
-        if name != action:
-            raise ConfigurationError(f"profiler.stop({action!r}) while {name!r} runs: end the innermost action first.")
-        self.durations.setdefault(action, []).append(time.perf_counter() - begin)
+    def start(self, action_name: str) -> None:
+        self.current_actions.setdefault(action_name, []).append(time.perf_counter())
+
+    def stop(self, action_name: str) -> None:
+        end, begun = time.perf_counter(), self.current_actions.get(action_name)
+        if not begun:
+            raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
+        self.recorded_durations.setdefault(action_name, []).append(end - begun.pop())
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        if not self.recorded_durations:
+            self.start_time = time.perf_counter()
+
+    def teardown(self, stage: str | None) -> None:
+        # Of a run that failed inside one.
+        self.current_actions.clear()
 
     def summary(self) -> str:
-        rows = sorted(((sum(times), len(times), name) for name, times in self.durations.items()), reverse=True)
-        cells = [(name, str(n), f"{total:.4f}", f"{1e3 * total / n:.4f}") for total, n, name in rows]
-        return "\n".join(aligned([("action", "calls", "total s", "mean ms"), *cells], right=(1, 2, 3)))
+        passed = time.perf_counter() - self.start_time
+        rows = sorted(((sum(times), len(times), name) for name, times in self.recorded_durations.items()), reverse=True)
+        calls = sum(count for _, count, _ in rows)
+        if not self.extended:
+            short = [(name, f"{total:.4f}", f"{1e3 * total / n:.4f}") for total, n, name in rows]
+            return "\n".join(aligned([("action", "total s", "mean ms"), *short], right=(1, 2)))
+        cells = [
+            (name, str(n), f"{total:.4f}", f"{1e3 * total / n:.4f}", f"{100 * total / passed:.1f}")
+            for total, n, name in rows
+        ]
+        whole = ("(all the time)", str(calls), f"{passed:.4f}", "", "100.0")
+        return "\n".join(aligned([("action", "calls", "total s", "mean ms", "%"), whole, *cells], right=(1, 2, 3, 4)))
 
 
 class AdvancedProfiler(Profiler):
     """Profiles the function calls inside every action with cProfile.
 
     Args:
-        dirpath: folder of the report.
-        filename: name of the report; printed by default.
+        dirpath: as of every `Profiler`.
+        filename: as of every `Profiler`.
         line_count_restriction: the number of functions shown for each action (or a fraction of them).
+        dump_stats: also write each action's statistics to `<stage>-<filename>-<action>.prof`, for snakeviz and others.
     """
 
     def __init__(
-        self, dirpath: str | Path | None = None, filename: str | None = None, line_count_restriction: float = 20
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 20,
+        dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
-        self.restriction = line_count_restriction
-        self._profiles: dict[str, cProfile.Profile] = {}
+        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self.profiled_actions: dict[str, cProfile.Profile] = {}
+        """The profile of each action."""
         self._running: list[str] = []
 
-    def start(self, action: str) -> None:
+    def start(self, action_name: str) -> None:
         # Only one profile can run at a time, so the outer action pauses for the inner one.
         if self._running:
-            self._profiles[self._running[-1]].disable()
-        self._running.append(action)
-        self._profiles.setdefault(action, cProfile.Profile()).enable()
+            self.profiled_actions[self._running[-1]].disable()
+        self._running.append(action_name)
+        self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
-    def stop(self, action: str) -> None:
-        self._profiles[self._running.pop()].disable()
+    def stop(self, action_name: str) -> None:
+        if action_name not in self._running:
+            raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
+        if self._running[-1] != action_name:
+            # One that began later goes on, or was broken off by an error.
+            self._running.reverse()
+            self._running.remove(action_name)
+            self._running.reverse()
+            return
+        self.profiled_actions[self._running.pop()].disable()
         if self._running:
-            self._profiles[self._running[-1]].enable()
+            self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
         text = io.StringIO()
-        for action, profile in self._profiles.items():
+        for action, profile in self.profiled_actions.items():
             text.write(f"{action}\n")
-            pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(self.restriction)
+            pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(self.line_count_restriction)
         return text.getvalue()
+
+    def describe(self) -> None:
+        super().describe()
+        for action, profile in self.profiled_actions.items() if self.dump_stats else ():
+            profile.dump_stats(self._path(".prof", action))
+
+    def teardown(self, stage: str | None) -> None:
+        for action in self._running[-1:]:
+            self.profiled_actions[action].disable()
+        self._running.clear()
 
 
 class PyTorchProfiler(Profiler):
     """Profiles operators and kernels with torch.profiler, and writes a Chrome trace for TensorBoard and Perfetto.
 
     Args:
-        dirpath: folder of the traces; by default the run folder.
+        dirpath: as of every `Profiler`; the traces are written there.
         filename: name of the table of operators; printed by default.
         schedule: see `torch.profiler.schedule`; by default skips one step, warms up one and records three.
-        row_limit: rows of the printed table.
-        **kwargs: passed to `torch.profiler.profile` (record_shapes, profile_memory, with_stack, …).
+        row_limit: rows of the table; -1 for all.
+        group_by_input_shapes: a row for each shape of an operator's inputs; needs, and sets, `record_shapes`.
+        emit_nvtx: emit NVTX ranges for Nsight Systems (`nsys profile --capture-range cudaProfilerApi python …`)
+            instead of recording; needs CUDA.
+        export_to_chrome: write a trace each time that the schedule has recorded.
+        sort_by_key: by what the table is sorted, one of `SORT_KEYS`; by default "self_cpu_time_total".
+        record_module_names: name each submodule in the trace; not of a module that is compiled.
+        table_kwargs: further arguments of the table, such as `max_name_column_width`.
+        record_shapes: record the shapes of operators' inputs.
+        export_to_flame_graph: also write the stacks for a flame graph (`….stack`); sets `with_stack`.
+        metric: what the flame graph shows, "self_cpu_time_total" or "self_cuda_time_total".
+        on_trace_ready: called with torch's profile each time that the schedule has recorded; replaces the files.
+        **profiler_kwargs: passed to `torch.profiler.profile` (activities, profile_memory, with_stack, with_flops, …).
+
+    Raises:
+        ConfigurationError: if an argument is none of torch's profiler, or its value cannot be.
     """
 
     def __init__(
@@ -163,58 +337,162 @@ class PyTorchProfiler(Profiler):
         filename: str | None = None,
         schedule: Callable[[int], Any] | None = None,
         row_limit: int = 20,
-        **kwargs: Any,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: Mapping[str, Any] | None = None,
+        record_shapes: bool = False,
+        export_to_flame_graph: bool = False,
+        metric: str = "self_cpu_time_total",
+        on_trace_ready: Callable[[Any], Any] | None = None,
+        **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
-        self.row_limit = row_limit
-        self._arguments = {"schedule": schedule, **kwargs}
+        self._table_arguments = {
+            "sort_by": sort_by_key or "self_cpu_time_total",
+            "row_limit": row_limit,
+            **(table_kwargs or {}),
+        }
+        self._groups_shapes, self._emits_nvtx = group_by_input_shapes, emit_nvtx
+        self._exports_trace, self._exports_stacks, self._metric = export_to_chrome, export_to_flame_graph, metric
+        self._names_modules = record_module_names
+        self._arguments = {
+            "schedule": schedule,
+            "record_shapes": record_shapes or group_by_input_shapes,
+            "on_trace_ready": on_trace_ready,
+            **profiler_kwargs,
+        }
+        if export_to_flame_graph:
+            self._arguments["with_stack"] = True
+            # Without it torch 2 writes an empty file (its issue 100253).
+            verbose = torch._C._profiler._ExperimentalConfig(verbose=True)
+            self._arguments.setdefault("experimental_config", verbose)
         self._profile: Any = None
-        self._spans: list[Any] = []
+        self._outer: Any = None
+        self._spans: dict[str, list[Any]] = {}
         self._table = ""
+        self._steps = 0
+        self._check()
 
-    def begin(self, folder: str) -> None:
-        super().begin(folder)
+    def _check(self) -> None:
         from torch import profiler
 
+        key, schedule = self._table_arguments["sort_by"], self._arguments["schedule"]
+        if key not in SORT_KEYS:
+            raise ConfigurationError(f"PyTorchProfiler(sort_by_key={key!r}): {nearest(str(key), SORT_KEYS)}")
+        if schedule is not None and not (callable(schedule) and isinstance(schedule(0), profiler.ProfilerAction)):
+            raise ConfigurationError(
+                f"PyTorchProfiler(schedule={schedule!r}): give torch.profiler.schedule(…), or a function from a step's "
+                "number to a torch.profiler.ProfilerAction."
+            )
+        if self._emits_nvtx and not torch.cuda.is_available():
+            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs a CUDA device, and there is none here.")
+        try:
+            profiler.profile(**self._arguments)
+        except TypeError as error:
+            raise ConfigurationError(f"PyTorchProfiler: torch.profiler.profile says: {error}.") from None
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        from torch import profiler
+
+        self._table, self._steps = "", 0
+        if self._emits_nvtx:
+            self._outer = torch.cuda.profiler.profile()
+            self._profile = torch.autograd.profiler.emit_nvtx()  # type: ignore[no-untyped-call]
+            self._outer.__enter__()
+            self._profile.__enter__()
+            return
         arguments = dict(self._arguments)
         if arguments["schedule"] is None:
             arguments["schedule"] = profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-        arguments.setdefault("on_trace_ready", self._write)
+        arguments["on_trace_ready"] = self._ready
         self._profile = profiler.profile(**arguments)
         self._profile.start()
+
+    def _ready(self, profile: Any) -> None:
+        """Writes what the schedule has recorded."""
+        then = self._arguments["on_trace_ready"]
+        try:
+            (self._write if then is None else then)(profile)
+            averages = profile.key_averages(group_by_input_shape=self._groups_shapes)
+            self._table = averages.table(**self._table_arguments)
+        except UnicodeDecodeError:
+            # torch keeps pointers to names of functions that are gone by then (its issue 136040).
+            warnings.warn(
+                "torch cannot read the stacks that it has recorded, since functions went away meanwhile. Record later "
+                "steps, with schedule=torch.profiler.schedule(wait=…, …), or leave with_stack out.",
+                stacklevel=2,
+            )
 
     def _write(self, profile: Any) -> None:
         from torch import profiler
 
-        profiler.tensorboard_trace_handler(str(self.dirpath))(profile)
-        self._table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=self.row_limit)
+        if self._exports_trace:
+            name = None if self._rank is None else f"rank{self._rank}"
+            profiler.tensorboard_trace_handler(str(self._path("").parent), worker_name=name)(profile)
+        if self._exports_stacks:
+            profile.export_stacks(str(self._path(".stack", str(self._steps))), self._metric)
 
-    def start(self, action: str) -> None:
+    def start(self, action_name: str) -> None:
         from torch.profiler import record_function
 
-        span = record_function(action)
+        span = record_function(action_name)
         span.__enter__()  # type: ignore[no-untyped-call]
-        self._spans.append(span)
+        self._spans.setdefault(action_name, []).append(span)
 
-    def stop(self, action: str) -> None:
-        self._spans.pop().__exit__(None, None, None)
+    def stop(self, action_name: str) -> None:
+        if not self._spans.get(action_name):
+            raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
+        self._spans[action_name].pop().__exit__(None, None, None)
 
     def step(self) -> None:
-        if self._profile is not None:
+        self._steps += 1
+        if self._profile is not None and not self._emits_nvtx:
             self._profile.step()
 
-    def end(self) -> None:
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
+    def watch(self, module: nn.Module) -> None:
+        if not self._names_modules:
+            return
+        for name, part in module.named_modules():
+            if name and not isinstance(part, torch.jit.ScriptModule):
+                label = f"{type(part).__name__}: {name}"
+                self._handles += (
+                    part.register_forward_pre_hook(lambda *args, label=label: self.start(label)),
+                    part.register_forward_hook(lambda *args, label=label: self.stop(label), always_call=True),
+                )
 
     def summary(self) -> str:
-        return self._table
+        self._end()
+        if self._table or self._emits_nvtx:
+            return self._table
+        return (
+            f"PyTorchProfiler recorded nothing: its schedule had not come that far after {self._steps} steps. Give "
+            "schedule=torch.profiler.schedule(wait=0, warmup=0, active=1), or a longer run."
+        )
+
+    def teardown(self, stage: str | None) -> None:
+        self._end()
+        self._spans.clear()
+
+    def _end(self) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        if self._emits_nvtx:
+            profile.__exit__(None, None, None)
+            self._outer.__exit__(None, None, None)
+        else:
+            profile.stop()
 
 
 def find_profiler(profiler: str | Profiler | None) -> Profiler | None:
-    """Returns the profiler for a name."""
-    if profiler is None or isinstance(profiler, Profiler):
+    """Returns the profiler for a name; None for one that measures nothing, so that nothing is wrapped."""
+    if profiler is None or isinstance(profiler, PassThroughProfiler):
+        return None
+    if isinstance(profiler, Profiler):
         return profiler
     kinds: dict[str, type[Profiler]] = {
         "simple": SimpleProfiler,

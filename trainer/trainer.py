@@ -539,12 +539,12 @@ class Trainer(TrainerView):
         if starts_anew:
             self._kept = None
             self._run.callback_list.start_over()
-        hooks = self._hooks_of(module, self.profiler)
+        hooks = self._hooks_of(module, self._run.profiler)
         return self._run.next(stage, module, datamodule, compiled, loaders, hooks, starts_anew)
 
     def _hooks_of(self, module: TrainModule, profiler: Profiler | None) -> Hooks:
         """The hooks of a run whose callbacks are not known yet."""
-        return Hooks((), self, module, TrainModule, profiler.wrap if profiler is not None else None)
+        return Hooks((), self, module, TrainModule, profiler)
 
     def _setup(self, run: Run, goal: resuming.Goal) -> Restorer:
         """Everything up to the weights; returns what restores the rest of the checkpoint that the run resumes."""

@@ -14,6 +14,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
 from leyden.trainer.logging.values import read_back
+from leyden.trainer.profilers import PassThroughProfiler, Profiler
 from leyden.trainer.run.build import loggers_of, with_loggers
 from leyden.trainer.run.samples import sample_indices
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
-    from leyden.trainer.profilers import Profiler
     from leyden.trainer.run.fit_limits import FitLimits
     from leyden.trainer.run.state import Run
 
@@ -96,8 +96,9 @@ class TrainerView:
         return self._run.signals
 
     @property
-    def profiler(self) -> Profiler | None:
-        return self._run.profiler
+    def profiler(self) -> Profiler:
+        """The profiler; without one a PassThroughProfiler, so that `profiler.profile(…)` always works."""
+        return self._run.profiler if self._run.profiler is not None else PassThroughProfiler()
 
     @property
     def fit_loop(self) -> FitLimits:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import pstats
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,53 @@ import pytest
 from models import Tiny
 from samples import numbered
 
-from leyden import ConfigurationError, Trainer
-from leyden.trainer.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from leyden import Callback, ConfigurationError, Trainer
+from leyden.trainer.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 
 
 def test_the_simple_profiler_counts_calls(fit: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    profiler = SimpleProfiler()
-    fit(Tiny(), numbered(4), numbered(2), profiler=profiler, num_sanity_val_steps=0)
-    counts = {name: len(times) for name, times in profiler.durations.items()}
-    assert counts["training_step"] == 4 and counts["validation_step"] == 2 and counts["on_validation_start"] == 1
+    class Module(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with self.trainer.profiler.profile("mine"):
+                return super().training_step(batch, batch_idx)
+
+    class Counts(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+    profiler, module = SimpleProfiler(), Module()
+    trainer = fit(
+        module, numbered(4), numbered(2), profiler=profiler, num_sanity_val_steps=0, callbacks=[Counts(), Counts()]
+    )
+    counts = {name: len(times) for name, times in profiler.recorded_durations.items()}
+    expected = {"training_step": 4, "mine": 4, "backward": 4, "optimizer_step": 4, "validation_step": 2}
+    # The last next() is the loader's end.
+    expected |= {"train_dataloader_next": 5, "validation_dataloader_next": 3, "[Callback]Counts.on_train_batch_end": 8}
+    assert {name: counts.get(name) for name in expected} == expected
+    assert counts["[TrainModule]Module.on_validation_start"] == 1
     assert all(seconds >= 0 for times in profiler.durations.values() for seconds in times)
     lines = capfd.readouterr().out.splitlines()
     assert any(line.split()[:2] == ["training_step", "4"] for line in lines)
+    # The optimizer is not measured any more.
+    trainer.optimizers[0].step()
+    assert len(profiler.durations["optimizer_step"]) == 4 and not profiler.current_actions
+    profiler.extended = False
+    assert "calls" not in profiler.summary() and "total s" in profiler.summary()
+
+
+def test_without_a_profiler_the_trainers_own_measures_nothing(fit: Any) -> None:
+    for given in (None, PassThroughProfiler()):
+        trainer = fit(Tiny(), numbered(1), profiler=given)
+        assert type(trainer.profiler) is PassThroughProfiler
+        with trainer.profiler.profile("mine") as name:
+            assert name == "mine"
+        assert trainer.profiler.summary() == ""
 
 
 def test_a_profiler_changes_nothing(fit: Any) -> None:
@@ -39,9 +76,12 @@ def test_traces_name_the_clearing_of_gradients(fit: Any, tmp_path: Path) -> None
 
 
 def test_the_advanced_profiler_shows_functions(fit: Any, tmp_path: Path) -> None:
-    fit(Tiny(), numbered(2), numbered(1), profiler=AdvancedProfiler(tmp_path, "report"))
+    fit(Tiny(), numbered(2), numbered(1), profiler=AdvancedProfiler(tmp_path, "report", dump_stats=True))
     text = (tmp_path / "fit-report.txt").read_text()
     assert "training_step\n" in text and "validation_step\n" in text and "cumulative" in text and "linear" in text
+    stats = pstats.Stats(str(tmp_path / "fit-report-training_step.prof"))
+    assert any("linear" in name for _, _, name in stats.stats)  # type: ignore[attr-defined]
+    assert (tmp_path / "fit-report-_TrainModule_Tiny.on_validation_start.prof").exists()
 
 
 def test_the_pytorch_profiler_writes_a_trace(fit: Any, tmp_path: Path) -> None:
@@ -61,6 +101,87 @@ def test_the_pytorch_profiler_writes_a_trace_of_an_evaluation(quiet: Any, tmp_pa
     Trainer(**quiet, profiler=profiler).test(Tiny(), numbered(8), verbose=False)
     assert len([*(tmp_path / "traces").glob("*.pt.trace.json*")]) == 1
     assert "test_step" in (tmp_path / "traces" / "test-table.txt").read_text()
+
+
+def test_what_the_pytorch_profiler_writes_is_chosen(fit: Any, tmp_path: Path) -> None:
+    from torch.profiler import schedule
+
+    chosen = PyTorchProfiler(
+        tmp_path / "chosen",
+        "table",
+        schedule=schedule(wait=1, warmup=1, active=1, repeat=1),
+        row_limit=3,
+        sort_by_key="count",
+        group_by_input_shapes=True,
+        export_to_chrome=False,
+        export_to_flame_graph=True,
+        table_kwargs={"max_name_column_width": 30},
+    )
+    fit(Tiny(), numbered(4), profiler=chosen)
+    text = (tmp_path / "chosen" / "fit-table.txt").read_text()
+    assert "Input Shapes" in text and len(re.findall(r"^.*\d%.*$", text, re.M)) == 3
+    assert not [*(tmp_path / "chosen").glob("*.json")]
+    assert "_training_step" in (tmp_path / "chosen" / "fit-table-3.stack").read_text()
+
+    seen: list[Any] = []
+    named = PyTorchProfiler(tmp_path / "named", on_trace_ready=seen.append, row_limit=-1)
+    module = Tiny()
+    fit(module, numbered(6), profiler=named)
+    names = {event.key for event in seen[0].key_averages()}
+    assert {"Linear: net", "training_step", "backward", "optimizer_step"} <= names
+    assert not (tmp_path / "named").exists() and not module.net._forward_hooks and not module.net._forward_pre_hooks
+
+    unnamed = PyTorchProfiler(tmp_path, "short", record_module_names=False)
+    fit(Tiny(), numbered(1), profiler=unnamed)
+    assert "recorded nothing" in (tmp_path / "fit-short.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sort_by_key": "cpu"}, "sort_by_key='cpu'"),
+        ({"schedule": 3}, "schedule=3.*torch.profiler.schedule"),
+        ({"schedule": lambda step: step}, "ProfilerAction"),
+        ({"use_gpu": True}, "torch.profiler.profile says: .*use_gpu"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PyTorchProfiler(**arguments)
+
+
+def test_a_profiler_written_for_lightning_runs(fit: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class ActionCountProfiler(Profiler):
+        """The example of its documentation, in short."""
+
+        def __init__(self, dirpath: Any = None, filename: Any = None) -> None:
+            super().__init__(dirpath=dirpath, filename=filename)
+            self.counts: dict[str, int] = {}
+            self.ended: list[Any] = []
+
+        def start(self, action_name: str) -> None:
+            self.counts[action_name] = self.counts.get(action_name, 0) + 1
+
+        def stop(self, action_name: str) -> None:
+            pass
+
+        def summary(self) -> str:
+            return f"counted {self.counts['training_step']}"
+
+        def teardown(self, stage: str | None) -> None:
+            self.ended.append((stage, self.counts))
+            self.counts = {}
+            super().teardown(stage=stage)
+
+    profiler = ActionCountProfiler()
+    fit(Tiny(), numbered(3), profiler=profiler)
+    assert "counted 3\n" in capfd.readouterr().out
+    assert profiler.ended[0][0] == "fit" and profiler.ended[0][1]["backward"] == 3
+    profiler = ActionCountProfiler(dirpath=tmp_path, filename="perf")
+    profiler.setup("fit", 1)
+    profiler.start("training_step")
+    profiler.describe()
+    assert (tmp_path / "fit-perf-1.txt").read_text() == "counted 1" and profiler.local_rank == 1
 
 
 def test_a_profiler_of_the_users_own_hears_each_action_and_step(fit: Any) -> None:
@@ -87,19 +208,32 @@ def test_a_profiler_of_the_users_own_hears_each_action_and_step(fit: Any) -> Non
     assert profiler.calls[-1] == "mine"
 
 
-def test_actions_end_in_the_order_of_their_start() -> None:
-    profiler = SimpleProfiler()
-    profiler.start("outer")
-    profiler.start("inner")
-    with pytest.raises(ConfigurationError, match="end the innermost action first"):
-        profiler.stop("outer")
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
+def test_actions_may_overlap(kind: type[Profiler]) -> None:
+    profiler = kind()
+    for _ in range(2):
+        profiler.start("first")
+        profiler.start("second")
+        profiler.stop("first")
+        profiler.stop("second")
+    with profiler.profile("first"), profiler.profile("first"):
+        pass
+    with pytest.raises(ConfigurationError, match=r"stop\('first'\), which does not run"):
+        profiler.stop("first")
 
 
-def test_a_profiler_closes_when_the_run_fails(fit: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
+def test_a_profiler_closes_when_the_run_fails(fit: Any, tmp_path: Path, kind: Any) -> None:
     class Failing(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
             raise ValueError("x")
 
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.profiler.start("left open")
+            return super().training_step(batch, batch_idx)
+
+    profiler = kind(tmp_path, "table")
     with pytest.raises(ValueError, match="x"):
-        fit(Failing(), numbered(1), profiler=PyTorchProfiler(tmp_path, "table"))
-    fit(Tiny(), numbered(1), profiler=PyTorchProfiler(tmp_path, "table"))
+        fit(Failing(), numbered(1), profiler=profiler)
+    fit(Tiny(), numbered(1), profiler=profiler)
+    fit(Tiny(), numbered(1), profiler=kind(tmp_path, "table"))

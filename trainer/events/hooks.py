@@ -70,12 +70,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from leyden.callbacks.base import CLOSING_ORDER, Callback, in_order
 
 Call = Callable[..., Any]
-Wrapper = Callable[[str, Call], Call]
+
+
+class Measures(Protocol):
+    """What hooks ask of a profiler."""
+
+    def wrap(self, action_name: str, function: Call) -> Call:
+        """Returns the function, measured under a name."""
+        ...
+
+    def start(self, action_name: str) -> None:
+        """Called when an action begins."""
+
+    def stop(self, action_name: str) -> None:
+        """Called when it ends."""
+
 
 STAGES = ("validation", "test", "predict")
 MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
@@ -110,7 +124,7 @@ class Hooks:
         trainer: handed to callbacks.
         module: the user's module.
         base: the class whose methods count as "not overridden": TrainModule.
-        wrap: gives each listener another form (a profiler's span); None leaves them as they are.
+        profiler: measures each listener, and backward; None leaves them as they are.
     """
 
     def __init__(
@@ -119,7 +133,7 @@ class Hooks:
         trainer: Any,
         module: Any,
         base: type,
-        wrap: Wrapper | None = None,
+        profiler: Measures | None = None,
     ) -> None:
         self.current = ""
         """The hook that runs now: it decides whether what `self.log` is given belongs to a step or to an epoch."""
@@ -128,12 +142,12 @@ class Hooks:
         self._users: set[int] = set()
         """The listeners that are not Leyden's own, by their ids."""
         self._first: Callable[[], None] | None = None
-        self._trainer, self._module, self._base, self._wrap = trainer, module, base, wrap
+        self._trainer, self._module, self._base, self._profiler = trainer, module, base, profiler
         self.listen(callbacks)
 
     def listen(self, callbacks: Iterable[Callback]) -> None:
         """Lets these callbacks and the module listen. Loops look up once who does, so not to be called in one."""
-        trainer, module, base, wrap = self._trainer, self._module, self._base, self._wrap
+        trainer, module, base, profiler = self._trainer, self._module, self._base, self._profiler
         ordered = list(in_order(list(callbacks)))
         self._main.clear()
         self._closing.clear()
@@ -153,7 +167,7 @@ class Hooks:
             return [getattr(module, event)] if overrides(module, event, base) else []
 
         def final(event: str, call: Call) -> Call:
-            listener = call if wrap is None else wrap(event, call)
+            listener = call if profiler is None else profiler.wrap(_label(event, call, module), call)
             if not _is_own(call):
                 self._users.add(id(listener))
             return listener
@@ -185,6 +199,11 @@ class Hooks:
 
     def _preceded(self, event: str) -> tuple[Call, ...]:
         first, calls = self._first, self._all(event)
+        if self._profiler is not None:
+            # Backward is what comes between the two events.
+            begins = event == "on_before_backward"
+            span = functools.partial(self._profiler.start if begins else self._profiler.stop, "backward")
+            calls = (*calls, lambda *args: span()) if begins else (lambda *args: span(), *calls)
         if first is None or not any(id(call) in self._users for call in calls):
             return calls
         return ((lambda *args: first()), *calls)
@@ -264,6 +283,14 @@ class Hooks:
         finally:
             self.current = before
         return result
+
+
+def _label(event: str, call: Call, module: Any) -> str:
+    """What a profiler calls a listener."""
+    owner = getattr(call.func if isinstance(call, functools.partial) else call, "__self__", None)
+    if owner is None:
+        return event
+    return f"[{'TrainModule' if owner is module else 'Callback'}]{type(owner).__name__}.{event}"
 
 
 def _is_own(call: Call) -> bool:

@@ -103,6 +103,8 @@ class EvaluationLoop:
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         beat = run.heartbeat.words
         batches: Iterator[Any] = itertools.islice(cursor.start(run.progress.epochs_done), limit)
+        if run.profiler is not None:
+            batches = run.profiler.drawn(f"{self.stage}_dataloader_next", batches)
         for batch_idx, batch in enumerate(batches):
             if run.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False

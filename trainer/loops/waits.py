@@ -48,6 +48,8 @@ class Waits:
 
     def timed(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of an iterator, of which some are timed. None is drawn ahead, and none is kept."""
+        if self._run.profiler is not None:
+            iterator = self._run.profiler.drawn("train_dataloader_next", iterator)
         return itertools.chain.from_iterable(self._parts(iterator)) if self._is_on else iterator
 
     def _parts(self, iterator: Iterator[Any]) -> Iterator[Iterator[Any]]:

@@ -228,7 +228,9 @@ class Run:
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
         if self.profiler is not None:
-            self.profiler.begin(self.arguments.default_root_dir)
+            ranks = self.strategy.ranks
+            rank = ranks.global_rank if ranks.world_size > 1 else None
+            self.profiler.setup(self.state.stage or "", rank, self.arguments.default_root_dir)
         if debugging.is_debugging():
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.longest)
 
@@ -279,6 +281,8 @@ class Run:
         gather_readers(module, strategy)
         self.transfer = transfer_of(strategy, module, self.datamodule, self.profiler)
         self.train_transfer = transformed(self.transfer, self.callbacks, module)
+        if self.profiler is not None and self.compiled is None:
+            self.profiler.watch(module)
         check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
         restorer = Restorer(self, reader, goal)
         restorer.restore_weights()
@@ -322,6 +326,8 @@ class Run:
             self._make_optimizers(restorer, goal)
         else:
             engine.prepare_optimizers([module], engine.optimizers)
+        if self.profiler is not None:
+            self.profiler.watch_optimizers(engine.optimizers)
         self.hooks.fire_all("on_fit_start")
         if kept is None:
             self.trained.begin(module)
@@ -451,6 +457,6 @@ class Run:
         for logger in self.loggers if self.strategy.ranks.is_global_zero else ():
             logger.finalize(status)
         if self.profiler is not None and self.state.stage is not None:
-            text = self.profiler.finish(self.state.stage)
-            if text:
-                self.print(text)
+            self.profiler.release()
+            self.profiler.describe()
+            self.profiler.teardown(self.state.stage)
