@@ -63,7 +63,8 @@ in the hooks that `Callback.closing_hooks` names, others too). On a rank without
 called at its end.
 `main` is all of them but the closing callbacks. These come last because they act on metrics: at the end of a training
 batch, of a training epoch and of an evaluation, the metrics are reduced and sent to the loggers in between. Loaders and
-transfer hooks are the DataModule's where it overrides them, else the module's.
+transfer hooks are the DataModule's where it overrides them, else the module's. After the transfer of a training batch
+callbacks may return another one (`Callback.transform_train_batch`).
 """
 
 from __future__ import annotations
