@@ -146,3 +146,35 @@ def in_parts(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     """A batch, cut by torch: the first parts are the larger ones."""
     parts = [part for part in zip(x.tensor_split(count), y.tensor_split(count), strict=True) if len(part[0])]
     return parts
+
+
+class Long(Hungry):
+    """Trains on the means of series of several lengths, padded; memory goes by their numbers.
+
+    Args:
+        most: so many numbers fit.
+        **more: as of Hungry.
+    """
+
+    def __init__(self, most: int = 2**40, **more: Any) -> None:
+        super().__init__(**more)
+        self.most = most
+        self.lengths: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.lengths.append(x.shape[1])
+        allocate(x.shape[0] * x.shape[1], self.most)
+        return super().training_step((x.mean(1), y), batch_idx)
+
+
+def series(count: int, longest: int) -> list[tuple[Tensor, Tensor]]:
+    """Samples for it, of which the last is long."""
+    x, y = samples(count)
+    lengths = [*(1 + number % 3 for number in range(count - 1)), longest]
+    return [(x[number].expand(length, 3), y[number]) for number, length in enumerate(lengths)]
+
+
+def padded(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*parts, strict=True)
+    return nn.utils.rnn.pad_sequence(list(x), batch_first=True), torch.stack(list(y))

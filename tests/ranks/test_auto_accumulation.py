@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hungry import Hungry, in_parts, loss_of, plain_loop, samples
+from hungry import Hungry, Long, in_parts, loss_of, padded, plain_loop, samples, series
 from models import QUIET
 from ranks.world import run_world
 from torch import Tensor
@@ -41,8 +41,9 @@ def strategy_of(name: str) -> Any:
 
 def trained(name: str, module: Hungry, count: int, **more: Any) -> tuple[Trainer, dict[str, Any]]:
     steps = more.pop("max_steps", -1)
-    data = DataLoader(TensorDataset(*samples(count)), SIZE)
-    arguments: dict[str, Any] = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": "auto", "max_steps": steps}
+    data = more.pop("data", None) or DataLoader(TensorDataset(*samples(count)), SIZE)
+    arguments: dict[str, Any] = {**QUIET, "max_epochs": 1, "max_steps": steps}
+    arguments["accumulate_grad_batches"] = more.pop("accumulate_grad_batches", "auto")
     trainer = Trainer(**arguments, strategy=strategy_of(name), callbacks=more.pop("callbacks", None))
     trainer.fit(module, data, **more)
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
@@ -65,6 +66,14 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     for items in (False, True):
         module = Hungry({(0, "forward"): 3} if rank else {(1, "backward"): 1}, items=items)
         found[f"uneven {items}"] = trained(name, module, 17)[1]
+    # The second rank has less memory.
+    for case, most in (("tried", 100 if rank else 1000), ("plain", 1000)):
+        long = Long(most)
+        data = DataLoader(series(16, 40), SIZE, shuffle=True, collate_fn=padded)
+        begun = [] if case == "tried" else [AutoAccumulation(micro_batches=2)]
+        more = {"accumulate_grad_batches": "auto" if case == "tried" else 1, "callbacks": begun}
+        torch.manual_seed(5)
+        found[case] = (trained(name, long, 16, data=data, **more)[1], long.lengths)
     limits = {(1, "forward"): 2}
     trainer, _ = trained(name, Hungry(limits if rank else {}), 24, max_steps=2)
     trainer.save_checkpoint(folder / "saved")
@@ -139,6 +148,13 @@ def test_a_resume_begins_with_the_number_and_ends_with_the_same_bits(ranks: Any)
         assert rows == [2, 2] and parts == 2
         expected = weights(whole)
         assert all(torch.equal(value, expected[name]) for name, value in weights(state).items())
+
+
+def test_a_large_batch_is_tried_on_all_ranks_before_the_first_one(ranks: Any) -> None:
+    for number, rank in enumerate(ranks):
+        (tried, lengths), (plain, _) = rank["tried"], rank["plain"]
+        assert tried == plain
+        assert lengths[0] == 40 and len(lengths) >= 3 + number
 
 
 def fail(name: str) -> None:

@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader
 from leyden.strategies.errors import ConfigurationError, LeydenError, is_out_of_memory
 from leyden.strategies.micro_batches import MicroBatch, cut, rows_of, together
 from leyden.strategies.window import Window
+from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.loops.batches import draws_itself
+from leyden.trainer.loops.largest_batch import largest_batch
 from leyden.trainer.loops.peak_memory import PeakMemory
 from leyden.trainer.loops.step import AutomaticStep, clear_gradients, detached
 from leyden.trainer.loops.user_step import undoing_steps, without_trace
@@ -129,10 +131,17 @@ class AutoStep(AutomaticStep):
         """What the strategy is told of micro-batches."""
         self.memory = PeakMemory(run.strategy.root_device)
         self.keeper = Keeper(run.module)
+        self.largest: Any = None
+        """A batch to be tried before the first one; None without one."""
         self.measures = True
         """The next passes note how much memory each phase takes: the first ones, and those after a failure."""
 
+    def begin(self) -> None:
+        self.largest = largest_batch(self.fit.loaders.train_loader)
+
     def run(self, batch: Any, batch_idx: int) -> Any:
+        if self.largest is not None:
+            self._try_largest(batch_idx)
         extra = (batch_idx,) if self.takes_index else ()
         attempt = Attempt(self, batch, batch_idx)
         while not attempt.is_done:
@@ -143,6 +152,26 @@ class AutoStep(AutomaticStep):
         self.close(batch_idx)
         self.outputs = None
         return outputs
+
+    def _try_largest(self, batch_idx: int) -> None:
+        """Tries the largest batch that was looked at, before the first one: nothing of it stays but how it was cut."""
+        largest, self.largest = self.largest, None
+        if self.engine.share is not None and self.engine.share.idle:
+            # A rank without a sample is not here.
+            return
+        if self.fit.train_transfer is not None:
+            with isolated_rng():
+                largest = self.fit.train_transfer(largest, 0)
+        cleared = [parameter for parameter in self.module.parameters() if parameter.grad is None]
+        extra = (batch_idx,) if self.takes_index else ()
+        trial = Attempt(self, largest, batch_idx, counts=False)
+        with self.fit.logs.discarding():
+            while not trial.is_done:
+                with trial:
+                    for part in trial.parts():
+                        trial.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, trial))
+        for parameter in cleared:
+            parameter.grad = None
 
     def close(self, batch_idx: int) -> None:
         self.memory.begin("step", self.measures)
@@ -264,14 +293,18 @@ class AutoStep(AutomaticStep):
         line = f"{type(error).__name__}: {text[0] if text else ''}"
         return Failure(ranks.global_rank, device, self.memory.phase, rows, part, self.memory.failed(), line, reason)
 
-    def give_up_size(self, failures: list[Failure]) -> None:
+    def give_up_size(self, failures: list[Failure], trial: str = "") -> None:
         """Goes on with twice as many micro-batches, and says so.
+
+        Args:
+            failures: of all ranks on which it failed.
+            trial: where, if it is none of the run's own batches.
 
         Raises:
             OutOfMemory: if a batch cannot be cut any further.
         """
         final = next((failure for failure in failures if failure.reason), None)
-        place = f"at step {self.progress.global_step} (epoch {self.progress.epoch}, batch {self.progress.batch})"
+        place = f"{trial}at step {self.progress.global_step} (epoch {self.progress.epoch}, batch {self.progress.batch})"
         if final is not None:
             raise OutOfMemory(
                 f"{final.words()}, {place}, and accumulate_grad_batches='auto' ends here: {final.reason}. Try "
@@ -305,18 +338,20 @@ class Attempt:
         step: whose batch it is.
         batch: this rank's; None if it has no sample.
         batch_idx: its number.
+        counts: False for a trial, of which nothing stays.
     """
 
-    def __init__(self, step: AutoStep, batch: Any, batch_idx: int) -> None:
+    def __init__(self, step: AutoStep, batch: Any, batch_idx: int, counts: bool = True) -> None:
         self.is_done = False
+        self._counts = counts
         self._step, self._batch, self._batch_idx = step, batch, batch_idx
         self._undo: Callable[[], None] | None = None
         self._stack = ExitStack()
         self._parts: list[MicroBatch] = []
         self._outputs: list[Any] = []
         hooks: Hooks = step.hooks
-        self.on_before_backward = (*hooks.on_before_backward, self._begin_backward)
-        self.on_after_backward = hooks.on_after_backward
+        self.on_before_backward = (*(hooks.on_before_backward if counts else ()), self._begin_backward)
+        self.on_after_backward = hooks.on_after_backward if counts else ()
         self.backward = hooks.backward
 
     def _begin_backward(self, loss: Tensor) -> None:
@@ -329,7 +364,7 @@ class Attempt:
     # one try ----------------------------------------------------------------------------------------------------------
     def __enter__(self) -> Attempt:
         step = self._step
-        if self._undo is None:
+        if self._undo is None and self._counts:
             step.begin_window(self._batch_idx)
         self._parts, self._outputs = [], []
         self._undo = step.keeper.keep()
@@ -340,7 +375,7 @@ class Attempt:
 
     def parts(self) -> Iterator[MicroBatch]:
         """The micro-batches, each as the strategy and logs are told of it."""
-        step, weight = self._step, self._step.window.weight
+        step, weight = self._step, self._step.window.weight if self._counts else 1.0
         self._parts = parts = step.cut_batch(self._batch)
         rows, length = sum(part.rows for part in parts), len(parts)
         step.open_micro(length)
@@ -391,8 +426,13 @@ class Attempt:
                 again = LeydenError("another rank is out of memory")
                 self._stack.__exit__(type(again), again, None)
             self._take_back()
-            step.give_up_size(failures)
+            step.give_up_size(failures, "" if self._counts else "in a trial of a large batch ")
             return True
+        if not self._counts:
+            self._stack.__exit__(None, None, None)
+            self._take_back()
+            self.is_done = True
+            return False
         if any_items and not has_items and self._batch is not None:
             raise ConfigurationError(
                 "training_step returned num_items on some ranks of a global batch and not on others: return it always "

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hungry import Hungry, in_parts, loss_of, plain_loop, samples
+from hungry import Hungry, Long, in_parts, loss_of, padded, plain_loop, samples, series
 from models import QUIET, Line
 from samples import Unsized
 from torch import Tensor
@@ -350,3 +350,50 @@ def test_strategies_say_what_to_do_instead() -> None:
         (MeshStrategy(tp=2, plan={"a": "colwise"}), "strategy='fsdp' or 'ddp'"),
     ):
         assert words in str(strategy.refuses_micro_batches)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_large_batch_is_tried_before_the_first_one_and_leaves_no_trace(shuffle: bool, capsys: Any) -> None:
+    def data() -> Any:
+        return DataLoader(series(20, 50), 4, shuffle=shuffle, collate_fn=padded)
+
+    module, plain = Long(100, dropout=0.3), Long(dropout=0.3)
+    logged = fitted(module, data()).callback_metrics
+    drawn = torch.rand(())
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
+    assert "in a trial of a large batch at step 0" in line and "with 4 of the batch's 4 samples" in line
+    begun = fitted(plain, data(), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=2)])
+    assert same(module, plain) and torch.equal(drawn, torch.rand(())) and logged == begun.callback_metrics
+    assert module.lengths[:3] == [50, 50, 50] and len(module.lengths) == 3 + 10
+
+
+class Reads(list[Any]):
+    """A data set that counts what is read of it."""
+
+    def __init__(self, samples: Any) -> None:
+        super().__init__(samples)
+        self.count = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def test_batches_of_one_size_are_not_tried_and_two_of_them_are_made() -> None:
+    found = Reads(zip(*samples(20), strict=True))
+    module = Hungry()
+    fitted(module, DataLoader(found, 4))
+    assert module.rows == [4] * 5 and found.count == 20 + 8
+
+
+def test_a_sample_that_cannot_be_read_is_the_run_s_own_error_where_it_comes_to_it() -> None:
+    class Broken(Reads):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 19:
+                raise ValueError("the last one")
+            return super().__getitem__(index)
+
+    data = DataLoader(Broken(zip(*samples(20), strict=True)), 4)
+    assert fitted(Hungry(), data, max_steps=3).global_step == 3
+    with pytest.raises(ValueError, match="the last one"):
+        fitted(Hungry(), data)
