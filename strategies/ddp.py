@@ -198,7 +198,8 @@ class DDPStrategy(ProcessGroupStrategy):
         ddp.require_backward_grad_sync = (window.closes and not self._holds_back) or learns
 
     def sync_gradients(self) -> None:
-        parameters = [parameter for _, parameter in self._sent.values()]
+        ignored = set() if self.ddp is None else _ignored(self.ddp.module.module)
+        parameters = [parameter for name, parameter in self._sent.values() if name not in ignored]
         # A parameter without a gradient on all ranks has none afterwards, as without accumulation.
         has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self.ranks.host_group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -137,7 +137,14 @@ class AutoStep(AutomaticStep):
         """The next passes note how much memory each phase takes: the first ones, and those after a failure."""
 
     def begin(self) -> None:
-        self.largest = largest_batch(self.fit.loaders.train_loader)
+        found = largest_batch(self.fit.loaders.train_loader)
+        # All ranks try one, or none does: a data set may draw its sizes.
+        self.largest = None if self.strategy.ranks.any(found is None) else found
+
+    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        # The other ranks know that this one has no sample, and leave the trial out.
+        self.largest = None
+        super().shadow(filler, batch_idx)
 
     def run(self, batch: Any, batch_idx: int) -> Any:
         if self.largest is not None:
@@ -162,7 +169,9 @@ class AutoStep(AutomaticStep):
         if self.fit.train_transfer is not None:
             with isolated_rng():
                 largest = self.fit.train_transfer(largest, 0)
-        cleared = [parameter for parameter in self.module.parameters() if parameter.grad is None]
+        before = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
         extra = (batch_idx,) if self.takes_index else ()
         trial = Attempt(self, largest, batch_idx, counts=False)
         with self.fit.logs.discarding():
@@ -170,8 +179,8 @@ class AutoStep(AutomaticStep):
                 with trial:
                     for part in trial.parts():
                         trial.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, trial))
-        for parameter in cleared:
-            parameter.grad = None
+        for parameter, grad in before:
+            parameter.grad = grad
 
     def close(self, batch_idx: int) -> None:
         self.memory.begin("step", self.measures)
@@ -201,11 +210,11 @@ class AutoStep(AutomaticStep):
                     self.fill(cut(one, rows_of(one) + 1)[-1].batch, extra)
 
     # what an attempt asks ---------------------------------------------------------------------------------------------
-    def begin_window(self, batch_idx: int) -> None:
-        """Clears gradients, before the first try of a batch."""
-        if self.only_clears:
+    def begin_window(self, batch_idx: int, clears: bool) -> None:
+        """Clears gradients before the first try of a batch, unless that is done."""
+        if clears and self.only_clears:
             clear_gradients(self.optimizers)
-        else:
+        elif clears:
             self._zero_grad(batch_idx)
         if self.late:
             # As DDP does in the first forward pass after an exchange; here no pass exchanges anything.
@@ -256,19 +265,21 @@ class AutoStep(AutomaticStep):
         count = self.sizes.micro_batches
         if count == 1:
             return [MicroBatch(batch, 1, 1.0)]
-        self._check_rows(rows_of(batch))
+        self._check_rows(batch)
         parts = cut(batch, count)
         return parts if self.several and not self.late else [part for part in parts if part.rows]
 
-    def _check_rows(self, rows: int) -> None:
-        """Raises ConfigurationError if a batch seems to have its samples elsewhere than in front of its tensors."""
-        share, loader, known = self.engine.share, self.fit.loaders.train_loader, None
+    def _check_rows(self, batch: Any) -> None:
+        """Raises ConfigurationError if a batch has a list of samples, of which the first one would be cut."""
+        rows, share, loader, known = rows_of(batch), self.engine.share, self.fit.loaders.train_loader, None
         if share is not None:
             known = share.here if share.sized else None
         elif isinstance(loader, DataLoader) and self.fit.loaders.cursor is not None:
             # The last batch may be smaller.
             known = None if self.progress.batch + 1 == self.fit.loaders.cursor.length else loader.batch_size
-        if known and rows % known:
+        fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+        lists = [part for part in (batch, *fields) if isinstance(part, (list, tuple))]
+        if known and rows != known and any(len(part) == known for part in lists):
             raise ConfigurationError(
                 f"a batch of {known} samples cannot be cut into micro-batches, since its first tensor has {rows} rows: "
                 "let the loader's collate_fn return tensors (samples, …), or lists with an entry for each sample."
@@ -281,7 +292,7 @@ class AutoStep(AutomaticStep):
         try:
             rows = rows_of(batch)
             part = -(-rows // count)
-            self._check_rows(rows)
+            self._check_rows(batch)
             if part == 1:
                 reason = "a micro-batch of one sample cannot be cut"
             else:
@@ -365,7 +376,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         step = self._step
         if self._undo is None and self._counts:
-            step.begin_window(self._batch_idx)
+            step.begin_window(self._batch_idx, clears=self._batch is not None)
         self._parts, self._outputs = [], []
         self._undo = step.keeper.keep()
         self._stack.enter_context(step.fit.logs.by_micro_batch())
@@ -409,16 +420,26 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        step = self._step
         if error is not None and not (isinstance(error, Exception) and is_out_of_memory(error)):
             self._stack.__exit__(kind, error, trace)
             return False
-        own = None if error is None else step.describe(error, self._batch)  # type: ignore[arg-type]
+        try:
+            return self._end(kind, error, trace)
+        except BaseException:
+            # The strategy serves another fit.
+            self._stack.close()
+            raise
+
+    def _end(self, kind: type[BaseException] | None, error: Exception | None, trace: TracebackType | None) -> bool:
+        """Ends a try; True if it failed, on whatever rank, so that another one follows."""
+        step = self._step
+        own = None if error is None else step.describe(error, self._batch)
         if error is not None:
             # Whatever this rank has logged in passes that went well is logged again.
             self._stack.__exit__(kind, error, trace)
             free(error)
-            self._abandon(own)  # type: ignore[arg-type]
+            assert own is not None
+            self._abandon(own)
         has_items = error is None and self._batch is not None and step.micro.num_items is not None
         failures, any_items = step.agree(own, has_items)
         if failures:

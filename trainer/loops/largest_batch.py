@@ -60,8 +60,9 @@ def _batches(loader: Any) -> Iterator[Any]:
     if not plain or type(sampler) not in (SequentialSampler, RandomSampler):
         # Others may leave samples out, or sort them.
         return
-    size, count = batches.batch_size, len(loader.dataset)
-    if size > count:
+    size = batches.span // batches.ranks if isinstance(batches, RankBatches) else batches.batch_size
+    count = len(loader.dataset)
+    if not 0 < size <= count:
         return
     for indices in _places(count, size, in_order=type(sampler) is SequentialSampler):
         fetch = getattr(loader.dataset, "__getitems__", None)
