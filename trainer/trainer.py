@@ -584,9 +584,8 @@ class Trainer(TrainerView):
         goal = resuming.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
-        for values in results if verbose else ():
-            for name, value in values.items():
-                self.print(f"{name:<24} {value:.6g}")
+        if verbose and (lines := summary.result_lines(results)):
+            self.print(lines)
         return results
 
     def announce(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.folders import temporary
 from leyden.trainer.cli.rank import TRACE
+from leyden.trainer.format.text import aligned
 
 if TYPE_CHECKING:
     from leyden.strategies.launch.elastic import Ended
@@ -136,7 +137,7 @@ def block(ended: Ended, folder: Path, is_kept: bool) -> str:
     ]
     if is_kept:
         rows.append(("log file", str(next((path for path in files if path.is_file()), folder))))
-    listed = "\n".join(f"  {name:<10} {value}" for name, value in rows)
+    listed = "\n".join(f"  {row}" for row in aligned(rows))
     blamed = f"rank {ended.rank} failed first, and all ranks are ended" if not ended.others else ended.others
     head = f"leyden launch: {blamed}."
     return "\n".join(part for part in (text.rstrip(), head, listed) if part)

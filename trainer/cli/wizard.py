@@ -16,6 +16,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey
 from leyden.trainer.cli.machine import Machine, this_machine
 from leyden.trainer.cli.settings import Settings, default_file, read_file, write_file
+from leyden.trainer.format.text import aligned
 
 KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
 SPREADS = {
@@ -277,9 +278,9 @@ def numbered(text: str, key: ConfigKey, first: int) -> tuple[str, Callable[[Any]
 
 def choose(text: str, choices: dict[str, str], default: str) -> str:
     """Asks for one of several choices, by name or number, and explains each."""
-    for name, meaning in choices.items():
-        if meaning:
-            click.echo(f"  {name:<10} {meaning}")
+    meanings = [(name, meaning) for name, meaning in choices.items() if meaning]
+    for row in aligned(meanings) if meanings else ():
+        click.echo(f"  {row}")
     question, read = numbered(text, ConfigKey("answer", tuple(choices)), 0)
     return str(ask(question, default, read))
 

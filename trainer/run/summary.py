@@ -7,17 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.settings import RunSettings
 from leyden.trainer.events.hooks import overrides
+from leyden.trainer.format.text import aligned
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.loaders import batch_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.strategies.base import Strategy
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run.state import Run
+
+
+def result_lines(results: Sequence[Mapping[str, float]]) -> str:
+    """What an evaluation prints: a line for each value, those of each loader after another."""
+    rows = [(name, f"{value:.6g}") for values in results for name, value in values.items()]
+    return "\n".join(aligned(rows)) if rows else ""
 
 
 def five_lines(strategy: Strategy, loader: Any, accumulated: int, folder: str, start: str) -> str:
