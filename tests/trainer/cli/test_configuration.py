@@ -105,11 +105,34 @@ def test_each_subcommand_runs_between_its_hooks() -> None:
 def test_arguments_of_fit_are_options() -> None:
     cli = cli_of("--trainer.enable_checkpointing=true", "--max_steps=2")
     assert cli.trainer.global_step == 2
+    loaded = Net.load_from_checkpoint(cli.trainer.last_checkpoint)
+    assert torch.equal(loaded.net[0].weight, cli.model.net[0].weight)
     resumed = cli_of("--trainer.enable_checkpointing=true", "--ckpt_path=last", "--trainer.max_epochs=2")
     assert resumed.trainer.global_step == 8
     assert "checkpoints" in resumed.trainer.ckpt_path
     tested = LeydenCLI(Net, Points, args=["test", *QUICK[:1], *QUICK[2:], "--ckpt_path=last", "--model.width=4"])
     assert torch.equal(tested.model.net[0].weight, resumed.model.net[0].weight)
+
+
+def test_a_method_of_ones_own_trainer_is_a_subcommand() -> None:
+    seen: list[Any] = []
+
+    class Counting(Trainer):
+        def count(self, model: Any, datamodule: Any = None, factor: int = 1) -> None:
+            """Count parameters."""
+            seen.append((type(datamodule), factor * sum(one.numel() for one in model.parameters())))
+
+    class Own(LeydenCLI):
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            return {**LeydenCLI.subcommands(), "count": {"model", "datamodule"}}
+
+        def before_count(self) -> None:
+            seen.append(self.config.count.factor)
+
+    args = ["count", "--factor=2", "--model.width=1", "--trainer.logger=false"]
+    Own(Net, Points, args=args, trainer_class=Counting)
+    assert seen == [2, (Points, 2 * 7)]
 
 
 @pytest.mark.parametrize("name", ["Net", "configured.Net"])
@@ -337,6 +360,10 @@ def test_environment_variables_and_default_files_stand_below_the_command_line(mo
     assert (cli.model.hparams.width, cli.model.hparams.rate) == (5, 0.125)
     assert built().model.hparams.width == 4
     path = write("defaults.yaml", model={"width": 8})
+    monkeypatch.setenv("PL_CONFIG", path)
+    monkeypatch.setenv("PL_MODEL__RATE", "0.25")
+    cli = built(parser_kwargs={"default_env": True, "env_prefix": "PL"})
+    assert (cli.model.hparams.width, cli.model.hparams.rate) == (8, 0.25)
     parser_kwargs = {"fit": {"default_config_files": [path]}}
     assert cli_of(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 8
     assert built(parser_kwargs={"default_config_files": [path]}).model.hparams.width == 8
