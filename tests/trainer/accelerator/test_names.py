@@ -88,6 +88,7 @@ def test_a_name_that_leyden_lacks_says_what_to_use(line: str, words: str) -> Non
     with pytest.raises(ImportError, match=words):
         exec(line)
     assert not hasattr(leyden, "no_such_name")
+    assert not hasattr(leyden, "EarlyStopping")
 
 
 def test_libraries_and_devices_are_asked_for_by_name() -> None:
