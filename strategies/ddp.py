@@ -105,7 +105,7 @@ class DDPStrategy(ProcessGroupStrategy):
                     dist.broadcast(tensor.detach(), 0)
 
     def synchronize_buffers(self) -> None:
-        if self.ddp is None or not self.ddp.broadcast_buffers:
+        if self.ddp is None or not self.ddp.broadcast_buffers or not self.ddp.modules_buffers:
             return
         with torch.no_grad():
             self.ddp._sync_buffers()  # type: ignore[no-untyped-call]
