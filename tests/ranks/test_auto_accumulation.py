@@ -74,6 +74,10 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         more = {"accumulate_grad_batches": "auto" if case == "tried" else 1, "callbacks": begun}
         torch.manual_seed(5)
         found[case] = (trained(name, long, 16, data=data, **more)[1], long.lengths)
+    # DDP has nothing to broadcast for a module without buffers.
+    bare = Hungry({(0, "forward"): 2} if rank else {})
+    bare.net.register_buffer("seen", None)
+    found["bare"] = (trained(name, bare, 20)[1],)
     limits = {(1, "forward"): 2}
     trainer, _ = trained(name, Hungry(limits if rank else {}), 24, max_steps=2)
     trainer.save_checkpoint(folder / "saved")
@@ -148,6 +152,12 @@ def test_a_resume_begins_with_the_number_and_ends_with_the_same_bits(ranks: Any)
         assert rows == [2, 2] and parts == 2
         expected = weights(whole)
         assert all(torch.equal(value, expected[name]) for name, value in weights(state).items())
+
+
+def test_a_module_needs_no_buffers(ranks: Any) -> None:
+    for rank in ranks:
+        for name, value in weights(rank["bare"][0]).items():
+            torch.testing.assert_close(value, whole_batches(20)[0][name], rtol=0, atol=1e-12)
 
 
 def test_a_large_batch_is_tried_on_all_ranks_before_the_first_one(ranks: Any) -> None:
