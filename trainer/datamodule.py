@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.hparams import Hyperparameters
+from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from typing_extensions import Self
 
     from leyden.trainer.trainer import Trainer
 
@@ -94,6 +97,34 @@ class DataModule(Hyperparameters):
         return ConfigurationError(
             f"{type(self).__name__} has no {name}: write it, or pass a loader to Trainer.{stage}."
         )
+
+    @class_only
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        *,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Builds the DataModule from the hyperparameters in a checkpoint, and restores its state.
+
+        Args:
+            checkpoint_path: a checkpoint folder.
+            map_location: has no effect, as a DataModule has no device; a module's method has it.
+            hparams_file: a file of hyperparameters in place of the checkpoint's.
+            weights_only: has no effect, as a checkpoint holds no pickle.
+            **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
+
+        Raises:
+            CheckpointError: if the checkpoint is damaged or not a checkpoint.
+            ConfigurationError: if an argument of `__init__` was not saved, or it is called on an instance, which it
+                would leave as it is.
+        """
+        from leyden.trainer.checkpoint.module import load_datamodule
+
+        return load_datamodule(cls, checkpoint_path, hparams_file, kwargs, arguments_for)
 
     @classmethod
     def from_datasets(

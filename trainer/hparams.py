@@ -34,7 +34,7 @@ else:
 
 def _refuse_instance(method: str, cls: str) -> NoReturn:
     raise ConfigurationError(
-        f"{method} returns a new {cls} and does not change this one: call it on the class, module = {cls}.{method}(…)."
+        f"{method} returns a new {cls} and does not change this one: call it on the class, {cls}.{method}(…)."
     )
 
 

@@ -199,6 +199,46 @@ def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None
     assert logger.given == {"size": 2, "width": 1, "rate": 0.5, "deep": False}
 
 
+class Counted(DataModule):
+    def __init__(self, size: int, root: str = "data") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.served = 0
+
+    def train_dataloader(self) -> Any:
+        self.served += 1
+        return [torch.ones(1, 2)] * self.hparams.size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"served": self.served}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.served = state["served"]
+
+
+def test_a_datamodule_is_built_from_a_checkpoint(quiet: Any, tmp_path: Path) -> None:
+    trainer = Trainer(**quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Base(1), datamodule=Counted(3, root="here"))
+    trainer.save_checkpoint(tmp_path / "c")
+    loaded = Counted.load_from_checkpoint(tmp_path / "c", weights_only=False)
+    assert (loaded.hparams.size, loaded.hparams.root, loaded.served) == (3, "here", 2)
+    assert Counted.load_from_checkpoint(str(tmp_path / "c"), root="there").hparams.root == "there"
+    (tmp_path / "own.json").write_text('{"size": 5}')
+    assert Counted.load_from_checkpoint(tmp_path / "c", hparams_file=tmp_path / "own.json").hparams.size == 5
+    assert Base.load_from_checkpoint(tmp_path / "c").hparams.width == 1
+    with pytest.raises(ConfigurationError, match=r"call it on the class, Counted\.load_from_checkpoint"):
+        loaded.load_from_checkpoint(tmp_path / "c")
+    with pytest.raises(CheckpointError):
+        Counted.load_from_checkpoint(tmp_path / "none")
+
+
+def test_a_datamodule_of_a_checkpoint_without_one_needs_its_arguments(quiet: Any, tmp_path: Path) -> None:
+    path = saved(Base(1), quiet, tmp_path)
+    with pytest.raises(ConfigurationError, match="Counted needs size, which the checkpoint does not have"):
+        Counted.load_from_checkpoint(path)
+    assert Counted.load_from_checkpoint(path, size=2).served == 0
+
+
 def test_to_onnx_writes_a_file(quiet: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
@@ -402,7 +442,7 @@ def test_map_location_as_torch_load_takes_it(quiet: Any, tmp_path: Path) -> None
 
 
 def test_load_from_checkpoint_on_an_instance_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"does not change this one.*module = Base\.load_from_checkpoint"):
+    with pytest.raises(ConfigurationError, match=r"does not change this one.*class, Base\.load_from_checkpoint"):
         Base(1).load_from_checkpoint(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Builds a module from a checkpoint: its hyperparameters, then its weights."""
+"""Builds a module or a DataModule from a checkpoint: its hyperparameters, then its weights or its state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import KEPT
 
 if TYPE_CHECKING:
+    from leyden.trainer.datamodule import DataModule
     from leyden.trainer.module import TrainModule
 
 M = TypeVar("M", bound="TrainModule")
+D = TypeVar("D", bound="DataModule")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedArguments:
-    """The arguments that a module was made with, as a checkpoint records them.
+    """The arguments that a module or a DataModule was made with, as a checkpoint records them.
 
     Attributes:
         values: hyperparameters by name.
@@ -54,9 +56,7 @@ def load_module(
     """Implements `TrainModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
     path = Path(os.path.expanduser(path))
     reader = ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
-    saved = _saved_arguments(reader, cls)
-    if hparams_file is not None:
-        saved = replace(saved, values=_read_hparams(Path(hparams_file)))
+    saved = _saved_arguments(reader, cls, "module", hparams_file)
     module = cls(**arguments_for(cls, saved, given))
     module.configure_model()
     if isinstance(reader, CheckpointReader) and reader.has("user"):
@@ -69,6 +69,22 @@ def load_module(
     return module if device is None else module.to(device)
 
 
+def load_datamodule(
+    cls: type[D],
+    path: str | Path,
+    hparams_file: str | Path | None,
+    given: dict[str, Any],
+    arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
+) -> D:
+    """Implements `DataModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
+    reader = CheckpointReader(Path(os.path.expanduser(path)))
+    datamodule = cls(**arguments_for(cls, _saved_arguments(reader, cls, "datamodule", hparams_file), given))
+    state = reader.state("user").get("datamodule") if reader.has("user") else None
+    if state:
+        datamodule.load_state_dict(state)
+    return datamodule
+
+
 def _device(map_location: Any) -> Any:
     """Returns the device that torch.load's `map_location` means for CPU tensors; None to leave them there."""
     if callable(map_location):
@@ -77,7 +93,14 @@ def _device(map_location: Any) -> Any:
     return map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
 
 
-def _saved_arguments(reader: CheckpointReader | ForeignWeights, cls: type) -> SavedArguments:
+def _saved_arguments(
+    reader: CheckpointReader | ForeignWeights, cls: type, owner: str, hparams_file: str | Path | None
+) -> SavedArguments:
+    saved = _recorded_arguments(reader, cls, owner)
+    return saved if hparams_file is None else replace(saved, values=_read_hparams(Path(hparams_file)))
+
+
+def _recorded_arguments(reader: CheckpointReader | ForeignWeights, cls: type, owner: str) -> SavedArguments:
     if not isinstance(reader, CheckpointReader) or not reader.has("hparams"):
         return SavedArguments()
     # The classes of Enums and dataclasses come from the defaults of the arguments, never from the file.
@@ -85,11 +108,11 @@ def _saved_arguments(reader: CheckpointReader | ForeignWeights, cls: type) -> Sa
         p.default for p in inspect.signature(cls).parameters.values() if p.default is not inspect.Parameter.empty
     ]
     state = reader.state("hparams", like=_encodable_only(defaults))
-    values, kept = state.get("module", {}), state.get(KEPT, {}).get("module", {})
+    values, kept = state.get(owner, {}), state.get(KEPT, {}).get(owner, {})
     argument, skipped = kept.get("argument"), kept.get("skipped", {})
     whole = argument is None or (isinstance(argument, tuple) and [type(part) for part in argument] == [str, str])
     if not isinstance(values, dict) or not isinstance(skipped, dict) or not whole:
-        raise CheckpointError(reader.path / "hparams.json", "does not hold the hyperparameters of a module.")
+        raise CheckpointError(reader.path / "hparams.json", f"does not hold the hyperparameters of a {owner}.")
     return SavedArguments(values, argument, skipped)
 
 
