@@ -145,5 +145,5 @@ def test_constraints_hold_what_setup_asks_for() -> None:
         setup["options.extras_require"]["test"],
         setup["options.extras_require"]["examples"],
     ]
-    names = {re.split(r"[<>=]", line)[0] for text in wanted for line in text.split()}
+    names = {re.split(r"[<>=[]", line)[0] for text in wanted for line in text.split()}
     assert names <= pinned
