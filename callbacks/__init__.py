@@ -19,6 +19,7 @@ _HOMES = {
     "DeviceStatsMonitor": "device_stats_monitor",
     "DriftError": "drift_guard",
     "DriftGuard": "drift_guard",
+    "DummyLogger": "silent",
     "EarlyStopping": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
     "GarbageCollection": "garbage_collection",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.rich_bar import RichProgressBarTheme as RichProgressBarTheme
     from leyden.callbacks.rich_summary import RichModelSummary as RichModelSummary
     from leyden.callbacks.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
+    from leyden.callbacks.silent import DummyLogger as DummyLogger
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
 
@@ -136,3 +139,13 @@ def _identity(name: str, who: Any) -> str | None:
 
 def _score(saved: SavedState, key: str) -> float | None:
     return None if saved.is_none(key) else saved.number(key)
+
+
+def number_of(score: Tensor | None) -> float | None:
+    """A score as a checkpoint holds it."""
+    return None if score is None else float(score)
+
+
+def score_of(number: float | None) -> Tensor | None:
+    """A score as the callback shows it, from what a checkpoint holds."""
+    return None if number is None else torch.tensor(number, dtype=torch.float64)

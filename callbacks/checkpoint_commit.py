@@ -1,4 +1,6 @@
-"""What ModelCheckpoint does once a checkpoint is committed: the link to the newest one, and the end of old ones."""
+"""What ModelCheckpoint does once a checkpoint is committed: the link to the newest one, the end of old ones, and the
+news for loggers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.trainer.checkpoint.background import PendingSave
+    from leyden.trainer.trainer import Trainer
 
 
 @dataclass
@@ -56,6 +60,12 @@ def after_commit(written: str, link: Path | None, doomed: Mapping[str, str | Non
     if link is not None:
         _point(link, written)
     return delete_each(doomed)
+
+
+def tell_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
+    """Tells the loggers of a checkpoint that is committed; on the first rank, which writes."""
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        logger.after_save_checkpoint(checkpoint)
 
 
 def delete_each(doomed: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -21,6 +21,7 @@ from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
 
 if TYPE_CHECKING:
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
@@ -32,8 +33,8 @@ class Logger(Callback, ABC):
     """Base class of loggers. A subclass needs `log_metrics`; everything else has a default.
 
     The Trainer calls `log_hyperparams` at the start of a fit, `log_metrics` with plain numbers (read back from the
-    device all at once), `save` before a checkpoint is committed, and `finalize` at the end of a run. Only the first
-    rank writes.
+    device all at once), `save` before a checkpoint is committed, `after_save_checkpoint` after it, and `finalize` at
+    the end of a run. Only the first rank writes.
 
     Example:
         >>> class PrintLogger(Logger):
@@ -66,9 +67,19 @@ class Logger(Callback, ABC):
         return None
 
     @property
+    def root_dir(self) -> str | None:
+        """The folder of all versions of the experiment; None if there is none."""
+        return None
+
+    @property
     def log_dir(self) -> str | None:
         """The folder of this run."""
         return self.save_dir
+
+    @property
+    def group_separator(self) -> str:
+        """What separates a group of metrics from a name in it."""
+        return "/"
 
     @property
     def experiment(self) -> Any:
@@ -94,6 +105,17 @@ class Logger(Callback, ABC):
 
     def save(self) -> None:
         """Writes everything that was logged to disk."""
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Called once a checkpoint is committed, on the first rank, in the thread that trains.
+
+        The checkpoint is whole, and stays until the callback's next save. After an asynchronous save it is called at
+        the end of the batch in which its commit is noticed, or of the fit. What `save_on_exception` saves is in no
+        ranking, and is not reported.
+
+        Args:
+            checkpoint_callback: has saved it, as its `last_model_path`.
+        """
 
     def finalize(self, status: str) -> None:
         """Closes open files and connections. Logging again reopens them.

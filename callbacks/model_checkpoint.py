@@ -18,8 +18,8 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpoint_arguments import check_arguments, triggers
-from leyden.callbacks.checkpoint_books import read_books
-from leyden.callbacks.checkpoint_commit import Following, after_commit, delete_each
+from leyden.callbacks.checkpoint_books import number_of, read_books, score_of
+from leyden.callbacks.checkpoint_commit import Following, after_commit, delete_each, tell_loggers
 from leyden.callbacks.checkpoint_name import check_template, folders_in, format_name, metrics_in
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
@@ -138,6 +138,8 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self._following: Following | None = None
         """Its own save that a thread writes; None once that is known to be done."""
+        self._is_untold = False
+        """Such a save is committed, and the loggers have not heard of it."""
         self.saves_on_each_node = False
         """True if the machines of this run share no folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
@@ -189,8 +191,8 @@ class ModelCheckpoint(Callback):
         return {
             "dirpath": self.dirpath,
             "best_model_path": self._relative(self.best_model_path),
-            "best_model_score": _number(self.best_model_score),
-            "current_score": _number(self.current_score),
+            "best_model_score": number_of(self.best_model_score),
+            "current_score": number_of(self.current_score),
             "last_model_path": self._relative(self.last_model_path),
             "best_k_models": {self._relative(path): float(score) for path, score in self.best_k_models.items()},
             "recent": [self._relative(path) for path in self._recent],
@@ -212,8 +214,8 @@ class ModelCheckpoint(Callback):
                 stacklevel=2,
             )
         self.best_model_path = books.best_model_path
-        self.best_model_score = _tensor(books.best_model_score)
-        self.current_score = _tensor(books.current_score)
+        self.best_model_score = score_of(books.best_model_score)
+        self.current_score = score_of(books.current_score)
         self.last_model_path = books.last_model_path
         # Checkpoints that were deleted since, by hand or by another run, are no longer ranked.
         self.best_k_models: dict[str, Tensor] = {
@@ -284,7 +286,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if self._following is not None and self._following.save.is_done:
             trainer.finish_saving()
-            self._settle()
+            self._follow_up(trainer)
         if not self._every_n_train_steps and self._interval is None:
             return
         # In manual optimisation a batch may pass without a step.
@@ -308,7 +310,7 @@ class ModelCheckpoint(Callback):
         if self._asked is not None:
             self._asked()
             self._asked = None
-        self._settle()
+        self._follow_up(trainer)
         if self.save_last:
             # Metrics may be older than the weights here, so it is not ranked. Nothing is left to be written beside.
             self._save(trainer, may_rank=False, asynchronous=False)
@@ -325,7 +327,7 @@ class ModelCheckpoint(Callback):
         return self._saved_batch == trainer.progress.batches
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self._settle()
+        self._follow_up(trainer)
         if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
             return
         if not can_save_after(trainer, exception):
@@ -378,7 +380,7 @@ class ModelCheckpoint(Callback):
         if ranks or self.save_last:
             # One at a time, and the name of the one before is taken once it is there.
             trainer.finish_saving()
-            self._settle()
+            self._follow_up(trainer)
         path = self._path(values, ranks) if ranks or self.save_last else None
         # Only the first rank is sure to see the folder, so it decides.
         found = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
@@ -402,6 +404,14 @@ class ModelCheckpoint(Callback):
             save.follow(self._following.follow)
         else:
             self._doomed = after_commit(written, link, self._doomed) if is_keeper else {}
+            tell_loggers(trainer, self)
+
+    def _follow_up(self, trainer: Trainer) -> None:
+        """Settles, and tells the loggers of the checkpoint that a thread has committed."""
+        self._settle()
+        if self._is_untold:
+            self._is_untold = False
+            tell_loggers(trainer, self)
 
     def _settle(self) -> None:
         """Takes over what has come of a save that a thread wrote, once it is done."""
@@ -409,6 +419,7 @@ class ModelCheckpoint(Callback):
         if following is None or not following.save.is_done:
             return
         self._following = None
+        self._is_untold = following.save.error is None
         if following.save.error is not None:
             for name, value in following.before.items():
                 setattr(self, name, value)
@@ -584,11 +595,3 @@ class ModelCheckpoint(Callback):
             else "not among the best"
         )
         return f"step {step}: {self.monitor} = {float(self.current_score):.5f}, {place}: {verb} {path}"
-
-
-def _number(value: Tensor | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _tensor(value: float | None) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float64)

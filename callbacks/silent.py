@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from leyden.callbacks.logger import Logger
@@ -32,14 +32,22 @@ class Silent:
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
+    def __iter__(self) -> Iterator[Any]:
+        # Without it, Python would iterate by index, and never end.
+        return iter(())
 
-class SilentLogger(Logger):
-    """A logger that writes nothing (`fast_dev_run`, trials) and has the methods of every logger.
+
+class DummyLogger(Logger):
+    """A logger that writes nothing, with the methods of every logger: the one under `fast_dev_run`.
+
+    It is also an empty list of loggers, each index of which is the logger itself.
 
     Example:
-        >>> logger = SilentLogger()
+        >>> logger = DummyLogger()
         >>> logger.experiment.add_scalar("loss", 0.5, 1)
         >>> logger.log_image("samples", [])
+        >>> logger[1].log_metrics({"loss": 0.5}), list(logger)
+        (None, [])
     """
 
     @property
@@ -59,9 +67,17 @@ class SilentLogger(Logger):
     def experiment(self) -> Silent:
         return Silent()
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None: ...
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Silent:
         if name.startswith("_"):
             raise AttributeError(name)
         return Silent()
+
+    def __getitem__(self, index: int) -> DummyLogger:
+        return self
+
+    def __iter__(self) -> Iterator[Logger]:
+        return iter(())

@@ -13,7 +13,7 @@ from typing import Any
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
-from leyden.callbacks.silent import SilentLogger
+from leyden.callbacks.silent import DummyLogger
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
@@ -162,7 +162,7 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
     accumulation = (GradientAccumulation,) if arguments.accumulate_grad_batches == 1 else ()
     kinds: tuple[type[Callback], ...] = (ActivationCheckpointing, *accumulation)
     own: list[Callback] = [copy.deepcopy(callback) for callback in callbacks if isinstance(callback, kinds)]
-    own += [SilentLogger() for callback in callbacks if isinstance(callback, Logger)]
+    own += [DummyLogger() for callback in callbacks if isinstance(callback, Logger)]
     off |= {"barebones": True, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "callbacks": own}
     return {**values, **dict.fromkeys(nothing), **off}
 

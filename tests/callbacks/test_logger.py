@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
 import multiprocessing
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from models import QUIET, Line
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,7 +24,9 @@ from torch.utils.data import DataLoader
 from leyden.callbacks.base import Callback
 from leyden.callbacks.csv_logger import CSVLogger
 from leyden.callbacks.logger import Logger, claim_version
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.silent import DummyLogger
 from leyden.callbacks.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.module import TrainModule
@@ -283,10 +288,80 @@ def test_a_logger_of_ones_own_needs_one_method() -> None:
     mine.log_metrics({"a": 1.0}, 2)
     mine.log_hyperparams({"lr": 1})
     mine.save()
+    mine.log_graph(nn.Linear(1, 1))
+    mine.after_save_checkpoint(ModelCheckpoint())
     mine.finalize("success")
     assert mine.seen == [({"a": 1.0}, 2)]
     assert mine.experiment is mine
     assert (mine.name, mine.version, mine.log_dir, mine.state_dict()) == (None, None, None, {})
+    assert (mine.save_dir, mine.root_dir, mine.group_separator) == (None, None, "/")
+
+
+def test_a_dummy_logger_takes_every_call_and_is_an_empty_list() -> None:
+    logger: Any = DummyLogger()
+    logger.log_metrics("1", 2, three="three")
+    logger.log_hyperparams(1, 2, three="three")
+    logger.log_image("key", [], 3)
+    logger.experiment[0]["deep"].add_image("x", 1)
+    logger.experiment["variable"] = "value"
+    assert logger[3] is logger and list(logger) == list(logger.experiment) == []
+    assert (logger.name, logger.version, logger.root_dir) == ("", "", None)
+    assert isinstance(copy.deepcopy(logger), DummyLogger)
+
+
+class Told(Logger):
+    """Notes of which checkpoints it is told, which of them are there at the time, and how the run ends."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[str]]] = []
+        self.status = ""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        last = Path(checkpoint_callback.last_model_path)
+        assert (last / "manifest.json").is_file() and self.status == ""
+        self.seen.append((last.name, sorted(path.name for path in last.parent.glob("step=*"))))
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+
+class Waits(Callback):
+    """Lets a save that a thread writes end within the next step."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.pending_save is not None:
+            trainer.pending_save.join()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_loggers_are_told_of_a_checkpoint_once_it_is_committed(tmp_path: Path, asynchronous: bool) -> None:
+    def fit(told: Told, *callbacks: Callback) -> None:
+        checkpoint = ModelCheckpoint(
+            tmp_path, filename="{step}", every_n_train_steps=2, save_last=True, asynchronous=asynchronous
+        )
+        given = {**QUIET, "enable_checkpointing": True, "logger": told, "max_steps": 5}
+        trainer = Trainer(**given, callbacks=[checkpoint, *callbacks])
+        trainer.fit(Line(), DataLoader(torch.ones(20, 2), batch_size=2))
+
+    told = Told()
+    fit(told, Waits())
+    # The one before is deleted by then; the last one is not ranked.
+    assert told.seen == [("step=2", ["step=2"]), ("step=4", ["step=4"]), ("step=5", ["step=4", "step=5"])]
+    assert told.status == "success"
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 5:
+                raise ValueError("the data is bad")
+
+    told = Told()
+    with pytest.raises(ValueError, match="the data is bad"):
+        fit(told, Fails())
+    assert [name for name, _ in told.seen] == ["step=2", "step=4-v1"]
+    assert told.status == "failed"
 
 
 def test_loggers_leave_the_random_numbers_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
-from leyden.callbacks import Callback, ModelCheckpoint
+from leyden.callbacks import Callback, Logger, ModelCheckpoint
 from leyden.strategies import FSDPStrategy, MeshStrategy
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.format.staging import is_staging
@@ -68,15 +69,32 @@ def fit(
     return trainer
 
 
+class Told(Logger):
+    """Notes of which checkpoints it is told, once they are whole."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        assert Path(checkpoint_callback.last_model_path, "manifest.json").is_file()
+        self.names.append(Path(checkpoint_callback.last_model_path).name)
+
+
 def both(folder: Path) -> None:
     for case, strategy in CASES.items():
         validates: dict[str, Any] = {"validates": True, "val_check_interval": 2} if case != strategy else {}
-        fit(folder / case / "sync", strategy, False, **validates)
+        told = [Told(), Told(), Told()]
+        fit(folder / case / "sync", strategy, False, told[2], **validates)
         for begun in (0, 1):
             with pytest.MonkeyPatch.context() as patch:
                 delay_copies(patch, begun)
-                trainer = fit(folder / case / f"async-{begun}", strategy, True, **validates)
+                trainer = fit(folder / case / f"async-{begun}", strategy, True, told[begun], **validates)
             assert trainer.pending_save is None
+        expected = ["step=2", "step=4", "step=6"] if trainer.is_global_zero else []
+        assert [logger.names for logger in told] == [expected] * 3
 
 
 def content(checkpoint: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from leyden.callbacks import (
     ModelCheckpoint,
     Timer,
 )
-from leyden.callbacks.silent import SilentLogger
+from leyden.callbacks.silent import DummyLogger
 
 
 # how much is read -----------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_a_fast_dev_run_reads_few_batches_and_writes_nothing(
     module = Tiny()
     trainer.fit(module, numbered(8), numbered(8))
     assert module.trained == [*range(count)] == module.validated
-    assert trainer.fast_dev_run and [type(logger) for logger in trainer.loggers] == [SilentLogger]
+    assert trainer.fast_dev_run and [type(logger) for logger in trainer.loggers] == [DummyLogger]
     assert [*tmp_path.iterdir()] == []
 
 

@@ -27,7 +27,7 @@ from leyden.callbacks import (
     Timer,
     TQDMProgressBar,
 )
-from leyden.callbacks.silent import SilentLogger
+from leyden.callbacks.silent import DummyLogger
 
 # what a run reports ---------------------------------------------------------------------------------------------------
 STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")
@@ -508,7 +508,7 @@ def test_a_logger_assigned_in_a_fast_dev_run_writes_nothing(quiet: Any, tmp_path
     trainer = Trainer(**quiet, fast_dev_run=True)
     trainer.logger = TensorBoardLogger(tmp_path)
     trainer.fit(Tiny(), numbered(1))
-    assert type(trainer.logger) is SilentLogger and [*tmp_path.iterdir()] == []
+    assert type(trainer.logger) is DummyLogger and [*tmp_path.iterdir()] == []
 
 
 def test_a_trainer_may_be_assigned_to_a_module(quiet: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import AutoAccumulation, GradientAccumulation
 from leyden.callbacks.logger import Logger
-from leyden.callbacks.silent import SilentLogger
+from leyden.callbacks.silent import DummyLogger
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
@@ -114,9 +114,9 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
         loggers = [TensorBoardLogger()]
     if arguments.barebones:
         # A trial's, which write nothing.
-        loggers = [logger for logger in loggers if isinstance(logger, SilentLogger)]
+        loggers = [logger for logger in loggers if isinstance(logger, DummyLogger)]
     elif arguments.fast_dev_run or replay_of(arguments) is not None:
-        loggers = [SilentLogger() for _ in loggers]
+        loggers = [DummyLogger() for _ in loggers]
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)] + loggers
 
 
@@ -142,7 +142,7 @@ def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silen
     """
     check_loggers(loggers, "trainer.logger")
     others = [callback for callback in callbacks if not isinstance(callback, Logger)]
-    return list(in_order(others + ([SilentLogger() for _ in loggers] if silent else list(loggers))))
+    return list(in_order(others + ([DummyLogger() for _ in loggers] if silent else list(loggers))))
 
 
 def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
