@@ -179,11 +179,7 @@ class FirstFailure:
         if first:
             _write_error_file(text, error, lost, silent, words)
         if self.reported:
-            others = f" Of these, {words}" if words else ""
-            add_note(error, f"leyden: this was {place}; the other ranks are ended.{others}")
-            if isinstance(error, SystemExit) and not (starts_again() and error.code == GIVEN_UP):
-                # Python shows nothing of it, not even a note.
-                print(f"leyden: {place} left with exit code {error.code}; all ranks are ended.", file=sys.stderr)
+            _show(error, place, words)
         return self.reported
 
     def close(self) -> None:
@@ -331,6 +327,15 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, DistNetworkError) or (
         isinstance(error, RuntimeError) and any(words in text for words in LOST) and "imed out" not in text
     )
+
+
+def _show(error: BaseException, place: str, others: str) -> None:
+    """Has the user see, with the error, which rank it was and where the others were."""
+    of_these = f" Of these, {others}" if others else ""
+    add_note(error, f"leyden: this was {place}; the other ranks are ended.{of_these}")
+    if isinstance(error, SystemExit) and not (starts_again() and error.code == GIVEN_UP):
+        # Python shows nothing of it, not even a note.
+        print(f"leyden: {place} left with exit code {error.code}; all ranks are ended.", file=sys.stderr)
 
 
 def _last_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,11 +151,7 @@ class Hang:
         parts = [f"rank {sight.rank}, at {sight.where}, {sight.words_for()}" for sight in odd[:4]]
         if len(odd) > 4:
             parts.append(f"{ranks_in_words([sight.rank for sight in odd[4:]])} likewise")
-        for collective in dict.fromkeys(sight.collective for sight in others):
-            alike = [sight for sight in others if sight.collective == collective]
-            wait = "wait" if len(alike) > 1 else "waits"
-            ranks, place = ranks_in_words([sight.rank for sight in alike]), f" in {collective}" if collective else ""
-            parts.append(f"{ranks} {wait}{' for it' if odd else ''}{place}{'' if odd else f', at {alike[0].where}'}")
+        parts += _waiting(others, for_somebody=bool(odd))
         if not odd and len({sight.collective for sight in others}) > 1:
             parts.append("they wait for each other in different collectives")
         elif not odd:
@@ -163,6 +159,16 @@ class Hang:
         file = f"Every stack is in {self.file}." if self.file is not None else ""
         said = f"no progress for {self.seconds:.0f} s (hang_timeout): {'; '.join(parts)}."
         return " ".join(part for part in (said, self.ended, file) if part)
+
+
+def _waiting(sights: Sequence[Sight], for_somebody: bool) -> Iterator[str]:
+    """Which ranks wait, and in which collective; without somebody that they wait for, at which step, too."""
+    for collective in dict.fromkeys(sight.collective for sight in sights):
+        alike = [sight for sight in sights if sight.collective == collective]
+        wait = "wait" if len(alike) > 1 else "waits"
+        place = f" in {collective}" if collective else ""
+        rest = f" for it{place}" if for_somebody else f"{place}, at {alike[0].where}"
+        yield f"{ranks_in_words([sight.rank for sight in alike])} {wait}{rest}"
 
 
 def report(hang: Hang, folders: Sequence[str]) -> Path | None:

@@ -37,11 +37,8 @@ def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Mo
     if not isinstance(groups, list) or len(optimizer.param_groups) != made or len(groups) <= made:
         return
     parameters = dict(module.named_parameters())
-    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     gained = [_names(group) for group in groups[made:]]
-    names = [name for own in gained for name in own]
-    free = all(name in parameters and id(parameters[name]) not in taken for name in names)
-    if not free or not all(gained) or len(set(names)) != len(names):
+    if not all(gained) or not _are_free([name for own in gained for name in own], parameters, optimizer):
         return
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     options = {key: value for key, value in first.items() if key in optimizer.defaults}
@@ -50,6 +47,14 @@ def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Mo
         if "param_names" in first:
             added = list(zip(own, added, strict=True))
         optimizer.add_param_group({**options, "params": added})
+
+
+def _are_free(names: Sequence[str], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> bool:
+    """Each name is that of another parameter, which no group of the optimizer has."""
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return len(set(names)) == len(names) and all(
+        name in parameters and id(parameters[name]) not in taken for name in names
+    )
 
 
 def names_gained(optimizer: Optimizer, saved: Any, module: nn.Module) -> list[str]:

@@ -102,10 +102,7 @@ class EvaluationLoop:
         ranks = Pass(run.strategy.ranks, run.signals) if run.strategy.ranks.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         beat = run.heartbeat.words
-        batches: Iterator[Any] = itertools.islice(cursor.start(run.progress.epochs_done), limit)
-        if run.profiler is not None:
-            batches = run.profiler.drawn(f"{self.stage}_dataloader_next", batches)
-        for batch_idx, batch in enumerate(batches):
+        for batch_idx, batch in enumerate(self._batches(cursor, limit)):
             if run.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
             self._done += 1
@@ -139,6 +136,12 @@ class EvaluationLoop:
             return False
         logs.end_loader(self.stage)
         return True
+
+    def _batches(self, cursor: LoaderCursor, limit: int | None) -> Iterator[Any]:
+        """A loader's batches, whose loading a profiler measures."""
+        run = self._run
+        batches: Iterator[Any] = itertools.islice(cursor.start(run.progress.epochs_done), limit)
+        return batches if run.profiler is None else run.profiler.drawn(f"{self.stage}_dataloader_next", batches)
 
     def _shadow(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
         """Shadows the other ranks' forward pass, which waits for this rank, with a batch that counts for nothing."""
