@@ -23,7 +23,8 @@ LOGGED_STEP = "logged_step"
 
 
 class CSVLogger(FolderLogger):
-    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row per call, and settings to `hparams.json`.
+    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row per call, and settings to `hparams.json` and
+    `hparams.yaml`.
 
     A metric that first appears later in the run gets a new column, which is empty in earlier rows. A resume cuts the
     rows after the checkpoint, so the file ends like that of an uninterrupted run. The column "step" is the step; a

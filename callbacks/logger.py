@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"
 HPARAMS_FILE = "hparams.json"
+YAML_FILE = "hparams.yaml"
 
 
 class Logger(Callback, ABC):
@@ -271,10 +272,10 @@ class FolderLogger(SavingLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Adds the settings to the run folder's `hparams.json`."""
+        """Adds the settings to the run folder's `hparams.json` and `hparams.yaml`."""
         self.hparams.update(as_dict(params))
         if self.is_writer and self.hparams:
-            _write_hparams(Path(self._needed_folder()) / HPARAMS_FILE, self.hparams)
+            _write_hparams(Path(self._needed_folder()), self.hparams)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Removes what was logged after the checkpoint."""
@@ -336,17 +337,26 @@ def claim_version(root: str | os.PathLike[str]) -> int:
             version += 1
 
 
-def _write_hparams(path: Path, hparams: Mapping[str, Any]) -> None:
+def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
     # Loggers that share the folder each add their settings.
-    before: dict[str, Any] = {}
+    path, before = folder / HPARAMS_FILE, {}
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(path.read_text(encoding="utf-8"))
-    _write_json(path, before | json_value(hparams))
+    text = _json_text(before | json_value(hparams))
+    _replace(path, text)
+    with contextlib.suppress(ImportError):
+        import yaml
+
+        _replace(folder / YAML_FILE, yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True))
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = staging.sibling(path, "tmp")
-    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -360,5 +370,5 @@ def _read_run(folder: Path) -> str | None:
 
 def _write_run(folder: Path) -> str:
     run = uuid.uuid4().hex
-    _write_json(folder / RUN_FILE, {"run": run})
+    _replace(folder / RUN_FILE, _json_text({"run": run}))
     return run

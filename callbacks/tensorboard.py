@@ -112,7 +112,9 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Logs settings to TensorBoard's HPARAMS page, nested ones as "outer/inner", and to `hparams.json`."""
+        """Logs settings to TensorBoard's HPARAMS page, nested ones as "outer/inner", and to the run folder's
+        `hparams.json` and `hparams.yaml`.
+        """
         super().log_hyperparams(params)
         if not self.is_writer:
             return

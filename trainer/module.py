@@ -549,7 +549,7 @@ class TrainModule(Hyperparameters, nn.Module):
             checkpoint_path: a checkpoint folder; or a file of another trainer, which needs `trust=True`.
             map_location: device of the loaded module, or what else torch.load takes; the CPU if left out. A
                 checkpoint's tensors are read to the CPU, so of a dict its entry "cpu" counts.
-            hparams_file: a JSON file of hyperparameters in place of the checkpoint's.
+            hparams_file: a YAML or JSON file of hyperparameters in place of the checkpoint's: a logger's hparams.yaml.
             strict: raise on names that do not fit; the module's `strict_loading` if left out. False warns of them, and
                 raises where nothing fits.
             weights_only: for pickle files of other trainers alone, as in `Trainer.fit`; True runs no code, trusted or

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import json
 import multiprocessing
+import sys
 import threading
 from argparse import Namespace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import yaml
 from models import QUIET, Line
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -262,6 +264,17 @@ class TestHparams:
         assert read["optim"] == {"lr": 0.1, "betas": [0.9, 0.99]}
         assert read["data"] == {"path": "a/b", "size": 3, "deep": {"x": None}}
         assert (read["nan"], read["colour"], read["more"]) == ("nan", "RED", [1, 2])
+
+    def test_the_yaml_file_holds_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+        logger.log_hyperparams({**self.params, "name": "1e-3", "größe": "é\n", "none": None, 3: 4})
+        folder = tmp_path / "logs/version_0"
+        text = (folder / "hparams.yaml").read_text(encoding="utf-8")
+        assert yaml.safe_load(text) == json.loads((folder / "hparams.json").read_text())
+        assert "größe" in text
+        monkeypatch.setitem(sys.modules, "yaml", None)
+        CSVLogger(tmp_path).log_hyperparams(self.params)
+        assert sorted(path.name for path in (tmp_path / "logs/version_1").iterdir()) == ["hparams.json", "run.json"]
 
     def test_loggers_in_one_folder_merge_their_hyperparameters(self, tmp_path: Path) -> None:
         table, board = CSVLogger(), TensorBoardLogger()

@@ -133,6 +133,28 @@ def test_hparams_may_come_from_a_file(quiet: Any, tmp_path: Path) -> None:
     path = saved(Base(3), quiet, tmp_path)
     (tmp_path / "hparams.json").write_text(json.dumps({"width": 3, "rate": 7.0}))
     assert Base.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json").hparams.rate == 7.0
+    CSVLogger(tmp_path, name="", version="run").log_hyperparams({"width": 3, "rate": 1e-05})
+    assert Base.load_from_checkpoint(path, hparams_file=tmp_path / "run/hparams.yaml").hparams.rate == 1e-05
+    (tmp_path / "some.yml").write_text("width: 3\nrate: 0.5\n")
+    assert Base.load_from_checkpoint(path, hparams_file=str(tmp_path / "some.yml")).hparams.rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "x: !!python/object/apply:os.getcwd []", "not a YAML file of hyperparameters: could not determine"),
+        ("a.yaml", "x: [1", "not a YAML file of hyperparameters: while parsing"),
+        ("a.yaml", "", "not a YAML file of hyperparameters by name"),
+        ("a.yml", "1: 2", "not a YAML file of hyperparameters by name"),
+        ("a.json", "[1]", "not a JSON file of hyperparameters by name"),
+        ("a.json", "{", "not a JSON file of hyperparameters: "),
+    ],
+)
+def test_a_file_without_hparams_is_refused(quiet: Any, tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = saved(Base(3), quiet, tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        Base.load_from_checkpoint(path, hparams_file=tmp_path / name)
 
 
 def test_weights_that_a_checkpoint_lacks_need_strict_false(quiet: Any, tmp_path: Path) -> None:

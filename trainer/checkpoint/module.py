@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, needs
 from leyden.strategies.weights import check_partial, load_weights
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -130,10 +130,23 @@ def _encodable_only(values: list[Any]) -> list[Any]:
 
 
 def _read_hparams(path: Path) -> dict[str, Any]:
+    path = path.expanduser()
+    kind, read = ("YAML", _yaml) if path.suffix in (".yaml", ".yml") else ("JSON", json.loads)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(path, f"is not a JSON file of hyperparameters: {error}.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(path, "is not a JSON object of hyperparameters.")
+        found = read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(path, f"is not a {kind} file of hyperparameters: {error}.") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(path, f"is not a {kind} file of hyperparameters by name.")
     return found
+
+
+def _yaml(text: str) -> Any:
+    """Parses YAML; no object is made, and nothing run, that it names."""
+    with needs("pyyaml", None, "load_from_checkpoint(hparams_file='….yaml')"):
+        import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
