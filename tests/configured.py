@@ -1,4 +1,4 @@
-"""Modules, data and callbacks that configurations name, as `configured.Net`."""
+"""Modules, data and callbacks that configurations name, as `configured.OwnNet`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Bare(TrainModule):
         return self.net(batch[0])
 
 
-class Net(Bare):
+class OwnNet(Bare):
     """The same with an optimizer.
 
     Args:
@@ -105,13 +105,13 @@ class Caused(Bare):
         raise RuntimeError("no table") from LookupError("the word is missing")
 
 
-class Counted(torch.optim.Adam):
+class OwnCounter(torch.optim.Adam):
     """Counts its steps."""
 
     steps = 0
 
     def step(self, closure: Any = None) -> Any:
-        Counted.steps += 1
+        OwnCounter.steps += 1
         return super().step(closure)
 
 
@@ -143,8 +143,8 @@ class FewPoints(Points):
         super().__init__(16, batch_size)
 
 
-class Notes(Callback):
-    """Notes what it is told."""
+class OwnNotes(Callback):
+    """OwnNotes what it is told."""
 
     def __init__(self, text: str = "nothing", often: int = 1) -> None:
         self.text, self.often = text, often

@@ -13,7 +13,7 @@ import configured
 import pytest
 import torch
 import yaml
-from configured import Bare, Composed, Counted, Described, FewPoints, Net, Notes, Points
+from configured import Bare, Composed, Described, FewPoints, OwnCounter, OwnNet, OwnNotes, Points
 from torch import nn
 
 from leyden import ConfigurationError, LeydenCLI, Trainer
@@ -33,11 +33,13 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name)
 
 
-def cli_of(*args: str, model: Any = Net, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any) -> Any:
+def cli_of(
+    *args: str, model: Any = OwnNet, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any
+) -> Any:
     return kind(model, data, args=["fit", *QUICK, *args], **kwargs)
 
 
-def built(*args: str, model: Any = Net, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any) -> Any:
+def built(*args: str, model: Any = OwnNet, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any) -> Any:
     return kind(model, data, args=[*QUICK, *args], run=False, **kwargs)
 
 
@@ -98,19 +100,19 @@ def test_each_subcommand_runs_between_its_hooks() -> None:
 
     cli_of(kind=Own)
     for name in ("validate", "test", "predict"):
-        Own(Net, Points, args=[name, *QUICK[:1], *QUICK[2:]])
+        Own(OwnNet, Points, args=[name, *QUICK[:1], *QUICK[2:]])
     assert seen == ["before fit 0", "after fit 4", "before test"]
 
 
 def test_arguments_of_fit_are_options() -> None:
     cli = cli_of("--trainer.enable_checkpointing=true", "--max_steps=2")
     assert cli.trainer.global_step == 2
-    loaded = Net.load_from_checkpoint(cli.trainer.last_checkpoint)
+    loaded = OwnNet.load_from_checkpoint(cli.trainer.last_checkpoint)
     assert torch.equal(loaded.net[0].weight, cli.model.net[0].weight)
     resumed = cli_of("--trainer.enable_checkpointing=true", "--ckpt_path=last", "--trainer.max_epochs=2")
     assert resumed.trainer.global_step == 8
     assert "checkpoints" in resumed.trainer.ckpt_path
-    tested = LeydenCLI(Net, Points, args=["test", *QUICK[:1], *QUICK[2:], "--ckpt_path=last", "--model.width=4"])
+    tested = LeydenCLI(OwnNet, Points, args=["test", *QUICK[:1], *QUICK[2:], "--ckpt_path=last", "--model.width=4"])
     assert torch.equal(tested.model.net[0].weight, resumed.model.net[0].weight)
 
 
@@ -131,27 +133,32 @@ def test_a_method_of_ones_own_trainer_is_a_subcommand() -> None:
             seen.append(self.config.count.factor)
 
     args = ["count", "--factor=2", "--model.width=1", "--trainer.logger=false"]
-    Own(Net, Points, args=args, trainer_class=Counting)
+    Own(OwnNet, Points, args=args, trainer_class=Counting)
     assert seen == [2, (Points, 2 * 7)]
 
 
-@pytest.mark.parametrize("name", ["Net", "configured.Net"])
+@pytest.mark.parametrize("name", ["OwnNet", "configured.OwnNet"])
 def test_any_module_and_data_are_taken_by_name(name: str) -> None:
     cli = built(f"--model={name}", "--model.width=3", "--data=FewPoints", "--data.batch_size=2", model=None, data=None)
-    assert (type(cli.model), cli.model.hparams.width, type(cli.datamodule)) == (Net, 3, FewPoints)
+    assert (type(cli.model), cli.model.hparams.width, type(cli.datamodule)) == (OwnNet, 3, FewPoints)
     assert len(cli.datamodule.data) == 16
-    assert cli.config.model.class_path == "configured.Net"
+    assert cli.config.model.class_path == "configured.OwnNet"
 
 
 def test_a_base_class_takes_its_subclasses_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    kwargs: dict[str, Any] = {"model": Net, "data": FewPoints, "subclass_mode_model": True, "subclass_mode_data": True}
-    assert type(built("--model=Net", "--data=FewPoints", **kwargs).model) is Net
-    assert "subclass of Net" in fails(capsys, lambda: built("--model=configured.Bare", "--data=FewPoints", **kwargs))
+    kwargs: dict[str, Any] = {
+        "model": OwnNet,
+        "data": FewPoints,
+        "subclass_mode_model": True,
+        "subclass_mode_data": True,
+    }
+    assert type(built("--model=OwnNet", "--data=FewPoints", **kwargs).model) is OwnNet
+    assert "subclass of OwnNet" in fails(capsys, lambda: built("--model=configured.Bare", "--data=FewPoints", **kwargs))
 
 
 def test_a_function_may_stand_in_place_of_a_class() -> None:
-    def narrow(half: int = 1) -> Net:
-        return Net(width=2 * half)
+    def narrow(half: int = 1) -> OwnNet:
+        return OwnNet(width=2 * half)
 
     assert built("--model.half=3", model=narrow).model.hparams.width == 6
 
@@ -177,7 +184,7 @@ def test_a_scheduler_that_watches_a_metric_has_its_name() -> None:
 
 
 def test_an_optimizer_of_the_configuration_replaces_the_modules_own_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="Net.configure_optimizers is not called"):
+    with pytest.warns(UserWarning, match="OwnNet.configure_optimizers is not called"):
         cli = cli_of("--optimizer=torch.optim.RMSprop")
     assert type(cli.trainer.optimizers[0]) is torch.optim.RMSprop
 
@@ -250,29 +257,32 @@ def test_callbacks_are_added_one_by_one_and_by_class_path() -> None:
     [first] = [one for one in cli.trainer.callbacks if isinstance(one, EarlyStopping)]
     [second] = [one for one in cli.trainer.callbacks if isinstance(one, LearningRateMonitor)]
     assert (first.monitor, first.patience, second.logging_interval) == ("val_loss", 5, "epoch")
-    paths = {"class_path": "configured.Notes", "init_args": {"text": "file"}}
+    paths = {"class_path": "configured.OwnNotes", "init_args": {"text": "file"}}
     path = write("run.yaml", trainer={"callbacks": [paths], "logger": {"class_path": "leyden.callbacks.CSVLogger"}})
-    cli = LeydenCLI(Net, Points, args=["--config", path], run=False)
-    assert [one.text for one in cli.trainer.callbacks if isinstance(one, Notes)] == ["file"]
+    cli = LeydenCLI(OwnNet, Points, args=["--config", path], run=False)
+    assert [one.text for one in cli.trainer.callbacks if isinstance(one, OwnNotes)] == ["file"]
     assert isinstance(cli.trainer.logger, CSVLogger)
 
 
 def test_a_forced_callback_has_options_of_its_own() -> None:
     class Own(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
-            parser.add_lightning_class_args(Notes, "notes")
+            parser.add_lightning_class_args(OwnNotes, "notes")
             parser.set_defaults({"notes.text": "forced", "notes.often": 2})
 
     cli = built(
-        "--notes.often=3", "--trainer.callbacks=Notes", kind=Own, trainer_defaults={"callbacks": Notes("default")}
+        "--notes.often=3",
+        "--trainer.callbacks=OwnNotes",
+        kind=Own,
+        trainer_defaults={"callbacks": OwnNotes("default")},
     )
-    notes = [(one.text, one.often) for one in cli.trainer.callbacks if isinstance(one, Notes)]
+    notes = [(one.text, one.often) for one in cli.trainer.callbacks if isinstance(one, OwnNotes)]
     assert sorted(notes) == [("default", 1), ("forced", 3), ("nothing", 1)]
 
 
 def test_defaults_of_the_trainer_are_replaced_and_can_be_overridden() -> None:
     defaults = {"max_epochs": 5, "logger": {"class_path": "CSVLogger", "init_args": {"name": "mine"}}}
-    cli = LeydenCLI(Net, Points, args=[], run=False, trainer_defaults=defaults)
+    cli = LeydenCLI(OwnNet, Points, args=[], run=False, trainer_defaults=defaults)
     assert (cli.trainer.max_epochs, cli.trainer.logger.name) == (5, "mine")
 
     class Longer(Trainer):
@@ -297,7 +307,7 @@ def test_an_argument_of_another_group_is_linked() -> None:
     cli = cli_of("--trainer.logger=true", kind=Late)
     assert cli.model.hparams.width == 6
     assert "width" not in written("logs/version_0/config.yaml")["model"]
-    assert LeydenCLI.__subclasses__() and Late(Net, Points, args=["fit", "-c", "logs/version_0/config.yaml"]).model
+    assert LeydenCLI.__subclasses__() and Late(OwnNet, Points, args=["fit", "-c", "logs/version_0/config.yaml"]).model
 
 
 def test_a_submodule_has_a_default_from_a_dict_or_a_lazy_instance_and_unchecked_arguments() -> None:
@@ -319,20 +329,20 @@ def test_a_submodule_has_a_default_from_a_dict_or_a_lazy_instance_and_unchecked_
 
 
 def test_an_optimizer_of_ones_own_is_taken_by_name() -> None:
-    before = Counted.steps
-    cli_of("--optimizer=Counted", "--optimizer.lr=0.1", model=Bare)
-    assert Counted.steps == before + 4
+    before = OwnCounter.steps
+    cli_of("--optimizer=OwnCounter", "--optimizer.lr=0.1", model=Bare)
+    assert OwnCounter.steps == before + 4
 
 
 def test_files_follow_one_another_and_groups_have_files_of_their_own() -> None:
     one = write("one.yaml", trainer={"max_epochs": 10, "min_epochs": 2}, model={"width": 3})
     two = write("two.yaml", trainer={"max_epochs": 20})
     group = write("model.yaml", width=9, rate=0.5)
-    cli = LeydenCLI(Net, Points, args=["--config", one, "--config", two], run=False)
+    cli = LeydenCLI(OwnNet, Points, args=["--config", one, "--config", two], run=False)
     assert (cli.trainer.max_epochs, cli.trainer.fit_loop.min_epochs, cli.model.hparams.width) == (20, 2, 3)
-    cli = LeydenCLI(Net, Points, args=["--config", one, "--model", group, "--model.rate=0.25"], run=False)
+    cli = LeydenCLI(OwnNet, Points, args=["--config", one, "--model", group, "--model.rate=0.25"], run=False)
     assert (cli.model.hparams.width, cli.model.hparams.rate) == (9, 0.25)
-    raw = LeydenCLI(Net, Points, args=["--trainer", "max_epochs: 4", "--model", '{"width": 2}'], run=False)
+    raw = LeydenCLI(OwnNet, Points, args=["--trainer", "max_epochs: 4", "--model", '{"width": 2}'], run=False)
     assert (raw.trainer.max_epochs, raw.model.hparams.width) == (4, 2)
 
 
@@ -341,8 +351,8 @@ def test_a_file_before_the_subcommand_has_a_section_for_each() -> None:
     path = write(
         "both.yaml", fit={"trainer": {**both, "max_steps": 2}}, test={"trainer": {**both, "limit_test_batches": 1}}
     )
-    assert LeydenCLI(Net, Points, args=["--config", path, "fit"]).trainer.global_step == 2
-    assert LeydenCLI(Net, Points, args=["--config", path, "test"]).trainer.limit_test_batches == 1
+    assert LeydenCLI(OwnNet, Points, args=["--config", path, "fit"]).trainer.global_step == 2
+    assert LeydenCLI(OwnNet, Points, args=["--config", path, "test"]).trainer.limit_test_batches == 1
 
 
 def test_a_file_of_another_file_system_is_read() -> None:
@@ -377,22 +387,22 @@ def test_values_are_interpolated() -> None:
 
 def test_a_configuration_may_be_a_dict_or_a_namespace() -> None:
     values = {"trainer": {"max_epochs": 4, "logger": False}, "model": {"width": 3}}
-    cli = LeydenCLI(Net, Points, args=values, run=False)
+    cli = LeydenCLI(OwnNet, Points, args=values, run=False)
     assert (cli.trainer.max_epochs, cli.model.hparams.width) == (4, 3)
-    assert LeydenCLI(Net, Points, args=cli.config, run=False).model.hparams.width == 3
+    assert LeydenCLI(OwnNet, Points, args=cli.config, run=False).model.hparams.width == 3
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    run = LeydenCLI(Net, Points, args={"subcommand": "fit", "fit": {"trainer": {**quiet, "max_steps": 1}}})
+    run = LeydenCLI(OwnNet, Points, args={"subcommand": "fit", "fit": {"trainer": {**quiet, "max_steps": 1}}})
     assert run.trainer.global_step == 1
 
 
 def test_a_printed_configuration_loads_again(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         stop = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=loss"]
-        cli_of("--model=Net", *stop, "--print_config", model=None)
+        cli_of("--model=OwnNet", *stop, "--print_config", model=None)
     assert not ended.value.code
     Path("printed.yaml").write_text(capsys.readouterr().out)
     printed = written("printed.yaml")
-    assert printed["model"] == {"class_path": "configured.Net", "init_args": {"width": 4, "rate": 0.1}}
+    assert printed["model"] == {"class_path": "configured.OwnNet", "init_args": {"width": 4, "rate": 0.1}}
     assert set(printed["trainer"]) >= {"max_epochs", "strategy", "precision"}
     cli = LeydenCLI(None, Points, args=["fit", "--config=printed.yaml"])
     assert cli.trainer.global_step == 4
@@ -421,7 +431,7 @@ def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[
     text = shown("--trainer.help")
     assert "--trainer.accumulate_grad_batches" in text
     assert "--model" not in text
-    assert "of the hidden layer" in shown("--model.help", "Net")
+    assert "of the hidden layer" in shown("--model.help", "OwnNet")
     assert "samples of a batch" in shown("--data.help=configured.Points")
     assert "--trainer.callbacks.save_top_k" in shown("--trainer.callbacks.help=ModelCheckpoint")
     assert "--optimizer.momentum" in shown("--optimizer.help", "SGD")
@@ -432,12 +442,12 @@ def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[
     ("args", "words"),
     [
         (["fit"], "required: --model"),
-        (["fit", "--model=Nett"], "No class Nett is imported: give its path too"),
-        (["fit", "--model=configured.Nett"], "module 'configured' has no attribute 'Nett'"),
-        (["fit", "--model=Net", "--model.width=wide"], "Expected a <class 'int'>"),
-        (["fit", "--model=Net", "--trainer.epochs=3"], "unrecognized arguments: --trainer.epochs=3"),
+        (["fit", "--model=OwnNett"], "No class OwnNett is imported: give its path too"),
+        (["fit", "--model=configured.OwnNett"], "module 'configured' has no attribute 'OwnNett'"),
+        (["fit", "--model=OwnNet", "--model.width=wide"], "Expected a <class 'int'>"),
+        (["fit", "--model=OwnNet", "--trainer.epochs=3"], "unrecognized arguments: --trainer.epochs=3"),
         (["fit", "--config=gone.yaml"], "gone.yaml"),
-        (["train", "--model=Net"], "invalid choice: 'train'"),
+        (["train", "--model=OwnNet"], "invalid choice: 'train'"),
     ],
 )
 def test_a_wrong_command_line_is_short(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,14 +486,14 @@ def test_the_seed_is_kept_as_a_number(seed: str, kept: Any, monkeypatch: pytest.
     cli = built(f"--seed_everything={seed}")
     assert cli.config.seed_everything == kept
     torch.manual_seed(77 if kept is False else kept)
-    assert torch.equal(Net().net[0].weight, cli.model.net[0].weight)
+    assert torch.equal(OwnNet().net[0].weight, cli.model.net[0].weight)
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     monkeypatch.delitem(sys.modules, "leyden.trainer.cli.argument_parser")
     with pytest.raises(ImportError, match=r"LeydenCLI needs the package 'jsonargparse': pip install 'leyden\[cli\]'"):
-        LeydenCLI(Net, Points, run=False, args=[])
+        LeydenCLI(OwnNet, Points, run=False, args=[])
 
 
 def test_an_object_is_built_from_its_description() -> None:
@@ -522,7 +532,7 @@ def test_a_run_that_resumes_keeps_the_earlier_configuration_beside_its_own() -> 
 def test_an_evaluation_keeps_its_own_and_a_quick_run_none() -> None:
     cli_of()
     for width in ("3", "5"):
-        LeydenCLI(Net, Points, args=["test", *QUICK[:1], *QUICK[2:], f"--model.width={width}"])
+        LeydenCLI(OwnNet, Points, args=["test", *QUICK[:1], *QUICK[2:], f"--model.width={width}"])
     assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml", "test-config.yaml", "test-config-1.yaml"}
     assert written("test-config.yaml")["model"]["width"] == 5
     Path("config.yaml").unlink()
@@ -554,7 +564,7 @@ def test_a_saved_configuration_builds_the_runs_module_without_a_run() -> None:
             parser.add_argument("--ckpt_path", default="mine")
 
     cli_of("--model.width=5", "--optimizer=Adam")
-    cli = LeydenCLI(Net, Points, args=["--config=config.yaml"], run=False)
+    cli = LeydenCLI(OwnNet, Points, args=["--config=config.yaml"], run=False)
     assert (cli.model.hparams.width, cli.config.ckpt_path) == (5, None)
     assert type(cli.model.configure_optimizers()) is torch.optim.Adam
     assert built(kind=Own).config.ckpt_path == "mine"

@@ -20,7 +20,7 @@ OPTIONS = [
 
 def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callable[..., Any], tmp_path: Path) -> None:
     variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
-    done = leyden("fit", "--model=configured.Net", *OPTIONS, "--trainer.default_root_dir=a", **variables)
+    done = leyden("fit", "--model=configured.OwnNet", *OPTIONS, "--trainer.default_root_dir=a", **variables)
     assert done.returncode == 0, done.stderr
     [saved] = tmp_path.rglob("*.yaml")
     assert saved == tmp_path / "a/logs/version_0/config.yaml"
@@ -35,7 +35,7 @@ def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callab
 @pytest.mark.full
 def test_an_error_of_a_rank_is_shown_once_with_its_line(leyden: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from configured import Net\nclass Ends(Net):\n    def training_step(self, batch, batch_idx):\n"
+        "from configured import OwnNet\nclass Ends(OwnNet):\n    def training_step(self, batch, batch_idx):\n"
         "        raise LookupError('no such word')\n"
     )
     variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
