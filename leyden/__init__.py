@@ -81,6 +81,8 @@ _MODULES = (
     "utils.random",
 )
 """The modules of Accelerate's names, below `leyden`. Scripts reach them as attributes too."""
+_ROOMS = ("callbacks", "strategies", "trainer")
+"""Scripts of Lightning reach `callbacks` and `strategies` as attributes of their package."""
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
@@ -132,7 +134,7 @@ __all__ = ["__version__", *_HOMES]
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, so that `import leyden` costs next to nothing."""
-    if name in _MODULES:
+    if name in (*_ROOMS, *_MODULES):
         return importlib.import_module(f"leyden.{name}")
     if name.startswith("_"):
         raise AttributeError(f"module 'leyden' has no attribute {name!r}")

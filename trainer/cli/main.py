@@ -37,6 +37,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "leyden.trainer.cli.checkpoints:merge_command",
         "Write the weights of a sharded checkpoint to one file (also merge-weights).",
     ),
+    "migrate": (
+        "leyden.trainer.cli.migrate",
+        "Rewrite imports and names of Lightning and Accelerate in scripts, and list what is left.",
+    ),
     "convert": ("leyden.trainer.cli.convert", "Convert a checkpoint of Lightning or Accelerate."),
 }
 ALIASES = {"estimate-memory": "estimate", "merge-weights": "merge"}
