@@ -61,7 +61,9 @@ class Strategy:
         [load_state_dict]       in a resume
         setup_step
         check_trained           in each epoch
+        [begin_pass]            for each micro-batch under accumulate_grad_batches="auto"
         forward_backward        for each batch
+        [abandon_pass]          a pass has run out of memory
         [shadow_batch]          in its place, on a rank without a sample of the global batch
         [sync_gradients]        for each accumulation window
         [scale_gradients]

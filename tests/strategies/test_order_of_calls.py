@@ -31,6 +31,7 @@ ANY_TIME = {
     "to_device",
     "add_module",
     "add_optimizer",
+    "counted",
 }
 
 
