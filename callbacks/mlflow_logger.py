@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from leyden.callbacks.checkpoint_uploads import CheckpointUploads, Upload
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.service_logger import ServiceLogger
 from leyden.strategies.errors import needs
+
+if TYPE_CHECKING:
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint
 
 MOST = 100
 """The number of parameters that MLflow accepts in one call."""
@@ -30,6 +34,17 @@ class MLFlowLogger(ServiceLogger):
         tags: tags of the run.
         run_id: the id of a run to continue.
         prefix: put in front of the names of metrics.
+        log_model: upload checkpoints of ModelCheckpoints as artifacts, each a folder of its name. "all": each one once
+            it is saved. True: at the end of a fit that succeeds those that are kept then, and each one once it is
+            saved where `save_top_k=-1` keeps all. The run's tags `checkpoint.best` and `checkpoint.latest` name the
+            artifacts of the best and the newest one; `<name>.json` beside each has its score. MLflow's own upload is
+            waited for.
+        checkpoint_path_prefix: the folder of these artifacts in the run's; "" for none.
+        artifact_location: where a new experiment keeps artifacts; None for what the server says, or `mlruns` beside
+            the file.
+
+    Raises:
+        ConfigurationError: for another `log_model`.
 
     Example:
         >>> logger = MLFlowLogger(experiment_name="digits")
@@ -47,12 +62,18 @@ class MLFlowLogger(ServiceLogger):
         tags: Mapping[str, Any] | None = None,
         run_id: str | None = None,
         prefix: str = "",
+        log_model: bool | Literal["all"] = False,
+        checkpoint_path_prefix: str = "",
+        artifact_location: str | None = None,
     ) -> None:
         super().__init__(save_dir, prefix, run_id)
         self._experiment_name = experiment_name
         self._run_name = run_name
         self._tracking_uri = tracking_uri
         self._tags = dict(tags or {})
+        self._uploads = CheckpointUploads(log_model, "MLFlowLogger")
+        self._checkpoint_path_prefix = checkpoint_path_prefix.strip("/")
+        self._artifact_location = artifact_location
 
     @property
     def name(self) -> str:
@@ -87,11 +108,25 @@ class MLFlowLogger(ServiceLogger):
             rows = [Param(name, str(value)) for name, value in flat[start : start + MOST]]
             client.log_batch(self._id, params=rows)
 
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Uploads what `log_model` says."""
+        self._upload(self._uploads.after_save(checkpoint_callback))
+
     def finalize(self, status: str) -> None:
-        """Records how the run ended; logging again reopens it."""
+        """Uploads what `log_model` says, and records how the run ended; logging again reopens it."""
+        self._upload(self._uploads.at_end(status))
         if self._experiment is not None:
             words = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
             self._experiment.set_terminated(self._id, words[status])
+
+    def _upload(self, uploads: Sequence[Upload]) -> None:
+        for upload in uploads:
+            client = self.experiment
+            place = "/".join(part for part in (self._checkpoint_path_prefix, upload.name) if part)
+            client.log_artifacts(self._id, upload.path, place)
+            client.log_dict(self._id, upload.metadata, f"{place}.json")
+            for alias in upload.aliases:
+                client.set_tag(self._id, f"checkpoint.{alias}", place)
 
     def _begin(self) -> Any:
         with needs("mlflow", "mlflow", "MLFlowLogger"):
@@ -99,10 +134,14 @@ class MLFlowLogger(ServiceLogger):
         os.makedirs(self.save_dir, exist_ok=True)
         # MLflow no longer accepts a folder of files.
         own = f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}"
-        client = MlflowClient(self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
+        given, location = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), self._artifact_location
+        client = MlflowClient(given or own)
+        if not given and location is None:
+            # Without it, MLflow writes to the working directory.
+            location = Path(self.save_dir, "mlruns").resolve().as_uri()
         if self._id is None:
-            found = client.get_experiment_by_name(self._experiment_name)
-            number = client.create_experiment(self._experiment_name) if found is None else found.experiment_id
+            name, found = self._experiment_name, client.get_experiment_by_name(self._experiment_name)
+            number = client.create_experiment(name, location) if found is None else found.experiment_id
             self._id = client.create_run(number, tags=self._tags, run_name=self._run_name).info.run_id
         else:
             client.update_run(self._id, "RUNNING")

@@ -475,7 +475,7 @@ class ModelCheckpoint(Callback):
     # the ranking ------------------------------------------------------------------------------------------------------
     def _enter(self, path: str, trainer: Trainer, ranks: bool) -> None:
         """Ranks a checkpoint that is about to be written, and marks those it replaces for deletion."""
-        before = self._kept()
+        before = self.kept_checkpoints()
         if ranks and self.monitor is None:
             self._recent = [*(old for old in self._recent if old != path), path]
             if self.save_top_k > 0:
@@ -491,13 +491,13 @@ class ModelCheckpoint(Callback):
         self.last_model_path = path
         self._saved_step, self._saved_batch = trainer.global_step, trainer.progress.batches
         self._saved_at = time.monotonic()
-        kept = self._kept()
+        kept = self.kept_checkpoints()
         for old in before:
             if old not in kept:
                 self._doomed[old] = identity(old)
 
-    def _kept(self) -> set[str]:
-        """Returns every checkpoint that must not be deleted."""
+    def kept_checkpoints(self) -> set[str]:
+        """Returns the paths of all checkpoints that it keeps."""
         newest = {self.last_model_path} if self.save_last and self.last_model_path else set()
         return {*self.best_k_models, *self._recent} | newest
 

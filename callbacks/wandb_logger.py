@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from leyden.callbacks.checkpoint_uploads import CheckpointUploads, Upload
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
-    from wandb import Run
+    from wandb import Artifact, Run
+
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint
 
 GLOBAL_STEP = "trainer/global_step"
 
@@ -37,19 +41,26 @@ class WandbLogger(ServiceLogger):
         dir: the same as `save_dir`.
         id: the run's id, to continue a run.
         project: None for the variable WANDB_PROJECT, or "leyden".
-        log_model: must be False: checkpoints are not uploaded. To upload one, add its folder to an artifact with
-            `wandb.Artifact(name, "model").add_dir(path)`, and pass that to `logger.experiment.log_artifact`.
+        log_model: upload checkpoints of ModelCheckpoints, each a version of one artifact of the type "model". "all":
+            each one once it is saved. True: at the end of a fit that succeeds those that are kept then, and each one
+            once it is saved where `save_top_k=-1` keeps all. The best one has the alias "best", the newest one
+            "latest". W&B copies the files, and uploads them beside the training.
         experiment: your own run, started with `wandb.init`.
         prefix: put in front of the names of metrics.
+        checkpoint_name: the artifact's name; None for "model-<id of the run>".
+        add_file_policy: "immutable" uploads the files of checkpoints without a copy of them, which is for those that
+            stay: "mutable" copies.
         mode: "online", "offline", "disabled" or "shared"; None for the variable WANDB_MODE, or online.
         **kwargs: passed to `wandb.init`: `entity`, `group`, `tags`, `config`, `settings`, ….
 
     Raises:
-        ConfigurationError: if two arguments contradict each other, or `log_model` is set.
+        ConfigurationError: if two arguments contradict each other, or one has no meaning.
 
     Example:
-        >>> logger = WandbLogger(project="digits", offline=True)
-        >>> # Trainer(logger=logger)
+        >>> logger = WandbLogger(project="digits", offline=True, log_model="all")
+        >>> # Trainer(logger=logger).fit(…); later, and elsewhere:
+        >>> # path = WandbLogger.download_artifact("me/digits/model-3fk2a9:best")
+        >>> # Classifier.load_from_checkpoint(path)
     """
 
     id_name = "id"
@@ -67,14 +78,18 @@ class WandbLogger(ServiceLogger):
         log_model: bool | Literal["all"] = False,
         experiment: Run | None = None,
         prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
         mode: Literal["online", "offline", "disabled", "shared"] | None = None,
         **kwargs: Any,
     ) -> None:
-        if log_model:
+        if checkpoint_name is not None and re.fullmatch(r"[\w.-]{1,128}", checkpoint_name, re.ASCII) is None:
             raise ConfigurationError(
-                "WandbLogger uploads no checkpoints: leave log_model out, and upload the folder that you want with "
-                "wandb.Artifact(name, 'model').add_dir(path) and logger.experiment.log_artifact."
+                f"WandbLogger(checkpoint_name={checkpoint_name!r}): a name in W&B has letters, digits, '-', '_' "
+                "and '.', at most 128 of them."
             )
+        if add_file_policy not in ("mutable", "immutable"):
+            raise ConfigurationError(f"WandbLogger(add_file_policy={add_file_policy!r}): use 'mutable' or 'immutable'.")
         if offline and mode not in (None, "offline"):
             raise ConfigurationError(f"WandbLogger(offline=True, mode={mode!r}) contradicts itself: give one of them.")
         if version is not None and id is not None and version != id:
@@ -84,6 +99,9 @@ class WandbLogger(ServiceLogger):
         self._name = name
         self._project = project
         self._mode = "offline" if offline else mode
+        self._uploads = CheckpointUploads(log_model, "WandbLogger")
+        self._checkpoint_name = checkpoint_name
+        self._add_file_policy = add_file_policy
         self._kwargs = kwargs
         self._is_own = experiment is None
         self._is_defined = False
@@ -185,8 +203,45 @@ class WandbLogger(ServiceLogger):
         """Ends `watch`."""
         self.experiment.unwatch(model)
 
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Uploads what `log_model` says."""
+        self._upload(self._uploads.after_save(checkpoint_callback))
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Artifact:
+        """Records that the run uses an artifact, and returns it.
+
+        Args:
+            artifact: its name, such as "me/digits/model-3fk2a9:best".
+            artifact_type: its type, such as "model"; None for any.
+        """
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    def download_artifact(
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool | None = True,
+    ) -> str:
+        """Downloads an artifact, and returns its folder: of a checkpoint, one that `ckpt_path=` takes.
+
+        Args:
+            artifact: its name, such as "me/digits/model-3fk2a9:best".
+            save_dir: the folder to download to; None for one in W&B's `artifacts`.
+            artifact_type: its type, such as "model"; None for any.
+            use_artifact: record in the open run, if there is one, that it uses the artifact.
+        """
+        with needs("wandb", None, "WandbLogger"):
+            import wandb
+        if wandb.run is not None and use_artifact:
+            found = wandb.run.use_artifact(artifact, type=artifact_type)
+        else:
+            found = wandb.Api().artifact(artifact, type=artifact_type)
+        return str(found.download(root=None if save_dir is None else os.path.expanduser(os.fspath(save_dir))))
+
     def finalize(self, status: str) -> None:
-        """Ends a failed run with its status; other runs stay open until `finish`."""
+        """Uploads what `log_model` says, and ends a failed run with its status; others stay open until `finish`."""
+        self._upload(self._uploads.at_end(status))
         if status == "failed" and self._is_own:
             self.finish(exit_code=1)
 
@@ -204,6 +259,17 @@ class WandbLogger(ServiceLogger):
     def __getstate__(self) -> dict[str, Any]:
         # A run holds threads and files: a copy continues it by its id.
         return {**vars(self), "_experiment": None, "_id": self.version, "_is_defined": False}
+
+    def _upload(self, uploads: Sequence[Upload]) -> None:
+        """Hands checkpoints to W&B: once this returns, they may be deleted, unless the policy says that they stay."""
+        for upload in uploads:
+            run = self.experiment
+            from wandb import Artifact
+
+            artifact = Artifact(self._checkpoint_name or f"model-{run.id}", "model", metadata=upload.metadata)
+            # The checkpoint is there already: W&B's cache needs no further copy.
+            artifact.add_dir(upload.path, skip_cache=True, policy=self._add_file_policy)
+            run.log_artifact(artifact, aliases=upload.aliases)
 
     def _log_media(self, key: str, value: Any, step: int | None) -> None:
         name = f"{self._prefix}-{key}" if self._prefix else key

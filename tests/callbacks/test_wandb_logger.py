@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import torch
 from models import QUIET, Line
 from ranks.world import run_world
 
+from leyden import Trainer
+from leyden.callbacks import ModelCheckpoint
 from leyden.callbacks.wandb_logger import WandbLogger
 from leyden.strategies.errors import ConfigurationError
 
@@ -181,7 +184,9 @@ def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"log_model": "all"}, "uploads no checkpoints: leave log_model out"),
+        ({"log_model": "best"}, r"WandbLogger\(log_model='best'\): use True .*, 'all' .* or False"),
+        ({"checkpoint_name": "a/b"}, "a name in W&B has letters"),
+        ({"add_file_policy": "copy"}, "use 'mutable' or 'immutable'"),
         ({"offline": True, "mode": "online"}, "contradicts itself"),
         ({"id": "a", "version": "b"}, "both name the run"),
     ],
@@ -189,6 +194,97 @@ def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
 def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         WandbLogger(**arguments)
+
+
+# checkpoints ----------------------------------------------------------------------------------------------------------
+class Worse(Line):
+    """Its metric is the best after the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("distance", abs(self.trainer.global_step - 1.0))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_and_save(logger: WandbLogger, folder: Path, steps: int = 4, **arguments: Any) -> Trainer:
+    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, monitor="distance", **arguments)
+    given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
+    trainer = Trainer(**given, callbacks=checkpoint)
+    trainer.fit(Worse(), [torch.ones(2, 2)] * 4)
+    return trainer
+
+
+def artifacts(path: Path) -> list[Any]:
+    found = [record for record in records(path) if record.WhichOneof("record_type") == "request"]
+    return [record.request.log_artifact.artifact for record in found if record.request.HasField("log_artifact")] + [
+        record.artifact for record in records(path) if record.WhichOneof("record_type") == "artifact"
+    ]
+
+
+def test_every_checkpoint_becomes_a_version_of_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    logger = WandbLogger(save_dir=tmp_path, offline=True, log_model="all", checkpoint_name="digits")
+    trainer = fit_and_save(logger, tmp_path / "saved", save_last=True, asynchronous=True)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["last", "step=2", "step=4"]
+    logger.finish()
+    found = artifacts(files(tmp_path)[0])
+    assert {(one.name, one.type) for one in found} == {("digits", "model")}
+    described = [(json.loads(one.metadata), list(one.aliases)) for one in found]
+    assert [(text["original_filename"], text["score"], aliases) for text, aliases in described] == [
+        ("step=1", 1.0, ["latest", "best"]),
+        ("step=2", 0.0, ["latest", "best"]),
+        ("step=3", None, ["latest"]),
+        ("step=4", None, ["latest"]),
+    ]
+    assert described[0][0]["ModelCheckpoint"]["monitor"] == "distance"
+    for one in (found[0], found[2]):
+        # Its folder is deleted by now: W&B has its files, and they are a checkpoint.
+        name = json.loads(one.metadata)["original_filename"]
+        for entry in one.manifest.contents:
+            target = tmp_path / "downloaded" / name / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(entry.local_path, target)
+        resumed = Trainer(**{**QUIET, "max_steps": 5})
+        resumed.fit(Worse(), [torch.ones(2, 2)] * 4, ckpt_path=tmp_path / "downloaded" / name)
+        assert resumed.global_step == 5
+    assert trainer.global_step == 4
+
+
+def test_the_checkpoints_kept_are_uploaded_at_the_end_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=True)
+    trainer = fit_and_save(logger, tmp_path / "saved", save_top_k=2)
+    trainer.predict(Worse(), [torch.ones(2, 2)])
+    fit_and_save(logger, tmp_path / "all", steps=1, save_top_k=-1)
+    run = logger.version
+    with pytest.raises(TypeError, match="offline"):
+        logger.use_artifact("model:best", "model")
+    with pytest.raises(TypeError, match="offline"):
+        WandbLogger.download_artifact("model:best", tmp_path, "model")
+    logger.finish()
+    found = artifacts(files(tmp_path)[0])
+    assert [one.name for one in found] == [f"model-{run}"] * 3
+    assert [(json.loads(one.metadata)["original_filename"], list(one.aliases)) for one in found] == [
+        ("step=1", ["latest"]),
+        ("step=2", ["latest", "best"]),
+        ("step=1", ["latest", "best"]),
+    ]
+
+
+def test_a_failed_fit_uploads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+
+    class Fails(WandbLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            super().log_metrics(metrics, step)
+            raise ValueError("the disk is full")
+
+    logger = Fails(save_dir=tmp_path, offline=True, log_model=True)
+    checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
+    given = {**QUIET, "enable_checkpointing": True, "logger": logger, "log_every_n_steps": 3}
+    with pytest.raises(ValueError, match="the disk is full"):
+        Trainer(**given, callbacks=checkpoint).fit(Worse(), [torch.ones(2, 2)] * 4)
+    assert artifacts(files(tmp_path)[0]) == []
 
 
 def test_wandb_is_not_imported_before_the_first_write() -> None:
