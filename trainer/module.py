@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.strategies.base import Strategy
     from leyden.trainer.logging.logs import Logs
+    from leyden.trainer.logging.traced import TracedLogs
     from leyden.trainer.logging.values import Reduction
     from leyden.trainer.trainer import Trainer
 
@@ -60,7 +61,7 @@ class TrainModule(Hyperparameters, nn.Module):
         self.example_input_array: Any = None
         """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
         self._trainer: Trainer | None = None
-        self._logs: Logs | None = None
+        self._logs: Logs | TracedLogs | None = None
         self._toggled: dict[Tensor, bool] = {}
         """Whether each parameter took gradients before `toggle_optimizer`; empty where none is toggled."""
         self._toggled_for: Any = None
@@ -401,7 +402,7 @@ class TrainModule(Hyperparameters, nn.Module):
         """Prints on the main process; takes what Python's `print` takes."""
         self.trainer.print(*args, **kwargs)
 
-    def _join(self, trainer: Trainer | None, logs: Logs | None = None) -> None:
+    def _join(self, trainer: Trainer | None, logs: Logs | TracedLogs | None = None) -> None:
         """Takes part in a run, with every TrainModule inside it: each can log, and knows the Trainer."""
         for part in self.modules():
             if isinstance(part, TrainModule):

@@ -549,7 +549,7 @@ class Trainer(TrainerView):
     def _setup(self, run: Run, goal: resuming.Goal) -> Restorer:
         """Everything up to the weights; returns what restores the rest of the checkpoint that the run resumes."""
         run.begin()
-        run.module._join(self, run.logs)
+        run.module._join(self, run.traced or run.logs)
         if run.datamodule is not None:
             run.datamodule._join(self)
         lock = resuming.lock_of(self, goal)

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +425,45 @@ def test_a_compiled_module_trains_as_the_plain_one_does(backend: str, quiet: Any
     assert compiled.compiling[0] is True and plain.compiling[0] is False
     for name, weight in plain.named_parameters():
         assert torch.allclose(weight, compiled.get_parameter(name))
+
+
+class Logs(Squares):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        height = batch[0].mean()
+        self.log("height", height, on_step=True, on_epoch=True)
+        height += 100  # What was logged stays as it was.
+        self.log_dict({"low": batch[0].min(), "one": 1.0}, on_epoch=True, reduce_fx="min")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_height", batch[0].mean())
+
+
+def test_a_compiled_step_that_logs_is_compiled_once_and_logs_what_the_plain_one_does(quiet: Any) -> None:
+    """torch gives a step up that it has had to compile 8 times; `fullgraph` allows no break at `self.log`."""
+    loader = DataLoader(TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0))), batch_size=2)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    rows = []
+    for wrap in (lambda module: module, partial(torch.compile, backend=backend, fullgraph=True)):
+        torch.manual_seed(0)
+        seen: list[float] = []
+        watch = LambdaCallback(
+            on_train_batch_end=lambda t, *_, seen=seen: seen.append(float(t.callback_metrics["height"]))
+        )
+        trainer = Trainer(**quiet, max_epochs=2, callbacks=watch)
+        trainer.fit(wrap(Logs(nn.Linear(4, 1))), loader, loader)
+        rows.append((seen, trainer.callback_metrics))
+    assert len(graphs) == 2  # training_step and validation_step
+    (plain_seen, plain), (compiled_seen, compiled) = rows
+    assert plain_seen == compiled_seen and len(plain_seen) == 24
+    assert plain.keys() == compiled.keys() >= {"height_step", "height_epoch", "low", "val_height"}
+    assert all(torch.allclose(plain[name], compiled[name]) for name in plain)
 
 
 # what Lightning's users set and read on a Trainer ---------------------------------------------------------------------

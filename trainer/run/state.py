@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
+from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
 from leyden.trainer.replay import replay_of
 from leyden.trainer.run.advice import checked_for_nan
@@ -211,11 +212,16 @@ class Run:
             return 1
         return accumulation.batches(accumulation.at(self.progress), self.loaders.samples_per_batch)
 
+    @cached_property
+    def traced(self) -> TracedLogs | None:
+        """What a compiled module's steps record into; None without torch.compile."""
+        return None if self.compiled is None else TracedLogs(self.logs)
+
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
         function: Callable[..., Any] = getattr(self.module, name)
-        if self.compiled is not None:
-            function = self.compiled.dynamo_ctx(function)
+        if self.traced is not None:
+            function = self.traced.around(self.compiled.dynamo_ctx(function))
         function = self.strategy.setup_step(function, self.module)
         if self.arguments.detect_anomaly and name == "training_step":
             function = checked_for_nan(function, self.progress, self.strategy)
@@ -276,7 +282,7 @@ class Run:
         with self.heartbeat.during(Phase.PREPARING):
             self._prepare(stage)
         # With the modules that it has made.
-        module._join(module.trainer, self.logs)
+        module._join(module.trainer, self.traced or self.logs)
         self.engine.prepare_module(module)
         gather_readers(module, strategy)
         self.transfer = transfer_of(strategy, module, self.datamodule, self.profiler)
