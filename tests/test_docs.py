@@ -63,6 +63,38 @@ def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         exec(compile(block, "docs/trainer.md", "exec"), vars(tour))
 
 
+def recipes() -> tuple[str, list[tuple[str, str]]]:
+    """The first block of docs/recipes.md, and the question and the answer of each recipe."""
+    preamble, *parts = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("\n### ")
+    pairs = [part.split("\n## ")[0].partition("\n")[::2] for part in parts]
+    return re.findall(r"```python\n(.*?)```", preamble, re.DOTALL)[0], [
+        (question, answer) for question, answer in pairs
+    ]
+
+
+@pytest.mark.parametrize("question, answer", recipes()[1], ids=[question for question, _ in recipes()[1]])
+def test_each_recipe_runs_by_itself(
+    question: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", answer, re.DOTALL)
+    assert question.startswith("How do I ") and question.endswith("?") and len(code) == 1
+    assert len([line for line in code[0].splitlines() if line.strip()]) <= 20
+    assert re.search(r"\]\([\w-]+\.md", answer)  # A page that has more.
+    if "import optuna" in code[0]:
+        pytest.importorskip("optuna")  # No other recipe needs more than the extra `test`.
+    module = types.ModuleType("recipe")
+    monkeypatch.setitem(sys.modules, "recipe", module)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for block in (recipes()[0], code[0]):
+        exec(compile(block, "docs/recipes.md", "exec"), vars(module))
+
+
+def test_there_are_thirty_recipes() -> None:
+    questions = [question for question, _ in recipes()[1]]
+    assert len(questions) == len(set(questions)) >= 30
+
+
 def public_classes() -> set[str]:
     """The names of the classes in callbacks/ and strategies/ that `leyden` itself does not export."""
     files = [path for room in ("callbacks", "strategies") for path in (ROOT / room).rglob("*.py")]
@@ -91,6 +123,18 @@ def test_every_class_that_a_document_names_has_its_import_line(document: Path) -
 def test_links_between_documents_resolve(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_headings_resolve(document: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", document.read_text(encoding="utf-8")):
+        assert anchor in headings(document.parent / name if name else document), (name, anchor)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
