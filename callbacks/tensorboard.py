@@ -10,13 +10,14 @@ import time
 import uuid
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from leyden.callbacks.logger import FolderLogger
+from leyden.callbacks.media import as_markdown, as_pixels, for_each, listed, rows_of
 from leyden.callbacks.model_summary import undisturbed
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
@@ -55,7 +56,8 @@ class TensorBoardLogger(FolderLogger):
         >>> import tempfile
         >>> logger = TensorBoardLogger(tempfile.mkdtemp())
         >>> logger.log_metrics({"loss": 0.5}, step=1)
-        >>> logger.experiment.add_text("note", "the SummaryWriter itself")
+        >>> logger.log_text("note", "a text")
+        >>> logger.experiment.add_scalars("both", {"a": 1, "b": 2})  # the SummaryWriter itself
         >>> logger.finalize("success")
     """
 
@@ -135,6 +137,76 @@ class TensorBoardLogger(FolderLogger):
         named = dict.fromkeys(values, 0)
         for summary in hparams(flat, named):  # type: ignore[no-untyped-call]
             file_writer.add_summary(summary)
+
+    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs images under `<key>/0`, `<key>/1` and so on.
+
+        Args:
+            key: their name.
+            images: tensors (C, H, W) or (H, W), arrays (H, W, C) or (H, W), images of PIL, or paths.
+            step: optimizer steps done; None for the last step logged.
+            **kwargs: `caption`, a list of texts, which are logged as the text `<key>/caption`; `dataformats`, such as
+                "CHW" for arrays of that shape.
+        """
+        listing = listed(images, "image")
+        order = kwargs.pop("dataformats", None)
+        if isinstance(order, list | tuple):
+            kwargs["dataformats"] = order
+        each = for_each(kwargs, len(listing), "image")
+        if other := [name for name in kwargs if name not in ("caption", "dataformats")]:
+            raise ConfigurationError(f"TensorBoard's images have no {', '.join(other)}: leave it out.")
+        if not self.is_writer:
+            return
+        for index, (image, own) in enumerate(zip(listing, each, strict=True)):
+            pixels, found = as_pixels(image)
+            chosen = own.get("dataformats") or order or found
+            self.experiment.add_image(f"{self._named(key)}/{index}", pixels, self._step_of(step), dataformats=chosen)
+        if "caption" in kwargs:
+            self.log_text(f"{key}/caption", ["image", "caption"], list(enumerate(kwargs["caption"])), step=step)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
+        """Logs a figure of Matplotlib, and closes it unless `close` is False; None is the last step logged."""
+        if self.is_writer:
+            self.experiment.add_figure(self._named(key), figure, self._step_of(step), close=close)
+
+    def log_table(
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Logs a table of rows, or a pandas DataFrame, which TensorBoard shows among the texts."""
+        self.log_text(key, columns, data, dataframe, step)
+
+    def log_text(
+        self,
+        key: str,
+        columns: Sequence[str] | str | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Logs a text, in Markdown, or a table of texts.
+
+        Args:
+            key: its name.
+            columns: the text; or the columns of a table.
+            data: the rows of a table.
+            dataframe: a pandas DataFrame in place of both.
+            step: optimizer steps done; None for the last step logged.
+        """
+        is_text = isinstance(columns, str) and data is None and dataframe is None
+        text = str(columns) if is_text else as_markdown(*rows_of(columns, data, dataframe))
+        if self.is_writer:
+            self.experiment.add_text(self._named(key), text, self._step_of(step))
+
+    def _named(self, key: str) -> str:
+        return f"{self._prefix}-{key}" if self._prefix else key
+
+    def _step_of(self, step: int | None) -> int:
+        return max(self._last_step, 0) if step is None else int(step)
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
         """Traces the module on `input_array` or its `example_input_array`, in eval mode, and logs the graph.

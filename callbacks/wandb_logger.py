@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from leyden.callbacks.checkpoint_uploads import CheckpointUploads, Upload
+from leyden.callbacks.media import for_each, listed, rows_of
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
@@ -168,6 +169,27 @@ class WandbLogger(ServiceLogger):
         rows = None if data is None else [list(row) for row in data]
         self._log_media(key, Table(None if columns is None else list(columns), rows, dataframe=dataframe), step)
 
+    def log_text(
+        self,
+        key: str,
+        columns: Sequence[str] | str | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Logs a text, or a table of texts, as a table.
+
+        Args:
+            key: its name.
+            columns: the text; or the columns of a table.
+            data: the rows of a table.
+            dataframe: a pandas DataFrame in place of both.
+            step: optimizer steps done; None for the last step logged.
+        """
+        if isinstance(columns, str):
+            columns, data = rows_of(columns, data, dataframe)
+        self.log_table(key, columns, data, dataframe, step)
+
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
         """Logs images: arrays, tensors, PIL images or paths.
 
@@ -177,17 +199,37 @@ class WandbLogger(ServiceLogger):
             step: optimizer steps done; None for the last step logged.
             **kwargs: lists as long as `images`, with each image's argument for `wandb.Image`: `caption`, `masks`, ….
         """
-        for name, values in kwargs.items():
-            if len(values) != len(images):
-                raise ConfigurationError(
-                    f"log_image got {len(images)} images and {len(values)} {name}: give one for each image."
-                )
-        if not self.is_writer:
-            return
-        from wandb import Image
+        self._log_each("image", key, images, step, kwargs)
 
-        each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(images))]
-        self._log_media(key, [Image(image, **own) for image, own in zip(images, each, strict=True)], step)
+    def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Logs sounds: arrays or paths.
+
+        Args:
+            key: their name.
+            audios: the sounds.
+            step: optimizer steps done; None for the last step logged.
+            **kwargs: lists with each sound's argument for `wandb.Audio`: `sample_rate`, `caption`.
+        """
+        self._log_each("audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Logs videos: arrays or paths.
+
+        Args:
+            key: their name.
+            videos: the videos.
+            step: optimizer steps done; None for the last step logged.
+            **kwargs: lists with each video's argument for `wandb.Video`: `caption`, `fps`, `format`.
+        """
+        self._log_each("video", key, videos, step, kwargs)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
+        """Logs a figure of Matplotlib as an image, and closes it unless `close` is False."""
+        self.log_image(key, [figure], step)
+        if close and self.is_writer:
+            from matplotlib import pyplot
+
+            pyplot.close(figure)
 
     def watch(
         self,
@@ -270,6 +312,18 @@ class WandbLogger(ServiceLogger):
             # The checkpoint is there already: W&B's cache needs no further copy.
             artifact.add_dir(upload.path, skip_cache=True, policy=self._add_file_policy)
             run.log_artifact(artifact, aliases=upload.aliases)
+
+    def _log_each(
+        self, what: str, key: str, items: Sequence[Any], step: int | None, options: Mapping[str, Sequence[Any]]
+    ) -> None:
+        items = listed(items, what)
+        each = for_each(options, len(items), what)
+        if not self.is_writer:
+            return
+        import wandb
+
+        kind = {"image": wandb.Image, "audio": wandb.Audio, "video": wandb.Video}[what]
+        self._log_media(key, [kind(item, **own) for item, own in zip(items, each, strict=True)], step)
 
     def _log_media(self, key: str, value: Any, step: int | None) -> None:
         name = f"{self._prefix}-{key}" if self._prefix else key

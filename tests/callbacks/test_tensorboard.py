@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import QUIET, Squares
+from PIL import Image
 from programs import run_program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -45,6 +48,87 @@ def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
     )
     logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
     return logger
+
+
+def drawn(logger: TensorBoardLogger, tag: str) -> tuple[int, list[list[int]]]:
+    """The step of an image, and its pixels, row by row."""
+    (event,) = read(logger).Images(tag)
+    with Image.open(io.BytesIO(event.encoded_image_string)) as image:
+        return event.step, np.asarray(image).reshape(image.height, -1).tolist()
+
+
+def texts(logger: TensorBoardLogger, key: str) -> list[tuple[int, str]]:
+    found = read(logger).Tensors(f"{key}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+
+
+def test_images_of_every_kind_are_drawn(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, prefix="p")
+    logger.log_metrics({"loss": 1.0}, 7)
+    red = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1).expand(3, 1, 2)
+    Image.fromarray(np.array([[[255, 0, 0, 128]] * 2], dtype=np.uint8)).save(tmp_path / "red.png")
+    images = [
+        red.bfloat16().requires_grad_(),
+        (red * 255).long(),
+        (red * 255).byte().permute(1, 2, 0).numpy(),
+        Image.new("P", (2, 1), 0),
+        tmp_path / "red.png",
+        torch.tensor([[True, False]]),
+        np.array([[0.0, 1.0]]),
+    ]
+    logger.log_image("seen", images, caption=list("abcdefg"))
+    logger.log_image("batch", torch.stack([red, red]), step=9)  # type: ignore[arg-type]
+    logger.log_image("turned", [red.numpy()], step=9, dataformats="CHW")
+    logger.save()
+    for index in range(3):
+        assert drawn(logger, f"p-seen/{index}") == (7, [[255, 0, 0] * 2])
+    assert drawn(logger, "p-seen/3") == (7, [[0, 0, 0] * 2])
+    assert drawn(logger, "p-seen/4") == (7, [[255, 0, 0, 128] * 2])
+    assert drawn(logger, "p-seen/5") == (7, [[255] * 3 + [0] * 3])
+    assert drawn(logger, "p-seen/6") == (7, [[0] * 3 + [255] * 3])
+    assert drawn(logger, "p-batch/1") == drawn(logger, "p-turned/0") == (9, [[255, 0, 0] * 2])
+    ((step, captions),) = texts(logger, "p-seen/caption")
+    assert step == 7 and captions.splitlines()[:3] == ["| image | caption |", "| --- | --- |", "| 0 | a |"]
+    for bad, message in [
+        ({"masks": [{}]}, "TensorBoard's images have no masks"),
+        ({"caption": "a"}, "give a list with one caption for each image, here 1"),
+        ({"caption": []}, "got 1 images and 0 caption"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            logger.log_image("seen", [red], **bad)
+    with pytest.raises(ConfigurationError, match=r"log_image takes a list"):
+        logger.log_image("seen", red)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"of the shape \(3,\)"):
+        logger.log_image("seen", [torch.ones(3)])
+
+
+def test_texts_and_tables_are_shown_as_markdown(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_text("note", "a *text* | alone", step=3)
+    logger.log_table("table", ["in", "out"], [["a|b", 1], ["two\nlines", None]])
+    logger.log_text("plain", data=[["x"]], step=4)
+    logger.log_table("empty", ["in"], [], step=4)
+    frame: Any = SimpleNamespace(columns=["n", "x"], itertuples=lambda index: [(1, 0.5), (2, 1.5)])
+    logger.log_table("frame", dataframe=frame, step=5)
+    logger.save()
+    assert texts(logger, "note") == [(3, "a *text* | alone")]
+    assert texts(logger, "table") == [(0, "| in | out |\n| --- | --- |\n| a\\|b | 1 |\n| two<br>lines | None |")]
+    assert texts(logger, "plain") == [(4, "|  |\n| --- |\n| x |")]
+    assert texts(logger, "empty") == [(4, "| in |\n| --- |")]
+    assert texts(logger, "frame") == [(5, "| n | x |\n| --- | --- |\n| 1 | 0.5 |\n| 2 | 1.5 |")]
+    with pytest.raises(ConfigurationError, match=r"a table has a list of columns, not 'in': columns=\['in'\]"):
+        logger.log_table("table", "in", [["a"]])
+
+
+def test_figures_are_drawn_and_closed(tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    logger, figure = TensorBoardLogger(tmp_path), pyplot.figure(figsize=(1, 1))
+    logger.log_figure("kept", figure, step=2, close=False)
+    assert pyplot.fignum_exists(figure.number)
+    logger.log_figure("figure", figure, step=3)
+    assert not pyplot.fignum_exists(figure.number)
+    logger.save()
+    assert drawn(logger, "figure")[0] == 3
 
 
 def test_scalars_are_written_with_their_steps_and_prefix(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Line
+from PIL import Image
 from ranks.world import run_world
 
 from leyden import Trainer
@@ -159,13 +161,37 @@ def test_images_tables_and_watched_gradients_are_recorded(tmp_path: Path) -> Non
     logger.log_image("image", [torch.rand(3, 4, 4)], caption=["one"])
     logger.log_table("table", ["a"], [[1], [2]], step=4)
     logger.unwatch(net)
+    Image.new("L", (4, 4)).save(tmp_path / "a.gif", save_all=True, append_images=[Image.new("L", (4, 4), 9)])
+    logger.log_video("video", [str(tmp_path / "a.gif")], 6, caption=["two frames"])
+    logger.log_text("text", ["in", "out"], [["a", "b"]], step=7)
+    logger.log_text("note", "a text alone", step=8)
     logger.finish()
     rows = history(files(tmp_path)[0])
     assert any(name.startswith("gradients/weight") for name in rows[0])
     assert (rows[1]["image/_type"], rows[1]["trainer/global_step"]) == ("images/separated", 3)
     assert (rows[2]["table/nrows"], rows[2]["trainer/global_step"]) == (2, 4)
+    assert (rows[3]["video/_type"], rows[3]["video/captions"]) == ("videos", ["two frames"])
+    assert (rows[4]["text/ncols"], rows[5]["note/ncols"], rows[5]["trainer/global_step"]) == (2, 1, 8)
+    (note,) = tmp_path.glob("wandb/offline-run-*/files/media/table/note_*.json")
+    assert json.loads(note.read_text()) == {"columns": ["text"], "data": [["a text alone"]]}
     with pytest.raises(ConfigurationError, match="got 1 images and 2 caption"):
         logger.log_image("image", [torch.rand(3, 4, 4)], caption=["one", "two"])
+    with pytest.raises(ConfigurationError, match=r"log_image takes a list.*log_image\(key, \[image\]\)"):
+        logger.log_image("image", torch.rand(3, 4, 4))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="caption='x': give a list with one caption for each audio, here 1"):
+        logger.log_audio("sound", ["a.wav"], caption="x")
+
+
+def test_sounds_are_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("soundfile", reason="wandb.Audio needs it")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(200))
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    logger.log_audio("sound", [str(tmp_path / "a.wav")], 5, caption=["silence"])
+    logger.finish()
+    (row,) = history(files(tmp_path)[0])
+    assert (row["sound/captions"], row["trainer/global_step"]) == (["silence"], 5)
 
 
 def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:

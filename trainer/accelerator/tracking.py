@@ -123,16 +123,16 @@ class LoggerTracker(GeneralTracker):
             step: of the run.
             **kwargs: `dataformats="NHWC"` says which shape it is, where both would fit.
         """
-        if hasattr(self.logger, "log_image"):
+        writer = self.logger.experiment
+        if hasattr(writer, "add_images"):
+            for key, images in values.items():
+                order = "NCHW" if images.shape[1] in (1, 3) else "NHWC"
+                writer.add_images(key, images, global_step=step, **{"dataformats": order, **kwargs})
+        elif hasattr(self.logger, "log_image"):
             for key, images in values.items():
                 self.logger.log_image(key, list(images), step, **kwargs)
-            return
-        writer = self.logger.experiment
-        if not hasattr(writer, "add_images"):
+        else:
             raise ConfigurationError(f"the tracker {self.name!r} records no images.")
-        for key, images in values.items():
-            order = "NCHW" if images.shape[1] in (1, 3) else "NHWC"
-            writer.add_images(key, images, global_step=step, **{"dataformats": order, **kwargs})
 
     def finish(self) -> None:
         self.logger.finalize("success")

@@ -1,0 +1,126 @@
+"""Images, texts and tables on their way to a logger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.errors import ConfigurationError, kind_of
+
+
+def listed(items: Any, what: str) -> list[Any]:
+    """Returns several images, say, as a list; the first dimension of a batch of images counts them.
+
+    Args:
+        items: a list or a tuple; of images also a tensor or an array with four dimensions.
+        what: "image", "audio" or "video".
+
+    Raises:
+        ConfigurationError: for a single one, whose rows would be taken for images.
+    """
+    if isinstance(items, list | tuple) or (what == "image" and getattr(items, "ndim", 0) == 4):
+        return list(items)
+    raise ConfigurationError(f"log_{what} takes a list, not {kind_of(items)}: log_{what}(key, [{what}]).")
+
+
+def for_each(options: Mapping[str, Any], count: int, what: str) -> list[dict[str, Any]]:
+    """Returns the options of each item, of lists that have one value for each.
+
+    Example:
+        >>> for_each({"caption": ["a", "b"]}, 2, "image")
+        [{'caption': 'a'}, {'caption': 'b'}]
+
+    Raises:
+        ConfigurationError: if one is no list, or has another length.
+    """
+    for name, values in options.items():
+        if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
+            raise ConfigurationError(
+                f"log_{what} got {name}={values!r}: give a list with one {name} for each {what}, here {count}."
+            )
+        if len(values) != count:
+            raise ConfigurationError(
+                f"log_{what} got {count} {what}s and {len(values)} {name}: give one for each {what}."
+            )
+    return [{name: values[index] for name, values in options.items()} for index in range(count)]
+
+
+def as_pixels(image: Any) -> tuple[Any, str]:
+    """Returns an image as a tensor or an array, and the order of its dimensions: "HW", "CHW" (tensors) or "HWC".
+
+    Args:
+        image: a tensor, an array, an image of PIL, or a path.
+    """
+    if isinstance(image, str | os.PathLike):
+        from PIL import Image
+
+        with Image.open(image) as opened:
+            return as_pixels(opened)
+    pixels = _tensor(image) if isinstance(image, Tensor) else _array(image)
+    if pixels.ndim not in (2, 3):
+        raise ConfigurationError(
+            f"log_image got an image of the shape {tuple(pixels.shape)}: two dimensions, or three with channels."
+        )
+    return pixels, "HW" if pixels.ndim == 2 else "CHW" if isinstance(image, Tensor) else "HWC"
+
+
+def _tensor(image: Tensor) -> Tensor:
+    """The image in a type that TensorBoard reads right: uint8, or a float from 0 to 1."""
+    image = image.detach()
+    if image.is_floating_point():
+        # NumPy has no bfloat16.
+        return image.float()
+    return image.to(torch.uint8) * 255 if image.dtype == torch.bool else image.clamp(0, 255).to(torch.uint8)
+
+
+def _array(image: Any) -> Any:
+    """The same for an array, or an image of PIL."""
+    import numpy
+
+    if hasattr(image, "getbands"):
+        image = image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB")
+    array = numpy.asarray(image)
+    if array.dtype == bool:
+        return array.astype("uint8") * 255
+    return array if array.dtype.kind == "f" else array.clip(0, 255).astype("uint8")
+
+
+def rows_of(
+    columns: Sequence[str] | str | None, data: Sequence[Sequence[Any]] | None, dataframe: Any
+) -> tuple[list[str] | None, list[list[Any]]]:
+    """Returns the columns of a table, if they have names, and its rows.
+
+    Example:
+        >>> rows_of("a text alone", None, None)
+        (['text'], [['a text alone']])
+    """
+    if dataframe is not None:
+        return [str(name) for name in dataframe.columns], [list(row) for row in dataframe.itertuples(index=False)]
+    if isinstance(columns, str):
+        if data is not None:
+            raise ConfigurationError(f"a table has a list of columns, not {columns!r}: columns=[{columns!r}].")
+        return ["text"], [[columns]]
+    return None if columns is None else list(columns), [list(row) for row in data or ()]
+
+
+def as_markdown(columns: Sequence[str] | None, rows: Sequence[Sequence[Any]]) -> str:
+    """Returns a table in Markdown.
+
+    Example:
+        >>> print(as_markdown(["input", "output"], [["1 | 2", 3]]))
+        | input | output |
+        | --- | --- |
+        | 1 \\| 2 | 3 |
+    """
+    width = max((len(row) for row in rows), default=0)
+    header = list(columns) if columns is not None else [""] * width
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")
