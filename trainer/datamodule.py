@@ -105,16 +105,18 @@ class DataModule(Hyperparameters):
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         *,
+        trust: bool = False,
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """Builds the DataModule from the hyperparameters in a checkpoint, and restores its state.
 
         Args:
-            checkpoint_path: a checkpoint folder.
+            checkpoint_path: a checkpoint folder; or a `.ckpt` of Lightning, which needs `trust=True`.
             map_location: has no effect, as a DataModule has no device; a module's method has it.
             hparams_file: a file of hyperparameters in place of the checkpoint's.
-            weights_only: has no effect, as a checkpoint holds no pickle.
+            trust: load a `.ckpt`, which may run code if torch's safe loader cannot read it.
+            weights_only: for a `.ckpt` alone, as in `Trainer.fit`; True runs no code, trusted or not.
             **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
 
         Raises:
@@ -124,7 +126,7 @@ class DataModule(Hyperparameters):
         """
         from leyden.trainer.checkpoint.module import load_datamodule
 
-        return load_datamodule(cls, checkpoint_path, hparams_file, kwargs, arguments_for)
+        return load_datamodule(cls, checkpoint_path, hparams_file, trust, weights_only, kwargs, arguments_for)
 
     @classmethod
     def from_datasets(

@@ -189,6 +189,61 @@ def test_a_foreign_checkpoint_is_loaded_by_trust(tmp_path: Path) -> None:
     assert torch.equal(loaded.net.weight, module.net.weight)
 
 
+class Packed(TrainModule):
+    """All hyperparameters are one argument."""
+
+    def __init__(self, config: Any, scale: int = 1) -> None:
+        super().__init__()
+        self.net, self.scale = torch.nn.Linear(config.width, config["width"]), scale
+
+
+class Sized(DataModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.seen = size, 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_hyperparameters_and_data_of_a_lightning_file_are_loaded(tmp_path: Path) -> None:
+    """Lightning 2.6 writes these entries."""
+    module, path = Base(2), tmp_path / "other.ckpt"
+    entries = {"epoch": 3, "state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6", "loops": {}}
+    command_line = {"_class_path": "os.system", "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    data = {"datamodule_hyper_parameters": {"size": 5}, "datamodule_hparams_name": "kwargs", "Sized": {"seen": 7}}
+    torch.save(
+        {**entries, **data, "hparams_name": "kwargs", "hyper_parameters": {"width": 2, **command_line}},
+        path,
+    )
+    assert torch.equal(Base.load_from_checkpoint(path, trust=True).net.weight, module.net.weight)
+    found = Sized.load_from_checkpoint(path, trust=True)
+    assert (found.size, found.seen) == (5, 7)
+    assert Sized.load_from_checkpoint(path, trust=True, size=6).size == 6
+    with pytest.raises(CheckpointError, match="trust=True"):
+        Sized.load_from_checkpoint(path)
+    torch.save({**entries, "hparams_name": "config", "hyper_parameters": {"width": 2}}, path)
+    whole = Packed.load_from_checkpoint(path, trust=True, scale=3)
+    assert (whole.scale, whole.net.in_features) == (3, 2)
+
+
+def test_fit_says_what_it_leaves_of_a_lightning_file(tmp_path: Path, quiet: Any) -> None:
+    module, path = Base(2), tmp_path / "run.ckpt"
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    entries = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "lr_schedulers": []}
+    torch.save(entries, path)
+    for restore in ("all", "weights"):
+        again = Base(2, rate=0.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Trainer(**quiet, max_epochs=1).fit(again, [torch.ones(1, 2)], ckpt_path=path, trust=True, restore=restore)
+        said = [str(one.message) for one in caught if "leyden convert" in str(one.message)]
+        assert [("optimizer_states" in text, "lr_schedulers" in text) for text in said] == (
+            [(True, False)] if restore == "all" else []
+        )
+        assert torch.equal(again.net.weight, module.net.weight)
+
+
 def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None:
     from leyden.callbacks import Logger
 

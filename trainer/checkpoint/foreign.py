@@ -15,6 +15,9 @@ from torch import Tensor
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.safefile import CheckedFile, read_tensors
 
+OF_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
+"""Entries of a Lightning file that hold a run's state."""
+
 
 def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
     """Loads a file that Leyden did not write: `.safetensors` always, a pickle (`.ckpt`, `.pt`, `.bin`) if trusted.
@@ -95,6 +98,14 @@ class ForeignWeights:
         self._loaded = (
             load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)
         )
+
+    def entry(self, name: str) -> Any:
+        """Returns an entry of the file beside the weights, such as Lightning's `hyper_parameters`; None without it."""
+        return self._loaded.get(name) if isinstance(self._loaded, Mapping) and "state_dict" in self._loaded else None
+
+    def of_run(self) -> list[str]:
+        """Returns the names of the entries that hold a run's state, which is more than weights."""
+        return [name for name in OF_RUN if self.entry(name)]
 
     def names(self) -> list[str]:
         """Returns the names of the weights."""

@@ -54,8 +54,7 @@ def load_module(
     arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
 ) -> M:
     """Implements `TrainModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
-    path = Path(os.path.expanduser(path))
-    reader = ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
+    reader = _opened(path, trust, weights_only)
     saved = _saved_arguments(reader, cls, "module", hparams_file)
     module = cls(**arguments_for(cls, saved, given))
     module.configure_model()
@@ -73,16 +72,26 @@ def load_datamodule(
     cls: type[D],
     path: str | Path,
     hparams_file: str | Path | None,
+    trust: bool,
+    weights_only: bool | None,
     given: dict[str, Any],
     arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
 ) -> D:
     """Implements `DataModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
-    reader = CheckpointReader(Path(os.path.expanduser(path)))
+    reader = _opened(path, trust, weights_only)
     datamodule = cls(**arguments_for(cls, _saved_arguments(reader, cls, "datamodule", hparams_file), given))
-    state = reader.state("user").get("datamodule") if reader.has("user") else None
+    if isinstance(reader, ForeignWeights):
+        state = reader.entry(cls.__qualname__)
+    else:
+        state = reader.state("user").get("datamodule") if reader.has("user") else None
     if state:
         datamodule.load_state_dict(state)
     return datamodule
+
+
+def _opened(path: str | Path, trust: bool, weights_only: bool | None) -> CheckpointReader | ForeignWeights:
+    path = Path(os.path.expanduser(path))
+    return ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
 
 
 def _device(map_location: Any) -> Any:
@@ -101,7 +110,9 @@ def _saved_arguments(
 
 
 def _recorded_arguments(reader: CheckpointReader | ForeignWeights, cls: type, owner: str) -> SavedArguments:
-    if not isinstance(reader, CheckpointReader) or not reader.has("hparams"):
+    if isinstance(reader, ForeignWeights):
+        return _arguments_of_lightning(reader, owner)
+    if not reader.has("hparams"):
         return SavedArguments()
     # The classes of Enums and dataclasses come from the defaults of the arguments, never from the file.
     defaults = [
@@ -114,6 +125,16 @@ def _recorded_arguments(reader: CheckpointReader | ForeignWeights, cls: type, ow
     if not isinstance(values, dict) or not isinstance(skipped, dict) or not whole:
         raise CheckpointError(reader.path / "hparams.json", f"does not hold the hyperparameters of a {owner}.")
     return SavedArguments(values, argument, skipped)
+
+
+def _arguments_of_lightning(reader: ForeignWeights, owner: str) -> SavedArguments:
+    """The hyperparameters in a `.ckpt` of Lightning. A class that its command line names there is not imported."""
+    before = "" if owner == "module" else "datamodule_"
+    found, name = reader.entry(f"{before}hyper_parameters"), reader.entry(f"{before}hparams_name")
+    if not isinstance(found, Mapping):
+        return SavedArguments()
+    values = {str(key): value for key, value in found.items() if key not in ("_class_path", "_instantiator")}
+    return SavedArguments(values, (name, "mapping") if isinstance(name, str) else None)
 
 
 def _encodable_only(values: list[Any]) -> list[Any]:

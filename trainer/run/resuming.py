@@ -135,7 +135,9 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if path is None:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
-        return ForeignWeights(path, goal.trust, goal.weights_only), f"weights of {path}"
+        weights = ForeignWeights(path, goal.trust, goal.weights_only)
+        _warn_of_left(trainer, goal, weights)
+        return weights, f"weights of {path}"
     if HuggingFaceFolder.is_one(path):
         return HuggingFaceFolder(path), f"weights of {path}"
     if goal.weights_only and goal.parts != {"weights"}:
@@ -153,6 +155,18 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if "rng" in goal.parts and readers not in (0, trainer.strategy.data_size):
         exact += f"; saved by {readers} rank(s): random numbers of ranks from 1 on are seeded anew"
     return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+
+
+def _warn_of_left(trainer: Trainer, goal: Goal, weights: ForeignWeights) -> None:
+    """Warns of a fit that was to continue another trainer's run, and begins anew with its weights."""
+    left = weights.of_run()
+    if left and trainer.state.stage == "fit" and goal.parts != {"weights"} and trainer.strategy.ranks.is_global_zero:
+        warnings.warn(
+            f"{weights.path} is Lightning's: fit takes its weights, and leaves {', '.join(left)}. To continue "
+            f"its optimizers, schedulers and counters: `leyden convert {weights.path}`, and give fit the folder with "
+            "restore={'weights', 'optimizers', 'progress'}. For the weights alone: restore='weights'.",
+            stacklevel=2,
+        )
 
 
 def progress_of(reader: CheckpointReader) -> Progress:
