@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
@@ -20,7 +23,7 @@ class GarbageCollection(Callback):
     its own, and all others wait there. With this callback they stop together: after the first hooks of the fit, at
     every `every_n_steps`-th step, and at every `every_n_steps`-th batch of a validation in it. What is not part of a
     cycle of references is freed at once, as always. At the end of the fit, be it by an error, automatic collection is
-    what it was before.
+    what it was before. Processes that are forked from a rank, such as a loader's workers, collect automatically.
 
     A step whose objects form cycles keeps their memory until the next collection: give a smaller number if memory
     grows.
@@ -61,6 +64,7 @@ class GarbageCollection(Callback):
         self.collections, self._last_step = 0, trainer.global_step
         if gc.isenabled():
             self._turned_off = True
+            _active().add(self)
             gc.disable()
         self._collect()
 
@@ -93,4 +97,20 @@ class GarbageCollection(Callback):
     def _restore(self) -> None:
         if self._turned_off:
             self._turned_off = False
+            _active().discard(self)
             gc.enable()
+
+
+@functools.cache
+def _active() -> weakref.WeakSet[GarbageCollection]:
+    """The callbacks that have turned automatic collection off; a forked process turns it on again if there is one."""
+    active: weakref.WeakSet[GarbageCollection] = weakref.WeakSet()
+
+    def turn_on() -> None:
+        if active:
+            gc.enable()
+
+    # Not there on Windows, where no process is forked. It cannot be undone, hence once in a process.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=turn_on)
+    return active

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import QUIET, Line
 from ranks.world import run_world
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from leyden import Callback, ConfigurationError, Trainer
 from leyden.callbacks import GarbageCollection
@@ -139,3 +139,38 @@ def test_ranks_collect_at_the_same_steps() -> None:
 def test_an_argument_that_cannot_be_is_refused(arguments: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"GarbageCollection\("):
         GarbageCollection(**arguments)
+
+
+class Enabled(Dataset[Any]):
+    """Samples that say whether Python collects automatically where they are made."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), float(gc.isenabled()))
+
+
+class Sums(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sums.append(batch.sum().item())
+        return super().training_step(batch, batch_idx)
+
+
+def test_workers_of_a_loader_collect_automatically_unless_the_user_had_turned_it_off() -> None:
+    def seen() -> list[float]:
+        module = Sums()
+        loader = DataLoader(Enabled(), 2, num_workers=1, multiprocessing_context="fork")
+        Trainer(**QUIET, max_epochs=1, callbacks=GarbageCollection(1)).fit(module, loader)
+        return module.sums
+
+    assert seen() == [4, 4] and gc.isenabled()
+    gc.disable()
+    try:
+        assert seen() == [0, 0]
+    finally:
+        gc.enable()
