@@ -248,7 +248,7 @@ def _norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> 
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
             continue
-        grad = _local(parameter.grad.detach())
+        grad = _gradient_of(parameter)
         grad = grad.coalesce().values() if grad.is_sparse else grad
         if grad.numel():
             alike.setdefault((grad.device, grad.dtype), []).append((index, grad))
@@ -262,6 +262,15 @@ def _norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> 
         for (index, _), norm in zip(grads, norms, strict=True):
             found[index] = norm.to(device, zero.dtype, non_blocking=True)
     return torch.stack(found) if found else zero.new_zeros(0)
+
+
+def _gradient_of(parameter: Any) -> Tensor:
+    """This rank's part of a gradient, split as its parameter is: a layer may leave it otherwise, or a partial sum."""
+    grad = parameter.grad.detach()
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and getattr(grad, "placements", placements) != placements:
+        grad = grad.redistribute(placements=placements)
+    return _local(grad)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Regression, Squares
-from ranks.mesh_gpt import GPT, PLAN, data
+from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
 from ranks.world import run_world
 from samples import pairs
 from silent_device import SILENT, Begins, Waits
@@ -214,6 +214,7 @@ def on_four_ranks() -> dict[str, Any]:
         "hsdp": norms_of(FSDPStrategy(device_mesh=(2, 2)), 4),
         "fsdp x tp": norms_of(MeshStrategy(dp_shard=2, tp=2, plan=PLAN), 2),
         "pp x fsdp": norms_of(MeshStrategy(pp=2, dp_shard=2), 2),
+        "tp by sequences": norms_of(MeshStrategy(tp=2, dp_replicate=2, plan=SEQUENCE_PLAN), 2),
         "pp x tp": norms_of(MeshStrategy(pp=2, tp=2, plan=PLAN), 1),
     }
 

@@ -15,7 +15,7 @@ from ranks.world import run_world
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from leyden import Trainer
+from leyden import Callback, Trainer
 from leyden.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from leyden.callbacks.csv_logger import CSVLogger
 from leyden.strategies import MeshStrategy
@@ -136,7 +136,30 @@ def train_without_reading(sizes: dict[str, Any] | None) -> dict[str, float]:
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
     trainer = Trainer(strategy=strategy, max_steps=13, barebones=True)
     trainer.fit(Unread(), DataLoader(data(64), 4))
+    return known(trainer)
+
+
+def known(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Reads(Callback):
+    def __init__(self) -> None:
+        self.found: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.found.append(known(trainer))
+
+
+def train_with_validations(sizes: dict[str, Any] | None) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
+    reads = Reads()
+    trainer = Trainer(
+        **{**QUIET, "callbacks": [reads]}, strategy=strategy, max_epochs=2, val_check_interval=2, num_sanity_val_steps=0
+    )
+    trainer.fit(Logged(), DataLoader(data(24), 4), DataLoader(data(8), 4))
+    return reads.found
 
 
 class Unread(GPT):
@@ -147,6 +170,14 @@ class Unread(GPT):
             self.log("early", float(batch_idx))
         self.log("index", float(batch_idx))
         return loss
+
+
+def test_a_validation_inside_an_epoch_leaves_the_values_of_steps() -> None:
+    single = train_with_validations(None)
+    assert len(single) == 6 and all("loss_step" in found for found in single)
+    for rank in run_world(2, train_with_validations, {"pp": 2, "microbatches": 2}):
+        for found, expected in zip(rank, single, strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_values_that_nobody_read_in_the_run_are_known_after_it() -> None:

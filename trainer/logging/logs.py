@@ -340,11 +340,11 @@ class Logs:
                 steps[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
         self._epoch_values.update(steps)
         if not keep:
-            self._follow_outputs(entries, steps)
+            self._follow_outputs(group, entries, steps)
             self.forget(group)
         return values, logged
 
-    def _follow_outputs(self, entries: Sequence[Entry], steps: Mapping[str, Shown]) -> None:
+    def _follow_outputs(self, group: str, entries: Sequence[Entry], steps: Mapping[str, Shown]) -> None:
         """Has other ranks of a pipeline follow its last stage: a last step's values, and metrics that are reset."""
         if self._ranks is None or not self._ranks.are_in_parts:
             return
@@ -355,7 +355,8 @@ class Logs:
         )
         metrics, values = shared = self._ranks.of_outputs(own)
         if shared is not own:
-            self._steps_of_others.clear()
+            if group == "train":
+                self._steps_of_others.clear()
             self._epoch_values.update(values)
             for name in metrics:
                 self._module.get_submodule(name).reset()  # type: ignore[operator]

@@ -40,6 +40,8 @@ class Numbers:
         store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore(f"leyden numbers {group.group_name}", store)  # type: ignore[attr-defined]
         self._descriptions: list[Described] = [[]]
+        self._versions: dict[Any, int] = {}
+        """On the last stage, the place of each description in the list."""
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
         self._stored: deque[str] = deque()
         self._sent = 0
@@ -67,10 +69,10 @@ class Numbers:
     def _message(self, described: Described, numbers: Sequence[Tensor | float]) -> Tensor:
         if not described:
             return self._empty
-        if described not in self._descriptions:
-            self._store.set(f"{len(self._descriptions)}", json.dumps(described))
+        version = self._versions.setdefault(tuple(map(tuple, described)), len(self._versions) + 1)
+        if version == len(self._descriptions):
+            self._store.set(f"{version}", json.dumps(described))
             self._descriptions.append(described)
-        version = self._descriptions.index(described)
         if len(numbers) > NUMBERS:
             numbers = [self._keep([float(number) for number in numbers])]
         message = torch.zeros_like(self._empty)
