@@ -93,6 +93,17 @@ class Described(Bare):
         return [instantiate_class(layer.parameters(), described) for layer, described in pairs]
 
 
+PARTS = (nn.ReLU(), 1)
+
+
+class HoldsParts(Bare):
+    """Its default holds an object."""
+
+    def __init__(self, parts: Any = PARTS, width: int = 4) -> None:
+        super().__init__(width)
+        self.parts = parts
+
+
 class Broken(Bare):
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of, needs
 from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple
+from leyden.trainer.cli.writable import LOST, writable
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
@@ -24,8 +25,6 @@ with needs("jsonargparse", "cli", "LeydenCLI"):
 
 AUTOMATIC = "AUTOMATIC"
 """The `link_to` of an optimizer or scheduler from which the CLI makes `configure_optimizers`."""
-UNSERIALIZABLE = "Unable to serialize instance"
-"""How jsonargparse begins the text that it writes for an object in place of which no configuration can stand."""
 NOISE = (
     *("Does not validate against any", "- Does not validate against any", "Subtypes: ", "Errors:", "Given value"),
     *("- Expected a path but ", "- Expected a <class 'NoneType'>"),
@@ -150,16 +149,29 @@ class LeydenArgumentParser(ArgumentParser):
             self.add_class_arguments(classes, nested_key, sub_configs=True, **options)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """The text of a configuration, as jsonargparse dumps it, without what could not be read again.
+        """The text of a configuration, as jsonargparse dumps it, without arguments that no file can hold.
 
-        A default such as a lambda has no text. It is left out, so that the default is used again.
+        A default such as a lambda has no text. It is left out, so that the default is used again. A warning names any
+        other argument that is left out. `skip_none` is Lightning's name of `skip_unset`.
         """
-        text: str = super().dump(*args, **kwargs)
-        if UNSERIALIZABLE not in text:
-            return text
-        import yaml
+        if "skip_none" in kwargs:
+            kwargs["skip_unset"] = kwargs.pop("skip_none")
+        return str(super().dump(*args, **kwargs))
 
-        return str(yaml.safe_dump(_readable(yaml.safe_load(text)), sort_keys=False, allow_unicode=True))
+    def _dump_cleanup_actions(self, cfg: Any, actions: Any, dump_kwargs: Any, prefix: str = "") -> None:
+        # jsonargparse turns values into what it writes here, in every format and for each file of a configuration.
+        raw = cfg.clone()
+        super()._dump_cleanup_actions(cfg, actions, dump_kwargs, prefix)  # type: ignore[no-untyped-call]
+        # The arguments of a group come before the group.
+        for action in sorted(actions, key=lambda action: -action.dest.count(".")):
+            dest = prefix + action.dest
+            if dest not in cfg:
+                continue
+            kept = writable(cfg[dest], raw.get(dest), action.default, f"--{action.dest}")
+            if kept is LOST:
+                cfg.pop(dest)
+            elif kept is not cfg[dest]:
+                cfg[dest] = kept
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Ends the process with status 2 and the message; jsonargparse would print all options first."""
@@ -189,16 +201,6 @@ def in_few_words(message: str) -> str:
         text,
     )
     return re.sub(r"required: (?:\w+\.)?(model|data)\b", r"required: --\1", text)
-
-
-def _readable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _readable(item) for key, item in value.items() if not _is_lost(item)}
-    return [_readable(item) for item in value if not _is_lost(item)] if isinstance(value, list) else value
-
-
-def _is_lost(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(UNSERIALIZABLE)
 
 
 def as_dict(config: Any) -> Any:

@@ -236,6 +236,7 @@ def test_a_module_is_given_what_makes_its_optimizer() -> None:
 
 
 RELU = nn.ReLU()
+PARTS = [nn.Linear(1, 1)]
 
 
 def test_a_default_without_a_text_is_left_to_the_code() -> None:
@@ -245,6 +246,27 @@ def test_a_default_without_a_text_is_left_to_the_code() -> None:
 
     cli_of("--optimizer=SGD", "--model.width=3", "--trainer.logger=true", model=Odd)
     assert written("logs/version_0/config.yaml")["model"] == {"width": 3}
+
+
+def test_an_argument_that_no_file_can_hold_is_left_out_as_a_whole() -> None:
+    class Holder(Bare):
+        def __init__(self, parts: list[nn.Module] = PARTS, untyped=(PARTS,), opts: Any = None, width: int = 2) -> None:  # type: ignore[no-untyped-def]
+            super().__init__(width)
+            assert parts is not None and untyped
+
+    cli = built("--optimizer=SGD", model=Holder)
+    assert yaml.safe_load(cli.parser.dump(cli.config))["model"] == {"width": 2}
+    assert json.loads(cli.parser.dump(cli.config, format="json"))["model"] == {"width": 2}
+    values = {"model": {"opts": {"a": RELU, "b": 1}, "width": 3}}
+    cli = LeydenCLI(Holder, Points, args=values, run=False)
+    with pytest.warns(UserWarning, match="--model.opts holds an object that no configuration file can hold"):
+        assert yaml.safe_load(cli.parser.dump(cli.config))["model"] == {"width": 3}
+
+
+def test_an_argument_of_a_nested_class_that_no_file_can_hold_is_left_out_as_a_whole() -> None:
+    cli = built("--model=HoldsParts", model=None)
+    text = cli.parser.dump(cli.config, skip_none=False)
+    assert yaml.safe_load(text)["model"] == {"class_path": "configured.HoldsParts", "init_args": {"width": 4}}
 
 
 def test_callbacks_are_added_one_by_one_and_by_class_path() -> None:
