@@ -114,12 +114,17 @@ class AutoAccumulation(GradientAccumulation):
 
     Args:
         micro_batches: the number to begin with.
+        try_largest: try a large batch when a fit starts, also one that resumes, so that memory runs out then and not
+            hours later. Up to eight batches of samples from all over the data set are read for it in the main process,
+            before workers start, and `training_step` runs once more. So a data set that opens a file at its first
+            read, or draws from a generator of its own, is not as it would be without it; nor is an attribute that
+            `training_step` appends to.
 
     Attributes:
         micro_batches: into how many a batch is cut now.
 
     Raises:
-        ConfigurationError: if it is no whole number from 1.
+        ConfigurationError: if the number is no whole number from 1, or `try_largest` no bool.
 
     Example:
         >>> AutoAccumulation(micro_batches=4).state_dict()
@@ -128,11 +133,13 @@ class AutoAccumulation(GradientAccumulation):
 
     state_per_rank = False
 
-    def __init__(self, micro_batches: int = 1) -> None:
+    def __init__(self, micro_batches: int = 1, try_largest: bool = False) -> None:
         super().__init__(1)
         if not _is_whole(micro_batches) or micro_batches < 1:
             raise ConfigurationError(f"AutoAccumulation(micro_batches={micro_batches!r}): give a whole number from 1.")
-        self.micro_batches = micro_batches
+        if not isinstance(try_largest, bool):
+            raise ConfigurationError(f"AutoAccumulation(try_largest={try_largest!r}): give True or False.")
+        self.micro_batches, self.try_largest = micro_batches, try_largest
 
     def cut_finer(self, least: int = 0) -> int:
         """Doubles the number, or more often until it is at least so large; returns it."""
@@ -150,6 +157,12 @@ class AutoAccumulation(GradientAccumulation):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state_dict(state)
         self.micro_batches = state["micro_batches"]
+
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        # Memory is as small as it was: the number never falls within a fit.
+        if state:
+            self.check_state_dict(state)
+            self.micro_batches = max(self.micro_batches, state["micro_batches"])
 
 
 def _is_whole(value: object) -> bool:

@@ -70,8 +70,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     for case, most in (("tried", 100 if rank else 1000), ("plain", 1000)):
         long = Long(most)
         data = DataLoader(series(16, 40), SIZE, shuffle=True, collate_fn=padded)
-        begun = [] if case == "tried" else [AutoAccumulation(micro_batches=2)]
-        more = {"accumulate_grad_batches": "auto" if case == "tried" else 1, "callbacks": begun}
+        begun = AutoAccumulation(try_largest=True) if case == "tried" else AutoAccumulation(micro_batches=2)
+        more: dict[str, Any] = {"accumulate_grad_batches": 1, "callbacks": [begun]}
         torch.manual_seed(5)
         found[case] = (trained(name, long, 16, data=data, **more)[1], long.lengths)
     # DDP has nothing to broadcast for a module without buffers.

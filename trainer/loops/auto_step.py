@@ -137,6 +137,8 @@ class AutoStep(AutomaticStep):
         """The next passes note how much memory each phase takes: the first ones, and those after a failure."""
 
     def begin(self) -> None:
+        if not self.sizes.try_largest:
+            return
         found = largest_batch(self.fit.loaders.train_loader)
         # All ranks try one, or none does: a data set may draw its sizes.
         self.largest = None if self.strategy.ranks.any(found is None) else found

@@ -1,4 +1,4 @@
-"""Looks for a large batch before training, which is tried first: memory should run out at the start, not at night."""
+"""Looks for a large batch before training, for `AutoAccumulation(try_largest=True)`, which tries it first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ LOOKED_AT = 8
 def largest_batch(loader: Any) -> Any:
     """Makes a few batches out of samples from all over the data set, and returns the largest.
 
-    The loader's sampler is not asked, and random numbers are as before. Two batches are made where all are of one size.
+    The loader's sampler is not asked, and global random numbers are as before. The data set is read in this process,
+    and what it keeps for itself changes: an open file, a generator of its own. Two batches are made where all are of one size.
 
     Args:
         loader: of the training data.

@@ -352,13 +352,17 @@ def test_strategies_say_what_to_do_instead() -> None:
         assert words in str(strategy.refuses_micro_batches)
 
 
+def trying() -> dict[str, Any]:
+    return {"accumulate_grad_batches": 1, "callbacks": [AutoAccumulation(try_largest=True)]}
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_large_batch_is_tried_before_the_first_one_and_leaves_no_trace(shuffle: bool, capsys: Any) -> None:
     def data() -> Any:
         return DataLoader(series(20, 50), 4, shuffle=shuffle, collate_fn=padded)
 
     module, plain = Long(100, dropout=0.3), Long(dropout=0.3)
-    logged = fitted(module, data()).callback_metrics
+    logged = fitted(module, data(), **trying()).callback_metrics
     drawn = torch.rand(())
     [line] = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
     assert "in a trial of a large batch at step 0" in line and "with 4 of the batch's 4 samples" in line
@@ -382,8 +386,25 @@ class Reads(list[Any]):
 def test_batches_of_one_size_are_not_tried_and_two_of_them_are_made() -> None:
     found = Reads(zip(*samples(20), strict=True))
     module = Hungry()
-    fitted(module, DataLoader(found, 4))
+    fitted(module, DataLoader(found, 4), **trying())
     assert module.rows == [4] * 5 and found.count == 20 + 8
+
+
+def test_nothing_is_tried_and_no_sample_is_read_twice_unless_asked_for() -> None:
+    found = Reads(series(20, 50))
+    module = Long()
+    fitted(module, DataLoader(found, 4, collate_fn=padded))
+    assert len(module.lengths) == 5 and found.count == 20
+    with pytest.raises(ConfigurationError, match="try_largest=1.*give True or False"):
+        AutoAccumulation(try_largest=1)  # type: ignore[arg-type]
+
+
+def test_the_number_does_not_fall_where_a_run_goes_back() -> None:
+    accumulation = AutoAccumulation(8)
+    accumulation.go_back({"micro_batches": 2}, step=4)
+    assert accumulation.micro_batches == 8
+    accumulation.go_back({"micro_batches": 16}, step=4)
+    assert accumulation.micro_batches == 16
 
 
 def test_a_sample_that_cannot_be_read_is_the_run_s_own_error_where_it_comes_to_it() -> None:
@@ -394,6 +415,6 @@ def test_a_sample_that_cannot_be_read_is_the_run_s_own_error_where_it_comes_to_i
             return super().__getitem__(index)
 
     data = DataLoader(Broken(zip(*samples(20), strict=True)), 4)
-    assert fitted(Hungry(), data, max_steps=3).global_step == 3
+    assert fitted(Hungry(), data, max_steps=3, **trying()).global_step == 3
     with pytest.raises(ValueError, match="the last one"):
-        fitted(Hungry(), data)
+        fitted(Hungry(), data, **trying())
