@@ -531,7 +531,7 @@ def read_output(outputs: Any) -> tuple[Tensor, Any]:
 class Keeper:
     """Keeps what passes change beside gradients, so that it can be set back: buffers, metrics, random numbers.
 
-    A large buffer that does not change from batch to batch, such as a mask, is kept for the first batch alone.
+    A large buffer is kept before the first batch, and from its first change on: one that never changes costs nothing.
 
     Args:
         module: whose passes are run.
@@ -539,19 +539,23 @@ class Keeper:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._versions: dict[int, int] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Large buffers as they were before the last pass: which tensor, and its version."""
+        self._changing: set[str] = set()
 
     def keep(self) -> Callable[[], None]:
         """Returns a function that sets everything back to now; to be called once."""
-        kept = [buffer for buffer in self._module.buffers() if self._may_change(buffer)]
-        undo = undoing_steps(self._module, kept)
-        self._versions = {id(buffer): buffer._version for buffer in self._module.buffers() if not buffer.is_inference()}
-        return undo
+        return undoing_steps(self._module, self._may_change)
 
-    def _may_change(self, buffer: Tensor) -> bool:
+    def _may_change(self, name: str, buffer: Tensor) -> bool:
         if buffer.is_inference() or buffer.nbytes <= SMALL:
             return True
-        return self._versions.get(id(buffer)) != buffer._version
+        now = id(buffer), buffer._version
+        before = self._seen.get(name)
+        self._seen[name] = now
+        if before is not None and before != now:
+            self._changing.add(name)
+        return before is None or name in self._changing
 
 
 __all__ = ["AutoStep", "OutOfMemory", "check_auto"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from leyden.strategies.errors import LeydenError
 from leyden.trainer.data.rng import undoing
 from leyden.trainer.logging.metric_states import MetricStates
 
@@ -34,28 +35,59 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
-    undo = undoing_steps(module, module.buffers())
+    undo = undoing_steps(module)
     try:
         yield
     finally:
         undo()
 
 
-def undoing_steps(module: nn.Module, buffers: Iterable[Tensor]) -> Callable[[], None]:
+def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | None = None) -> Callable[[], None]:
     """Notes what steps leave behind, and returns a function that takes it back.
 
+    A step may change a buffer in place, or give the module another tensor by its name: both are taken back.
+
     Args:
-        module: whose metrics may be updated.
-        buffers: those of it that may be changed.
+        module: whose buffers and metrics may be changed.
+        copies: says by name and buffer whether its values are copied; all are if None.
+
+    Raises:
+        LeydenError: by that function, if a buffer has changed in place of which there is no copy.
     """
-    values = [(buffer, buffer.clone()) for buffer in buffers]
+    places = [
+        (owner, name, buffer, f"{path}.{name}".removeprefix("."))
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+    ]
+    values: dict[int, Tensor] = {}
+    versions: dict[int, int] = {}
+    for _, _, buffer, name in places:
+        if buffer is None or id(buffer) in values:
+            continue
+        if copies is None or copies(name, buffer):
+            values[id(buffer)] = buffer.clone()
+        else:
+            versions[id(buffer)] = buffer._version
     metrics, undo_draws = MetricStates(module), undoing()
     accumulated = metrics.state_dict()
 
     def undo() -> None:
-        for buffer, value in values:
-            # Not the buffer itself, which backward may still need: it would count as changed.
-            buffer.data.copy_(value)
+        for owner, key, buffer, name in places:
+            # A scripted module's buffers have no get().
+            if key not in owner._buffers or owner._buffers[key] is not buffer:
+                owner._buffers[key] = buffer
+            if buffer is None:
+                continue
+            value = values.get(id(buffer))
+            if value is not None:
+                # Not the buffer itself, which backward may still need: it would count as changed.
+                buffer.data.copy_(value)
+            elif buffer._version != versions[id(buffer)]:
+                raise LeydenError(
+                    f"the buffer {name} ({buffer.nbytes / 2**20:.1f} MiB) changed for the first time in a pass that "
+                    "ran out of memory, and there is no copy to set it back to: begin with as many micro-batches as "
+                    "memory needs, AutoAccumulation(micro_batches=…), or change the buffer from the first batch on."
+                )
         metrics.load_state_dict(accumulated)
         undo_draws()
 

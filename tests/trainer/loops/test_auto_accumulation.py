@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.callbacks import AutoAccumulation, GradientAccumulation
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 
 AUTO: dict[str, Any] = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": "auto"}
 
@@ -174,6 +174,40 @@ def test_a_large_buffer_that_changes_is_set_back_too() -> None:
     module = Counting(limits={(1, "backward"): 2})
     fitted(module, loader())
     assert set(module.large.tolist()) == {20.0}
+
+
+class Averaging(Hungry):
+    """Gives its small buffer a new tensor in each pass, and changes a large one in every second batch."""
+
+    def __init__(self, begins: int = 0, **more: Any) -> None:
+        super().__init__(**more)
+        self.begins = begins
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", None)
+        self.register_buffer("large", torch.zeros(2**18 + 1, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+        self.count = torch.ones(()) if self.count is None else self.count + 1
+        if self.global_step >= self.begins and self.global_step % 2 == 0:
+            self.large += len(batch[0])  # type: ignore[operator]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_is_given_another_tensor_is_set_back_and_so_is_a_large_one_that_changes_now_and_then() -> None:
+    module = Averaging(limits={(4, "backward"): 4})
+    fitted(module, loader(40))
+    x, _ = samples(40)
+    mean = torch.zeros(3, dtype=torch.float64)
+    for part in (*x[:32].split(8), x[32:36], x[36:]):
+        mean = 0.9 * mean + 0.1 * part.mean(0)
+    assert torch.equal(module.mean, mean)
+    assert set(module.large.tolist()) == {24.0} and float(module.count) == 6
+
+
+def test_a_large_buffer_that_changes_for_the_first_time_in_a_failed_pass_is_an_error_that_names_it() -> None:
+    with pytest.raises(LeydenError, match=r"the buffer large \(2\.0 MiB\) changed for the first time"):
+        fitted(Averaging(begins=4, limits={(4, "backward"): 4}), loader(40))
 
 
 def test_a_run_that_is_broken_off_after_it_resumes_with_the_same_number_and_the_same_bits(tmp_path: Path) -> None:
