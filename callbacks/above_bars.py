@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,42 +12,117 @@ from typing import Any
 STREAMS = ("stdout", "stderr")
 
 
-class AboveBars:
-    """Stands in for a terminal's stream, so that what is written there and bars do not break each other.
+class Lines:
+    """Stands in for a terminal's stream while there are bars on it, and passes on what is written by the line.
+
+    The rest of a line waits for its end, or for a `flush`, as on a terminal itself.
 
     Args:
         stream: the terminal's stream, which handles everything else.
-        bars: returns the bars that are on the screen now.
     """
 
-    def __init__(self, stream: Any, bars: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._bars = bars
-        self._within_line = False
+        self._rest = ""
+        self._is_over = False
 
     def write(self, text: str) -> int:
-        """Writes text above the bars, which are redrawn once its line has ended."""
-        if not text:
-            return 0
-        bars = self._bars()
-        if not self._within_line:
-            for bar in bars:
-                bar.clear()
-        written: int = self._stream.write(text)
-        self._within_line = not text.endswith("\n")
-        if not self._within_line:
-            self._stream.flush()
-            for bar in bars:
-                bar.refresh()
-        return written
+        """Writes text above the bars as soon as its line has ended."""
+        if self._is_over:
+            written: int = self._stream.write(text)
+            return written
+        lines, end, self._rest = (self._rest + text).rpartition("\n")
+        if end:
+            self._write_lines(lines + end)
+        return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
         """Writes each line."""
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        """Shows the line that has not ended yet: a prompt, or dots."""
+        if self._rest and not self._is_over:
+            self._write_rest()
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Writes what is left. Whoever has kept this stream writes to the terminal's own from here on."""
+        if not self._is_over:
+            self._end()
+        self._is_over = True
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    # where it appears
+    def _write_lines(self, text: str) -> None:
+        """Writes lines that have ended."""
+        raise NotImplementedError
+
+    def _write_rest(self) -> None:
+        """Shows the line that has not."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Writes that line once no more comes."""
+        raise NotImplementedError
+
+
+class AboveBars(Lines):
+    """Clears tqdm's bars while text is written, and draws them again below it.
+
+    Args:
+        stream: the terminal's stream.
+        bars: returns the bars that are on the screen now.
+    """
+
+    def __init__(self, stream: Any, bars: Callable[[], Sequence[Any]]) -> None:
+        super().__init__(stream)
+        self._bars = bars
+        self._column: int | None = None
+        """Where the line above the bars goes on; None if it has ended."""
+
+    def _write_lines(self, text: str) -> None:
+        self._write(text, None)
+
+    def _write_rest(self) -> None:
+        text, self._rest = self._rest, ""
+        # Another bar, which goes back to where it was by itself.
+        moves_up = "\x1b[A" in text
+        if moves_up or not self._bars():
+            self._write(text, None)
+        else:
+            self._write(text + "\n", self._column_after(text))
+
+    def _write(self, text: str, column: int | None) -> None:
+        bars = self._bars()
+        for bar in bars:
+            bar.clear()
+        if self._column is not None:
+            self._stream.write("\x1b[A" + (f"\x1b[{self._column}C" if self._column else ""))
+        self._column = column
+        self._stream.write(text)
+        self._stream.flush()
+        for bar in bars:
+            bar.refresh()
+
+    def _column_after(self, text: str) -> int | None:
+        from tqdm.utils import disp_len  # type: ignore[import-untyped, unused-ignore]
+
+        before = 0 if "\r" in text or self._column is None else self._column
+        width = before + disp_len(text.rpartition("\r")[2].expandtabs())
+        try:
+            column = width % os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ZeroDivisionError):
+            return None
+        # A full line goes on in the next one.
+        return None if width and not column else column
+
+    def _end(self) -> None:
+        self._stream.write(self._rest)
+        self._stream.flush()
 
 
 class Replaced:
@@ -56,26 +132,30 @@ class Replaced:
         places: for "stdout" or "stderr" the stream that belongs there, and what replaces it.
     """
 
-    def __init__(self, places: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(self, places: Mapping[str, tuple[Any, Lines]]) -> None:
         self._places = places
-        self._handlers: list[tuple[logging.StreamHandler[Any], Any, Any]] = []
+        self._handlers: list[logging.StreamHandler[Any]] = []
         for name, (_, new) in places.items():
             setattr(sys, name, new)
         for handler in _stream_handlers():
             for old, new in places.values():
                 if handler.stream is old:
                     handler.setStream(new)
-                    self._handlers.append((handler, old, new))
+                    self._handlers.append(handler)
                     break
 
     def end(self) -> None:
         """Restores the streams, except where something else has replaced them since."""
         for name, (old, new) in self._places.items():
+            new.end()
             if getattr(sys, name) is new:
                 setattr(sys, name, old)
-        for handler, old, new in self._handlers:
-            if handler.stream is new:
-                handler.setStream(old)
+        # With those that were made meanwhile, by `logging.basicConfig` within a step.
+        for handler in [*self._handlers, *_stream_handlers()]:
+            for old, new in self._places.values():
+                if handler.stream is new:
+                    handler.setStream(old)
+                    break
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -97,7 +177,7 @@ def begin(bars: Callable[[], Sequence[Any]]) -> Replaced:
         {
             name: (stream, AboveBars(stream, bars))
             for name, stream in streams.items()
-            if stream is not None and not isinstance(stream, AboveBars) and stream.isatty()
+            if stream is not None and not isinstance(stream, Lines) and stream.isatty()
         }
     )
 

@@ -314,6 +314,7 @@ class Screen:
         self.progress = Progress(*columns, metrics, console=console, expand=True)
         self._handle: Any = None
         self._live: Live | None = None
+        self._above: dict[str, AboveScreen] = {}
         if console.is_jupyter:
             # Rich's own display needs ipywidgets, and a saved notebook does not show it.
             from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
@@ -321,21 +322,25 @@ class Screen:
             self._handle = display(self.progress, display_id=True)
             self._replaced: above_bars.Replaced | None = None
             return
-        streams = {name: getattr(sys, name) for name in above_bars.STREAMS}
-        catches = {name: stream is not None and stream.isatty() for name, stream in streams.items()}
+        # Rich's own redirection takes "[/x]" for markup, and ends a line at each flush.
         self._live = Live(
             console=console,
             auto_refresh=False,
             get_renderable=self._rendered,
             transient=is_transient,
-            redirect_stdout=catches["stdout"],
-            redirect_stderr=catches["stderr"],
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
+        # Where its file is the `sys.stdout` of the moment, it would write into what takes its place.
+        console.file = console.file
         self._live.start()
-        # Handlers of logging go on with the stream that they were made with.
-        self._replaced = above_bars.Replaced(
-            {name: (streams[name], getattr(sys, name)) for name, catch in catches.items() if catch}
-        )
+        streams = {name: getattr(sys, name) for name in above_bars.STREAMS}
+        self._above = {
+            name: AboveScreen(stream, console, self.refresh)
+            for name, stream in streams.items()
+            if stream is not None and not hasattr(stream, "rich_proxied_file") and stream.isatty()
+        }
+        self._replaced = above_bars.Replaced({name: (streams[name], above) for name, above in self._above.items()})
 
     def show(self, metrics: str) -> None:
         """Sets the metrics, which the next drawing shows."""
@@ -367,7 +372,8 @@ class Screen:
         self._is_beside = True
         self._is_beside = self._least_width(tasks) + BAR_WIDTH <= self._console.width
         table = self.progress.make_tasks_table(tasks)
-        return table if self._is_beside else Group(table, self._metrics)
+        open_lines = [above.open_line for above in self._above.values() if above.open_line]
+        return Group(*open_lines, table, *(() if self._is_beside else (self._metrics,)))
 
     def _least_width(self, tasks: list[Task]) -> int:
         """Returns the width of the widest cell of each column, and of a bar, which takes what is left, its least."""
@@ -379,6 +385,45 @@ class Screen:
             sizes = [Measurement.get(self._console, options, cell) for cell in cells]
             width += 1 + max((size.maximum if size.maximum < UNLIMITED else size.minimum for size in sizes), default=0)
         return width
+
+
+class AboveScreen(above_bars.Lines):
+    """Prints what is written above a Screen, as it is; a line that has not ended stands on the screen itself.
+
+    Args:
+        stream: the terminal's stream.
+        console: of the screen.
+        refresh: draws the screen.
+    """
+
+    def __init__(self, stream: Any, console: Console, refresh: Callable[[], None]) -> None:
+        from rich.ansi import AnsiDecoder
+        from rich.text import Text
+
+        super().__init__(stream)
+        self._console, self._refresh, self._decoder = console, refresh, AnsiDecoder()
+        self.open_line = Text()
+        """The end of the line that has been flushed before it ended."""
+
+    def _write_lines(self, text: str) -> None:
+        from rich.text import Text
+
+        self.open_line = Text()
+        lines = [self._decoder.decode_line(line.rstrip("\r")) for line in text[:-1].split("\n")]
+        self._console.print(Text("\n").join(lines))
+
+    def _write_rest(self) -> None:
+        from rich.text import Text
+
+        # What a carriage return has overwritten is gone.
+        self._rest = self._rest[self._rest.rstrip("\r").rfind("\r") + 1 :]
+        line = Text.from_ansi(self._rest.rstrip("\r"), no_wrap=True, overflow="crop")
+        self.open_line = line[-self._console.width :]
+        self._refresh()
+
+    def _end(self) -> None:
+        if self._rest:
+            self._write_lines(self._rest + "\n")
 
 
 class Meter:

@@ -90,3 +90,22 @@ class Terminal:
         """Everything that was drawn, a line each, without colours and movements of the cursor."""
         lines = re.split(r"[\r\n]|\x1b\[\d*A", self.bytes.decode())
         return [line for text in lines if (line := re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", text).strip())]
+
+    def screen(self) -> list[str]:
+        """The lines that are seen at the end: carriage returns and movements of the cursor have done what they do."""
+        rows, row, column = [""], 0, 0
+        for text in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|[^\x1b]", self.bytes.decode()):
+            number = int(match[1]) if (match := re.match(r"\x1b\[(\d+)", text)) else None
+            if text in "\r\n":
+                column, row = 0, row + (text == "\n")
+                rows += [""] * (row == len(rows))
+            elif text[0] != "\x1b":
+                rows[row] = rows[row][:column].ljust(column) + text + rows[row][column + 1 :]
+                column += 1
+            elif text[-1] == "A":
+                row = max(0, row - (number or 1))
+            elif text[-1] == "C":
+                column += number or 1
+            elif text[-1] == "K":
+                rows[row] = "" if number == 2 else rows[row][:column]
+        return [text.rstrip() for text in rows]

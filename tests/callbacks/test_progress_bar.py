@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from leyden.callbacks import CSVLogger, ProgressBar, TQDMProgressBar, paced_bar
+from leyden.callbacks import CSVLogger, ProgressBar, RichProgressBar, TQDMProgressBar, paced_bar
 from leyden.callbacks.progress_bar import format_number
 from leyden.callbacks.tqdm_bar import draw, is_interactive
 from leyden.strategies.errors import ConfigurationError
@@ -317,6 +317,59 @@ def test_pythons_own_print_leaves_the_bars_whole(
     for batch in range(10):
         assert {f"trained {batch} of 10", f"first {batch}", f"second {batch}", f"third {batch}"} <= set(lines)
     assert numbers(lines, "Epoch 0/0")[-1] == "10/10"
+
+
+class Talks(Net):
+    """Writes parts of lines."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        print(".", end="", flush=True)
+        if batch_idx == 4:
+            print()
+            print("[/x] [bold]loss", end="", flush=True)
+            print(" is", end=" ")
+            print("low")
+            print("part 1", end="\r", flush=True)
+            print("part 2", end="\r", flush=True)
+            print("part 3")
+
+    def on_train_end(self) -> None:
+        print("[/tail", end="")
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_a_line_may_be_written_in_parts(
+    tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "140")
+    with Terminal("stdout", "stderr") as terminal:
+        trainer(tmp_path, kind(), max_epochs=1).fit(Talks(), DATA)
+        print("told after the fit")
+    lines = [line for line in terminal.screen() if line]
+    told = [line for line in lines[lines.index(".....") :] if not line.startswith("Epoch 0/0")]
+    assert told[:3] == [".....", "[/x] [bold]loss is low", "part 3"]
+    assert any(re.match(r"\.{5}(\[/tail)?$", line) for line in told[1:]), lines
+    assert "[/tail" in "".join(lines) and "told after the fit" in lines[-1]
+    assert sum(line.startswith("Epoch 0/0") for line in lines) == 1
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_a_handler_that_is_made_within_the_run_writes_on_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    log = logging.getLogger("tests.bar.late")
+    monkeypatch.setattr(log, "handlers", [])
+
+    class Configures(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                log.addHandler(logging.StreamHandler())
+
+    with Terminal("stdout", "stderr"):
+        trainer(tmp_path, kind(), max_epochs=1).fit(Configures(), DATA[:2])
+        assert log.handlers[0].stream is sys.stderr  # type: ignore[attr-defined]
 
 
 def test_a_stream_that_somebody_else_put_in_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
