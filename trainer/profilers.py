@@ -41,7 +41,8 @@ class Profiler:
     and your own: `with self.trainer.profiler.profile("attention"):`.
 
     Args:
-        dirpath: folder of what is written; by default the Trainer's `default_root_dir`.
+        dirpath: folder of what is written; by default that of the run's logger, and without one the Trainer's
+            `default_root_dir`.
         filename: the summary is written to `<stage>-<filename>.txt` there, and on several ranks by each to
             `<stage>-<filename>-<rank>.txt`; by default rank 0 prints it.
 
@@ -122,6 +123,11 @@ class Profiler:
         """
         self._stage, self._rank = stage, local_rank
         self._folder = self.dirpath if self.dirpath is not None else None if log_dir is None else Path(log_dir)
+
+    def write_to(self, folder: str | None) -> None:
+        """Called once the folder of the run's loggers is known; None if there is none. A `dirpath` goes before it."""
+        if self.dirpath is None and folder is not None:
+            self._folder = Path(folder)
 
     def describe(self) -> None:
         """Prints the summary on the first rank, or writes it to `filename` on all."""
@@ -246,7 +252,10 @@ class SimpleProfiler(Profiler):
 
 
 class AdvancedProfiler(Profiler):
-    """Profiles the function calls inside every action with cProfile.
+    """Profiles the function calls inside every action with cProfile, without those of the actions inside it.
+
+    Only one profile can run at a time: what `training_step` spends in `profile("attention")` is shown under
+    `attention` alone.
 
     Args:
         dirpath: as of every `Profiler`.
@@ -267,9 +276,11 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions: dict[str, cProfile.Profile] = {}
         """The profile of each action."""
         self._running: list[str] = []
+        self._outlived: list[str] = []
+        """Actions that had not ended when the one around them did."""
 
     def start(self, action_name: str) -> None:
-        # Only one profile can run at a time, so the outer action pauses for the inner one.
+        # The outer action pauses for the inner one.
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
         self._running.append(action_name)
@@ -277,19 +288,21 @@ class AdvancedProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         if action_name not in self._running:
-            raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
-        if self._running[-1] != action_name:
-            # One that began later goes on, or was broken off by an error.
-            self._running.reverse()
-            self._running.remove(action_name)
-            self._running.reverse()
+            if action_name not in self._outlived:
+                raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
+            self._outlived.remove(action_name)
             return
-        self.profiled_actions[self._running.pop()].disable()
+        self.profiled_actions[self._running[-1]].disable()
+        while (last := self._running.pop()) != action_name:
+            # Broken off by an error, such as a backward pass that the loop repeats.
+            self._outlived.append(last)
         if self._running:
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
         text = io.StringIO()
+        if self.profiled_actions:
+            text.write("Each action without the actions inside it.\n\n")
         for action, profile in self.profiled_actions.items():
             text.write(f"{action}\n")
             pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(self.line_count_restriction)
@@ -304,6 +317,7 @@ class AdvancedProfiler(Profiler):
         for action in self._running[-1:]:
             self.profiled_actions[action].disable()
         self._running.clear()
+        self._outlived.clear()
 
 
 class PyTorchProfiler(Profiler):

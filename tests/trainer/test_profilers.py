@@ -14,6 +14,7 @@ from models import Tiny
 from samples import numbered
 
 from leyden import Callback, ConfigurationError, Trainer
+from leyden.callbacks import CSVLogger
 from leyden.trainer.profilers import (
     AdvancedProfiler,
     PassThroughProfiler,
@@ -237,3 +238,53 @@ def test_a_profiler_closes_when_the_run_fails(fit: Any, tmp_path: Path, kind: An
         fit(Failing(), numbered(1), profiler=profiler)
     fit(Tiny(), numbered(1), profiler=profiler)
     fit(Tiny(), numbered(1), profiler=kind(tmp_path, "table"))
+
+
+def test_what_is_broken_off_inside_an_action_ends_with_it() -> None:
+    profiler = AdvancedProfiler()
+    for _ in range(2):
+        with profiler.profile("outer"):
+            profiler.start("broken off")
+        sorted([3, 1, 2])
+    with profiler.profile("next"):
+        min(1, 2)
+    own = pstats.Stats(profiler.profiled_actions["next"]).stats  # type: ignore[attr-defined]
+    assert any("min" in name for _, _, name in own)
+    left = pstats.Stats(profiler.profiled_actions["broken off"]).stats  # type: ignore[attr-defined]
+    assert not any("sorted" in name or "min" in name for _, _, name in left)
+    assert profiler.summary().startswith("Each action without the actions inside it.")
+
+
+def test_each_run_of_a_logger_has_its_own_summary(quiet: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        options = {**quiet, "logger": CSVLogger(tmp_path / "logs"), "default_root_dir": tmp_path, "max_epochs": 1}
+        run = Trainer(**options, profiler=SimpleProfiler(filename="perf"))
+        run.fit(Tiny(), numbered(2))
+        run.test(Tiny(), numbered(2), verbose=False)
+        assert run.log_dir is not None and (Path(run.log_dir) / "fit-perf.txt").exists()
+    for stage in ("fit", "test"):
+        assert len([*(tmp_path / "logs").rglob(f"{stage}-perf.txt")]) == 2
+    assert not [*tmp_path.glob("*.txt")]
+
+
+def test_a_summary_that_fails_is_a_warning(fit: Any, tmp_path: Path) -> None:
+    class Fails(Profiler):
+        ended = 0
+
+        def summary(self) -> str:
+            raise RuntimeError("no summary")
+
+        def teardown(self, stage: str | None) -> None:
+            self.ended += 1
+
+    class FailsToo(CSVLogger):
+        def finalize(self, status: str) -> None:
+            raise RuntimeError("logger")
+
+    profiler = Fails()
+    with pytest.warns(UserWarning, match="Fails failed at the end of the run: RuntimeError: no summary"):
+        trainer = fit(Tiny(), numbered(2), profiler=profiler)
+    assert profiler.ended == 1 and trainer.global_step == 2
+    with pytest.warns(UserWarning, match="no summary"), pytest.raises(RuntimeError, match="logger"):
+        fit(Tiny(), numbered(2), profiler=profiler, logger=FailsToo(tmp_path))
+    assert profiler.ended == 2

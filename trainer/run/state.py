@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -72,7 +73,7 @@ class Run:
         profiler: measures hooks and steps; None without one.
         callback_list: who takes part in runs.
         heartbeat: this rank's signs of life.
-        hooks: the listeners. Made for this run, as are the next twelve.
+        hooks: the listeners. Made for this run, as are the next thirteen.
         module: what runs.
         datamodule: whose loaders run; None without one.
         compiled: the `torch.compile` wrapper around the module; None without one.
@@ -85,6 +86,7 @@ class Run:
         resting: its schedulers do not step any more.
         origin: what the run starts from, in words.
         ckpt_path: the checkpoint that it starts from; None without one.
+        is_profiled: the profiler measures it, from its begin to its end.
         lock: of the folder that it holds alone; None if it does not.
         saves: the checkpoints that are written beside it.
         continued: the checkpoint of this same run, as far as its record says, that the fit continues; None without one.
@@ -118,6 +120,7 @@ class Run:
     resting: bool = field(default=False, init=False)
     origin: str = field(default="anew", init=False)
     ckpt_path: str | None = field(default=None, init=False)
+    is_profiled: bool = field(default=False, init=False)
     lock: FolderLock | None = field(default=None, init=False)
     saves: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
     continued: Path | None = field(default=None, init=False)
@@ -236,6 +239,7 @@ class Run:
         if self.profiler is not None:
             ranks = self.strategy.ranks
             rank = ranks.global_rank if ranks.world_size > 1 else None
+            self.is_profiled = True
             self.profiler.setup(self.state.stage or "", rank, self.arguments.default_root_dir)
         if debugging.is_debugging():
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.longest)
@@ -289,6 +293,9 @@ class Run:
         self.train_transfer = transformed(self.transfer, self.callbacks, module)
         if self.profiler is not None and self.compiled is None:
             self.profiler.watch(module)
+        if self.profiler is not None and stage != "fit":
+            # A fit's loggers may go on in the folder of the checkpoint that it resumes.
+            self.profiler.write_to(self.log_dir)
         check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
         restorer = Restorer(self, reader, goal)
         restorer.restore_weights()
@@ -448,6 +455,8 @@ class Run:
                     # W&B names its folder when its run begins.
                     _ = logger.experiment
             self.writer_folder = ranks.broadcast(self.log_dir)
+        if self.profiler is not None:
+            self.profiler.write_to(self.log_dir)
         if not silent:
             folder = self.log_dir or self.arguments.default_root_dir
             self.print(five_lines(self.strategy, self.loaders.train_loader, self.batches_per_step, folder, self.origin))
@@ -460,9 +469,23 @@ class Run:
         Args:
             status: "success", "interrupted" or "failed".
         """
-        for logger in self.loggers if self.strategy.ranks.is_global_zero else ():
-            logger.finalize(status)
-        if self.profiler is not None and self.state.stage is not None:
-            self.profiler.release()
-            self.profiler.describe()
-            self.profiler.teardown(self.state.stage)
+        try:
+            for logger in self.loggers if self.strategy.ranks.is_global_zero else ():
+                logger.finalize(status)
+        finally:
+            self._end_profiler()
+
+    def _end_profiler(self) -> None:
+        """Ends it once, also where another end fails. What it cannot tell is no reason for a run to fail."""
+        profiler, stage = self.profiler, self.state.stage
+        if profiler is None or not self.is_profiled or stage is None:
+            return
+        self.is_profiled = False
+        for end in (profiler.release, profiler.describe, partial(profiler.teardown, stage)):
+            try:
+                end()
+            except Exception as error:
+                warnings.warn(
+                    f"{type(profiler).__name__} failed at the end of the run: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
