@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of, needs
 from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple
+from leyden.trainer.cli.known_classes import import_slow
 from leyden.trainer.cli.writable import LOST, writable
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
@@ -78,6 +79,7 @@ class LeydenArgumentParser(ArgumentParser):
         self.callback_keys: list[str] = []
         self.optimizer_groups: dict[str, tuple[Classes, str]] = {}
         self.lr_scheduler_groups: dict[str, tuple[Classes, str]] = {}
+        self._ignored_in_files: set[str] = set()
 
     def add_leyden_class_args(
         self, leyden_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -147,6 +149,22 @@ class LeydenArgumentParser(ArgumentParser):
             self.add_subclass_arguments(classes, nested_key, required=False, **options)
         else:
             self.add_class_arguments(classes, nested_key, sub_configs=True, **options)
+
+    def ignore_in_files(self, names: Iterable[str]) -> None:
+        """Has files of another subcommand read without what is no argument of this one; words stay an error.
+
+        Args:
+            names: arguments of any subcommand. Those that this parser has are read.
+        """
+        self._ignored_in_files = set(names) - {action.dest for action in self._actions}
+
+    def _load_config_parser_mode(self, content: str, *args: Any, **kwargs: Any) -> Any:
+        # Each file of a configuration comes by here, also default files and those that a variable names.
+        import_slow(content)
+        config = super()._load_config_parser_mode(content, *args, **kwargs)  # type: ignore[no-untyped-call]
+        for name in self._ignored_in_files:
+            config.pop(name, None)
+        return config
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """The text of a configuration, as jsonargparse dumps it, without arguments that no file can hold.

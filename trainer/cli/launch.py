@@ -300,5 +300,5 @@ def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
         return 0
     with temporary("test") as folder:
         arguments = [*flags, "--module", "leyden.trainer.cli.trial", str(folder)]
-        with command.make_context("leyden test", arguments, parent=ctx.parent) as inner:
+        with command.make_context("test", arguments, parent=ctx.parent) as inner:
             return command.invoke(inner)

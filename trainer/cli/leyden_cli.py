@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,12 @@ class LeydenCLI:
         self.auto_configure_optimizers = auto_configure_optimizers
         self.subcommand: str | None = None
         self._parsers: dict[str | None, LeydenArgumentParser] = {}
+        self._method_options: dict[str, list[str]] = {}
 
-        import_own(sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)])
+        import_own(
+            sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)],
+            variables=self.parser_kwargs.get("env_prefix", "LEYDEN"),
+        )
         self.setup_parser(run)
         self.parse_arguments(self.parser, args)
         self.subcommand = self.config["subcommand"] if run else None
@@ -141,15 +145,22 @@ class LeydenCLI:
         if not add_subcommands:
             self._add_arguments(self.parser)
             # A configuration that a fit has saved is one for this parser, too.
-            self._add_arguments_of("fit", self.parser, names["fit"] | {action.dest for action in self.parser._actions})
+            self._add_arguments_of("fit", self.parser, names["fit"])
+            self.parser.ignore_in_files(self._all_options(names))
             return
         group = self.parser.add_subcommands(help="leyden's, each with --help of its own:")
         for name, left_out in names.items():
-            self._parsers[name] = parser = self.init_parser(**self.parser_kwargs.get(name, {}))
+            kwargs = self.parser_kwargs.get(name, {})
+            self._parsers[name] = parser = self.init_parser(**kwargs)
             self._add_arguments(parser)
             self._add_arguments_of(name, parser, left_out)
+            # One file is for all subcommands: a fit saves max_steps, which test has not.
+            parser.ignore_in_files(self._all_options(names))
             text = SUBCOMMANDS.get(name) or inspect.getdoc(getattr(_owner(self.trainer_class), name))
             group.add_subcommand(name, parser, help=text)
+            if "default_env" in kwargs:
+                # add_subcommand has given it the setting of the parser above.
+                parser.default_env = kwargs["default_env"]
 
     def add_default_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
         """Adds `--seed_everything`."""
@@ -164,7 +175,14 @@ class LeydenCLI:
         """Adds the groups `trainer`, `model` and `data`."""
         parser.add_leyden_class_args(self.trainer_class, "trainer")
         defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
-        parser.set_defaults(defaults)
+        for name, value in defaults.items():
+            try:
+                parser.set_defaults({name: value})
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"trainer_defaults: {name.partition('.')[2]} is {value!r}, which options cannot override. For an "
+                    "object give {'class_path': …, 'init_args': {…}}, or jsonargparse.lazy_instance(cls, …)."
+                ) from error
         parser.add_leyden_class_args(self.model_class, "model", self.subclass_mode_model)
         if self.datamodule_class is None:
             parser.add_leyden_class_args(DataModule, "data", subclass_mode=True, required=False)
@@ -246,9 +264,19 @@ class LeydenCLI:
         self.link_optimizers_and_lr_schedulers(parser)
 
     def _add_arguments_of(self, name: str, parser: LeydenArgumentParser, left_out: set[str]) -> None:
-        """Adds the arguments of a method of the Trainer."""
-        known = set(inspect.signature(getattr(_owner(self.trainer_class), name)).parameters)
-        parser.add_method_arguments(_owner(self.trainer_class), name, skip=(left_out | {"self"}) & known)
+        """Adds the arguments of a method of the Trainer, but for those whose names are options of one's own."""
+        left_out = left_out | {"self"} | {action.dest for action in parser._actions}
+        skip = left_out & set(_arguments_of(self.trainer_class, name))
+        self._method_options[name] = parser.add_method_arguments(_owner(self.trainer_class), name, skip=skip)
+
+    def _all_options(self, names: dict[str, set[str]]) -> set[str]:
+        """The arguments of all methods that are subcommands."""
+        return {
+            argument
+            for name, left_out in names.items()
+            for argument in _arguments_of(self.trainer_class, name)
+            if argument not in left_out
+        }
 
     def _seed(self) -> None:
         config = self._of_subcommand(self.config)
@@ -307,9 +335,8 @@ class LeydenCLI:
         if before is not None:
             before()
         method = getattr(self.trainer, subcommand)
-        known = set(inspect.signature(method).parameters) - self.subcommands()[subcommand]
         own = self._of_subcommand(self.config_init)
-        arguments = {name: own[name] for name in known if name in own}
+        arguments = {name: own[name] for name in self._method_options[subcommand] if name in own}
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
         method(self.model, **arguments)
@@ -343,6 +370,10 @@ def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
 
 def _owner(trainer_class: Any) -> type:
     return trainer_class if isinstance(trainer_class, type) else Trainer
+
+
+def _arguments_of(trainer_class: Any, method: str) -> Iterable[str]:
+    return inspect.signature(getattr(_owner(trainer_class), method)).parameters
 
 
 def _parameters(trainer_class: Any) -> dict[str, inspect.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ import click
 
 STAGES = ("fit", "validate", "test", "predict")
 OPTIONS = ("-c", "--config", "--print_config", "--ckpt_path", "--weights_only", "--verbose", "--seed_everything")
+SHORT = re.compile(r"-c(?!$)")
+"""-c with its file in the same word."""
 GROUPS = ("--trainer", "--model", "--data", "--optimizer", "--lr_scheduler")
 
 
@@ -21,11 +24,15 @@ def is_stage(words: Sequence[str]) -> bool:
     Example:
         >>> is_stage(["test", "--num_processes", "2"]), is_stage(["test", "--config=run.yaml"])
         (False, True)
+        >>> is_stage(["test", "-crun.yaml"])
+        True
     """
     if not words or words[0] != "test":
         return bool(words) and words[0] in STAGES
     names = [word.partition("=")[0] for word in words[1:]]
-    return any(name in OPTIONS or name.partition(".")[0].rstrip("+") in GROUPS for name in names)
+    return any(
+        name in OPTIONS or bool(SHORT.match(name)) or name.partition(".")[0].rstrip("+") in GROUPS for name in names
+    )
 
 
 def run(words: Sequence[str]) -> int:

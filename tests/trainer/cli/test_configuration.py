@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -114,6 +115,30 @@ def test_arguments_of_fit_are_options() -> None:
     assert "checkpoints" in resumed.trainer.ckpt_path
     tested = LeydenCLI(OwnNet, Points, args=["test", *QUICK[:1], *QUICK[2:], "--ckpt_path=last", "--model.width=4"])
     assert torch.equal(tested.model.net[0].weight, resumed.model.net[0].weight)
+
+
+def test_the_configuration_that_one_subcommand_saves_is_read_by_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    cli_of("--trainer.enable_checkpointing=true", "--max_steps=2", "--model.width=5", "--restore=weights")
+    for name in ("validate", "test", "predict"):
+        run = LeydenCLI(OwnNet, Points, args=[name, "--config=config.yaml", "--ckpt_path=last"])
+        assert run.model.hparams.width == 5
+        assert "restore" not in run.config[name]
+    words = ["fit", "--config=test-config.yaml", "--ckpt_path=null", "--max_steps=1"]
+    again = LeydenCLI(OwnNet, Points, args=words, save_config_callback=None)
+    assert (again.trainer.global_step, again.model.hparams.width) == (1, 5)
+    built = LeydenCLI(OwnNet, Points, args=["--config=test-config.yaml"], run=False)
+    assert built.model.hparams.width == 5
+    assert "max_steps" in fails(capsys, lambda: LeydenCLI(OwnNet, Points, args=["test", "--max_steps=1"]))
+
+
+def test_an_option_of_ones_own_takes_the_place_of_an_argument_of_the_method() -> None:
+    class Own(LeydenCLI):
+        def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
+            parser.add_argument("--max_steps", default="many")
+            parser.add_argument("--verbose", type=int, default=3)
+
+    cli = cli_of("--max_steps=few", kind=Own)
+    assert (cli.trainer.global_step, cli.config.fit.max_steps, cli.config.fit.verbose) == (4, "few", 3)
 
 
 def test_a_method_of_ones_own_trainer_is_a_subcommand() -> None:
@@ -307,6 +332,9 @@ def test_defaults_of_the_trainer_are_replaced_and_can_be_overridden() -> None:
     cli = LeydenCLI(OwnNet, Points, args=[], run=False, trainer_defaults=defaults)
     assert (cli.trainer.max_epochs, cli.trainer.logger.name) == (5, "mine")
 
+    with pytest.raises(ConfigurationError, match=r"trainer_defaults: logger is .*lazy_instance"):
+        built(trainer_defaults={"logger": CSVLogger("x")})
+
     class Longer(Trainer):
         def __init__(self, *, extra: int = 1, **kwargs: Any) -> None:
             super().__init__(**kwargs)
@@ -398,7 +426,34 @@ def test_environment_variables_and_default_files_stand_below_the_command_line(mo
     assert (cli.model.hparams.width, cli.model.hparams.rate) == (8, 0.25)
     parser_kwargs = {"fit": {"default_config_files": [path]}}
     assert cli_of(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 8
+    parser_kwargs = {"fit": {"default_env": True}}
+    assert cli_of(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 5
     assert built(parser_kwargs={"default_config_files": [path]}).model.hparams.width == 8
+
+
+def test_a_class_that_is_slow_to_import_is_found_in_every_source() -> None:
+    """In processes of their own: a class that is imported is found anyway."""
+    program = """
+import os, sys
+from configured import OwnNet
+from leyden import LeydenCLI
+kwargs = {"nested": {}, "default": {"default_config_files": ["t.yaml"]}, "variable": {"default_env": True}}
+words = ["--config=outer/o.yaml"] if sys.argv[1] == "nested" else []
+assert "leyden.strategies.fsdp.strategy" not in sys.modules
+cli = LeydenCLI(OwnNet, args=words, run=False, parser_kwargs=kwargs[sys.argv[1]])
+assert type(cli.trainer.strategy).__name__ == "FSDPStrategy", cli.trainer.strategy
+"""
+    trainer = {"accelerator": "cpu", "strategy": "FSDPStrategy", "logger": False}
+    Path("outer").mkdir()
+    write("outer/o.yaml", trainer="deep.yaml")
+    write("outer/deep.yaml", **trainer)
+    write("t.yaml", trainer=trainer)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    variables = {"LEYDEN_TRAINER__STRATEGY": "FSDPStrategy", "LEYDEN_TRAINER__ACCELERATOR": "cpu"}
+    for source in ("nested", "default", "variable"):
+        env = {**os.environ, "PYTHONPATH": paths, **(variables if source == "variable" else {})}
+        done = subprocess.run([sys.executable, "-c", program, source], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, (source, done.stderr)
 
 
 def test_values_are_interpolated() -> None:
