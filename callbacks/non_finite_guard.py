@@ -87,13 +87,16 @@ class NonFiniteGuard(Callback):
         self.action, self.patience, self.further_batches = action, patience, further_batches
         self.skipped: list[int] = []
         self.rolled_back: list[tuple[int, int]] = []
-        self._in_a_row = 0
+        self._in_a_row = self._before = 0
+        """Bad steps in a row, this one included, and without it."""
+        self._batches = -1
+        """Batches done before the step that was looked at last."""
         self._bad: tuple[int, str] | None = None
         """The step after which the run goes back, and what was wrong with it; None if nothing was."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         # An error may have ended the last fit within a bad step.
-        self._bad = None
+        self._bad, self._batches = None, -1
         if stage == "fit" and trainer.strategy.drives_one:
             raise ConfigurationError(
                 f"NonFiniteGuard reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: leave "
@@ -120,10 +123,13 @@ class NonFiniteGuard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not self._is_bad(trainer, parameters):
-            self._in_a_row = 0
+        is_bad, batches = self._is_bad(trainer, parameters), trainer.progress.batches
+        if batches != self._batches:
+            # The first of the step's optimizers: the step is good if all of them are.
+            self._batches, self._before, self._in_a_row = batches, self._in_a_row, 0
+        if not is_bad:
             return
-        self._in_a_row += 1
+        self._in_a_row = self._before + 1
         scales = trainer.strategy.precision.may_skip
         is_over = self.patience is not None and self._in_a_row > self.patience
         goes_back = self.action == "rollback" and (is_over or not scales)

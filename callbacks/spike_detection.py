@@ -140,6 +140,13 @@ class SpikeDetection(Callback):
         losses, self._last, self._seen, self.bad_batches, self._next = self._read(state)
         self._losses = deque(losses, maxlen=self.window)
 
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        """Goes back, on all ranks alike: an answer that is on its way is on a batch that is undone."""
+        if self._asked is not None:
+            self._asked[1]()
+        self._asked, self._next = None, None
+        super().go_back(state, step)
+
     def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int], _Batch | None]:
         saved, batch = SavedState(state), None
         losses = [saved_loss.number("loss") for saved_loss in map(_one, saved.items("losses"))]

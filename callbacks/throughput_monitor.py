@@ -99,6 +99,8 @@ class ThroughputMonitor(Callback):
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Keeps its totals, of what was read and computed: it is no less for being undone."""
+        # Steps that come again get their rows again.
+        self._row = min(self._row, step)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import csv
 import itertools
 import json
 import math
+import multiprocessing
 import shutil
 import warnings
 from pathlib import Path
@@ -509,6 +511,9 @@ def test_time_and_totals_do_not_come_back_and_rows_stay(tmp_path: Path) -> None:
     rows = [line.split(",")[0] for line in Path(logger.metrics_file_path).read_text().splitlines()[1:]]
     # Step 8 is the bad one; 6 to 8 are there once more.
     assert [step for step, _ in itertools.groupby(rows)][:12] == [*"12345678", *"6789"]
+    with open(logger.metrics_file_path, newline="") as file:
+        measured = [row["step"] for row in csv.DictReader(file) if row["train/device/batches_per_sec"]]
+    assert measured[:10] == [*"2345678", *"678"]
 
 
 def test_a_ranking_keeps_the_checkpoints_that_are_there(tmp_path: Path) -> None:
@@ -590,6 +595,107 @@ def test_a_scaler_leaves_steps_out_and_goes_back_after_too_many(tmp_path: Path) 
         assert trainer.global_step == (16 if places else 20)
     # Four halvings, or the scale of the checkpoint.
     assert scales[0] == scales[1] == scales[2] / 16
+
+
+class Validated(Callback):
+    """Does something after each validation."""
+
+    def __init__(self, does: Any) -> None:
+        self.does = does
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.does(trainer)
+
+
+def test_batches_that_are_passed_over_do_not_drop_the_validation_at_the_epochs_end(tmp_path: Path) -> None:
+    # Of 20 batches; the bad one is the 8th, and 17 more would be passed over.
+    for interval, further, places in (
+        (20, 17, [(0, 20)]),
+        (5, 17, [(0, 5), (0, 20)]),
+        (10, 17, [(0, 20)]),
+        (4, 2, [(0, 4), (0, 10), (0, 12), (0, 16), (0, 20)]),
+        (8, 17, [(0, 20)]),
+        (1.0, 17, [(0, 20)]),
+        (0.5, 1, [(0, 10), (0, 20)]),
+    ):
+        module = seeded((7,))
+        seen: list[tuple[int, int]] = []
+        looks = Validated(lambda trainer, to=seen: to.append((trainer.current_epoch, trainer.progress.batch)))
+        guard = NonFiniteGuard("rollback", further_batches=further)
+        val = DataLoader(Data(size=2), 2)
+        folder = tmp_path / f"{interval} {further}"
+        settings = {"val_check_interval": interval, "max_epochs": 1, "num_sanity_val_steps": 0, "val": val}
+        run(folder, module, looks, guard=guard, **settings)
+        assert (interval, seen) == (interval, places)
+
+
+class Windows(TrainModule):
+    """Steps by hand, after every fourth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.net(batch).square().mean())
+        if (batch_idx + 1) % 4 == 0:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_window_by_hand_begins_anew(tmp_path: Path) -> None:
+    found: list[list[bool]] = []
+
+    def goes_back(trainer: Trainer) -> None:
+        parameters = list(trainer.lightning_module.parameters())
+        before = [parameter.grad is not None for parameter in parameters]
+        trainer.roll_back()
+        found.extend([before, [parameter.grad is not None for parameter in parameters]])
+
+    seed_everything(3)
+    run(tmp_path, Windows(), At(10, goes_back), every=1, max_epochs=1)
+    assert found == [[True, True], [False, False]]
+
+
+def test_a_step_of_two_optimizers_counts_once_and_is_bad_if_one_is(tmp_path: Path) -> None:
+    class Two(TrainModule):
+        def __init__(self, bad: int) -> None:
+            super().__init__()
+            self.automatic_optimization, self.bad = False, bad
+            self.nets = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizers: Any = self.optimizers()
+            for number, (optimizer, net) in enumerate(zip(optimizers, self.nets, strict=True)):
+                optimizer.zero_grad()
+                self.manual_backward(net(batch).square().mean() * (math.nan if number == self.bad else 1.0))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), 0.1) for net in self.nets]
+
+    for bad in (0, 1):
+        guard = NonFiniteGuard("skip", patience=2)
+        with pytest.raises(NonFiniteError, match="step 3 .* for 3 steps in a row"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            run(tmp_path / str(bad), Two(bad), guard=guard, max_epochs=1)
+        assert guard.skipped == [1, 2]
+
+
+def test_workers_end_with_an_epoch_that_is_cut() -> None:
+    class Cuts(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    before = set(multiprocessing.active_children())
+    trainer = Trainer(**{**QUIET, "max_epochs": 1}, callbacks=[Cuts()])
+    trainer.fit(Squares(), DataLoader(Data(), 2, num_workers=1))
+    assert set(multiprocessing.active_children()) == before and trainer.global_step == 2
 
 
 def test_an_older_state_has_gone_back_nowhere() -> None:

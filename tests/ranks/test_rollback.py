@@ -14,8 +14,8 @@ from samples import pairs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import Trainer, seed_everything
-from leyden.callbacks import ModelCheckpoint, NonFiniteGuard
+from leyden import Callback, Trainer, seed_everything
+from leyden.callbacks import ModelCheckpoint, NonFiniteGuard, SpikeDetection
 
 
 class Net(Squares):
@@ -47,8 +47,32 @@ def trained(root: str, strategy: str, max_steps: int = -1, path: str | None = No
     return [guard.rolled_back, trainer.global_step, torch.cat([tensor.detach().flatten() for tensor in whole]).tolist()]
 
 
+class Jumps(Net):
+    """The loss of rank 1 is a thousand times as large in one batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Squares.training_step(self, batch, batch_idx)
+        return loss * 1000 if batch_idx == 5 and self.trainer.global_rank == 1 else loss
+
+
+class GoesBack(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 7:
+            trainer.roll_back()
+
+
+def forgets_a_spike(root: str) -> list[Any]:
+    """Goes back while the ranks' answer on the batch that jumps is on its way."""
+    seed_everything(3)
+    spikes, saves = SpikeDetection(atol=10.0), ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
+    settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "devices": 2, "max_epochs": 1}
+    trainer = Trainer(**settings, callbacks=[GoesBack(), spikes, saves], default_root_dir=root)
+    trainer.fit(Jumps(), DataLoader(pairs(20, inputs=2), 1))
+    return [trainer.global_step, spikes.bad_batches]
+
+
 def on_ranks(root: str) -> dict[str, list[Any]]:
-    found = {}
+    found = {"spike": forgets_a_spike(f"{root}/spike")}
     for strategy in ("ddp", "fsdp"):
         found[strategy] = trained(f"{root}/{strategy}/whole", strategy)
         trained(f"{root}/{strategy}/cut", strategy, max_steps=9)
@@ -58,6 +82,7 @@ def on_ranks(root: str) -> dict[str, list[Any]]:
 
 def test_all_ranks_go_back_together_and_a_resume_is_exact(tmp_path: Any) -> None:
     ranks: list[dict[str, list[Any]]] = run_world(2, on_ranks, str(tmp_path))
+    assert all(found["spike"] == [6, []] for found in ranks)
     for strategy in ("ddp", "fsdp"):
         for found in ranks:
             places, steps, weights = found[strategy]

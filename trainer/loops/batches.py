@@ -132,16 +132,17 @@ def pass_over(left: Iterator[tuple[Any, bool]], number: int, count: Count, engin
         count: counts each batch.
         engine: is told of the share of each, and in the end again of that of the batch that is being trained.
     """
-    share, ended = engine.share, False
+    share, ended, drawn = engine.share, False, 0
     for batch, is_last in itertools.islice(left, number):
-        ended = is_last
+        ended, drawn = is_last, drawn + 1
         if count.shares:
             batch, own = batch
             engine.begin_batch(own)
         count.passed_over(batch)
     if share is not None:
         engine.begin_batch(share)
-    return ended
+    # A loader may end before its length.
+    return ended or drawn < number
 
 
 def warn_of_length(promised: int, found: int) -> None:

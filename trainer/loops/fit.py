@@ -186,9 +186,9 @@ class FitLoop:
                 self._end_share()
             if window.closes:
                 if progress.phase == "stepped":
-                    self._follow_window(is_last)
+                    self._follow_window(progress.ended)
                 if self._cut or self._stops():
-                    return is_last
+                    return progress.ended
         return True
 
     def _drawn_epoch(self) -> bool:
@@ -211,15 +211,15 @@ class FitLoop:
                 self._cut = True
                 return True
             window.end_batch()
-            is_last = self._end_window(draws.is_last)
+            self._end_window(draws.is_last)
             outputs = detached(outputs)
             self._end_batch(outputs, draws, batch_idx)
             outputs = None
             self.logs.end_batch()
             self._end_share()
-            self._follow_window(is_last)
-            if self._cut or self._stops():
-                return is_last
+            self._follow_window(progress.ended)
+            if progress.ended or self._stops():
+                return progress.ended
         return True
 
     # a batch's start and end ------------------------------------------------------------------------------------------
@@ -321,7 +321,9 @@ class FitLoop:
     def pass_over(self, batches: int) -> None:
         """Draws so many batches of this epoch, or those that are left, and trains none of them."""
         if pass_over(self._left, batches, self.count, self.engine) and not self.progress.ended:
+            # The window has turned out to be the epoch's last one: its validation is due by what it has passed, too.
             self.progress.cut_short()
+            self._after_step(True)
 
     def _limit_of_unknown(self) -> int | None:
         """The maximum number of batches to read from a loader of unknown length; None for no limit."""
@@ -336,6 +338,7 @@ class FitLoop:
                 continue.
         """
         progress = self.progress
+        self._left = iter(())  # With it the loader's workers end, where the epoch was cut.
         self.count.end_epoch()
         fell_short = self.num_batches is not None and 0 < progress.batch < self.num_batches
         if self.engine.window.is_open:

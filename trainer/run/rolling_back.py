@@ -82,6 +82,10 @@ def roll_back(trainer: Trainer, run: Run, loop: ReadLoop | None, further_batches
         if len(gained) > len(restorer.gained()):
             raise LeydenError(f"the optimizer has lost the groups of {_some(gained)}, which it gained within an epoch.")
         run.strategy.check_trained()
+        # What a step of the user's own has summed up of its window is of weights that are gone.
+        for optimizer in run.engine.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        run.module.zero_grad(set_to_none=True)
     if loop is not None:
         loop.pass_over(further_batches)
     return reader.path
