@@ -27,6 +27,7 @@ PHASES = {
     Phase.COMPILING: "compiling",
     Phase.ENDING: "ending the run",
     Phase.PREPARING: "preparing data and model",
+    Phase.GOING_BACK: "going back to a checkpoint",
 }
 
 

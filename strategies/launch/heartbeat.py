@@ -44,6 +44,7 @@ class Phase(enum.IntEnum):
     COMPILING = 7
     ENDING = 8
     PREPARING = 9
+    GOING_BACK = 10
 
 
 class Slot:

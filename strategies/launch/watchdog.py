@@ -62,6 +62,7 @@ LONGER = {
     Phase.TRAINING: 1,
     Phase.EPOCH: 5,
     Phase.EVALUATION: 5,
+    Phase.GOING_BACK: 5,
 }
 """How many times a given limit, which is that of a training batch, a phase may take."""
 LONGEST = 30

@@ -607,6 +607,31 @@ class Validated(Callback):
         self.does(trainer)
 
 
+@pytest.mark.parametrize("ends", ["limit", "error"])
+def test_a_checkpoint_of_the_runs_end_is_none_to_go_back_to(ends: str, tmp_path: Path) -> None:
+    """A run that was not ended there would not have saved it."""
+
+    def fitted(folder: Path, *callbacks: Callback, **arguments: Any) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+        module = seeded((8,))
+        saves = ModelCheckpoint(every_n_train_steps=5, save_top_k=-1, save_last=True, save_on_exception=True)
+        trainer, guard = run(folder, module, *callbacks, saves=saves, **{"max_epochs": 1, **arguments})
+        return guard.rolled_back, state_of(module, trainer)
+
+    places, wanted = fitted(tmp_path / "whole")
+    assert places == [(9, 5)]
+    # Ended twice, before the step is undone: the second end's checkpoint follows the first one's.
+    for stop in (6, 7):
+        path = "last" if stop == 7 else None
+        if ends == "limit":
+            fitted(tmp_path / ends, max_steps=stop, path=path)
+        else:
+            with pytest.raises(RuntimeError, match="broken off"):
+                fitted(tmp_path / ends, At(stop, broken_off), path=path)
+    assert (tmp_path / ends / "checkpoints" / "epoch=0-step=7").exists()
+    places, found = fitted(tmp_path / ends, path="last")
+    assert places == [(9, 5)] and differences(found, wanted) == []
+
+
 def test_batches_that_are_passed_over_do_not_drop_the_validation_at_the_epochs_end(tmp_path: Path) -> None:
     # Of 20 batches; the bad one is the 8th, and 17 more would be passed over.
     for interval, further, places in (

@@ -14,7 +14,7 @@ from samples import pairs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import Callback, Trainer, seed_everything
+from leyden import Callback, LeydenError, Trainer, seed_everything
 from leyden.callbacks import ModelCheckpoint, NonFiniteGuard, SpikeDetection
 
 
@@ -61,6 +61,37 @@ class GoesBack(Callback):
             trainer.roll_back()
 
 
+class GoesBackAtTheEnd(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.roll_back()
+
+
+class Closing(GoesBackAtTheEnd):
+    closing_hooks = frozenset({"on_train_batch_end"})
+
+
+def goes_back_after_a_single_sample(root: str, callback: Callback) -> int:
+    """The last batch has no sample for rank 1."""
+    saves = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
+    settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "devices": 2, "max_epochs": 1}
+    trainer = Trainer(**settings, callbacks=[callback, saves], default_root_dir=root)
+    trainer.fit(Squares(), DataLoader(pairs(9, inputs=2), 1))
+    return int(trainer.global_step)
+
+
+def refused(root: str) -> str:
+    try:
+        return str(goes_back_after_a_single_sample(root, GoesBackAtTheEnd()))
+    except LeydenError as error:
+        return str(error)
+
+
+def test_a_hook_that_a_rank_without_a_sample_does_not_hear_of_is_refused(tmp_path: Any) -> None:
+    found = run_world(2, refused, str(tmp_path), may_fail=True)
+    assert "with closing_hooks = frozenset" in str(found[0])
+
+
 def forgets_a_spike(root: str) -> list[Any]:
     """Goes back while the ranks' answer on the batch that jumps is on its way."""
     seed_everything(3)
@@ -73,6 +104,7 @@ def forgets_a_spike(root: str) -> list[Any]:
 
 def on_ranks(root: str) -> dict[str, list[Any]]:
     found = {"spike": forgets_a_spike(f"{root}/spike")}
+    found["single"] = [goes_back_after_a_single_sample(f"{root}/single", Closing())]
     for strategy in ("ddp", "fsdp"):
         found[strategy] = trained(f"{root}/{strategy}/whole", strategy)
         trained(f"{root}/{strategy}/cut", strategy, max_steps=9)
@@ -82,7 +114,7 @@ def on_ranks(root: str) -> dict[str, list[Any]]:
 
 def test_all_ranks_go_back_together_and_a_resume_is_exact(tmp_path: Any) -> None:
     ranks: list[dict[str, list[Any]]] = run_world(2, on_ranks, str(tmp_path))
-    assert all(found["spike"] == [6, []] for found in ranks)
+    assert all(found["spike"] == [6, []] and found["single"] == [4] for found in ranks)
     for strategy in ("ddp", "fsdp"):
         for found in ranks:
             places, steps, weights = found[strategy]

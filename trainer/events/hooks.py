@@ -138,6 +138,8 @@ class Hooks:
     ) -> None:
         self.current = ""
         """The hook that runs now: it decides whether what `self.log` is given belongs to a step or to an epoch."""
+        self.is_closing = False
+        """It is a closing callback's."""
         self._main: dict[str, tuple[Call, ...]] = {}
         self._closing: dict[str, tuple[Call, ...]] = {}
         self._users: set[int] = set()
@@ -242,7 +244,11 @@ class Hooks:
         """Calls the closing callbacks."""
         calls = self._closing.get(event)
         if calls is not None:
-            self._call(event, calls, args)
+            before, self.is_closing = self.is_closing, True
+            try:
+                self._call(event, calls, args)
+            finally:
+                self.is_closing = before
 
     def fire_all(self, event: str, *args: Any) -> Any:
         """Calls everyone, in order: for events without metrics to reduce."""

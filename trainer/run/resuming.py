@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
+PLACES = "goes_back"
+"""File of a checkpoint that was saved as the run ended: the paths of those before it, seen from its folder."""
 WORDS = ("last", "best", "auto", "current")
 """What `ckpt_path` may be in place of a path."""
 
@@ -234,6 +236,23 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
     resumes = bool(goal.parts & {"progress", "optimizers"})
     if isinstance(reader, CheckpointReader) and identity is not None and resumes and reader.has("user"):
         _compare(identity, reader, goal, warns)
+
+
+def places_of(path: Path, reader: Reader | None) -> list[Path]:
+    """The checkpoints to which a run may go back that continues one, the newest last.
+
+    It is that one, unless the run's end was the reason for it: then those that the run had saved before, as one that
+    is not interrupted goes back to them.
+
+    Raises:
+        CheckpointError: if its record is damaged.
+    """
+    if not isinstance(reader, CheckpointReader) or not reader.has(PLACES):
+        return [path]
+    found = reader.json(PLACES)
+    if not isinstance(found, list) or not all(isinstance(place, str) for place in found):
+        raise CheckpointError(reader.path / f"{PLACES}.json", "does not say which checkpoints were saved before it.")
+    return [Path(os.path.realpath(os.path.realpath(path.parent) + os.sep + place)) for place in found]
 
 
 def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:

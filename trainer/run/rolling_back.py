@@ -63,7 +63,7 @@ def roll_back(trainer: Trainer, run: Run, loop: ReadLoop | None, further_batches
         raise LeydenError(f"roll_back(further_batches={further_batches!r}): give a number from 0.")
     _check_place(run)
     run.finish_saves()
-    with run.heartbeat.during(Phase.PREPARING):
+    with run.heartbeat.during(Phase.GOING_BACK):
         reader = _last(run, trainer.saves_on_each_node)
         now, before = Progress.from_dict(run.progress.to_dict()), progress_of(reader)
         restorer = Restorer(run, reader, Goal(str(reader.path), frozenset(PARTS) - KEPT), within=True)
@@ -97,6 +97,12 @@ def _check_place(run: Run) -> None:
         raise LeydenError(
             "roll_back goes back between two steps: call it in on_train_batch_end, where trainer.window_is_over."
         )
+    share = run.engine.share
+    if share is not None and share.idle and not run.hooks.is_closing:
+        raise LeydenError(
+            "roll_back is for all ranks, and on one that has no sample of this batch this on_train_batch_end is not "
+            'called: call it in a callback with closing_hooks = frozenset({"on_train_batch_end"}).'
+        )
     if replay_of(run.arguments) is not None:
         raise LeydenError(
             "leyden replay shows steps as they were taken first, and this is where the run has gone back: replay a "
@@ -117,7 +123,7 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
         LeydenError: if there is none.
     """
     ranks = CheckpointRanks(run.strategy, run.arguments.default_root_dir, each_node)
-    places = [*_continued(run), *run.saved]
+    places = places_now(run)
     there = {path for path in places if os.path.lexists(staging.standing(path))} if ranks.is_keeper else None
     kept = [found for found in ranks.gather(there) if found is not None]
     damaged = 0
@@ -142,16 +148,17 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
     )
 
 
-def _continued(run: Run) -> list[Path]:
-    """The checkpoint that the fit continues, if it is in a folder of this run's own."""
+def places_now(run: Run) -> list[Path]:
+    """The checkpoints to which a run may go back, the newest last.
+
+    Those from before a resume are, if they are in a folder of this run's own.
+    """
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
 
-    if run.continued is None:
-        return []
-    path = Path(os.path.realpath(run.continued))
     folders = [callback.dirpath for callback in run.callbacks if isinstance(callback, ModelCheckpoint)]
-    own = any(folder is not None and path.is_relative_to(os.path.realpath(folder)) for folder in folders)
-    return [path] if own else []
+    own = [os.path.realpath(folder) for folder in folders if folder is not None]
+    before = [Path(os.path.realpath(path)) for path in run.continued]
+    return [*(path for path in before if any(path.is_relative_to(folder) for folder in own)), *run.saved]
 
 
 # epochs ---------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,8 @@ from leyden.trainer.run.build import saves_asynchronously
 from leyden.trainer.run.command import FILE as COMMAND
 from leyden.trainer.run.command import Command
 from leyden.trainer.run.identity import FILE as IDENTITY
-from leyden.trainer.run.resuming import depth_of
+from leyden.trainer.run.resuming import PLACES, depth_of
+from leyden.trainer.run.rolling_back import places_now
 from leyden.trainer.run.run_states import rank_owners, step_states_of
 from leyden.trainer.run.user_states import UserStates
 
@@ -85,7 +87,10 @@ def save(
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
     home = _home(trainer, Path(os.path.abspath(path)))
-    noted = run.note_weights if weights_only else run.note_save
+    # One that is saved as the run ends is none that a run without an end would have: nobody goes back to it.
+    is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
+    is_scheduled = not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
+    noted = run.note_save if is_scheduled and not weights_only else run.note_weights
     optimizers, copies = steppers(run.engine), None
     # One save at a time.
     if asynchronous:
@@ -105,6 +110,8 @@ def save(
             strategy.save(writer, run.module, None)
         else:
             _save_states(run, loop, writer, ranks)
+            if not is_scheduled:
+                writer.json(PLACES, _relative(places_now(run), Path(os.path.realpath(path.parent))))
         hparams = UserStates(run).hparams()
         if hparams:
             writer.state("hparams", hparams)
@@ -120,6 +127,11 @@ def save(
             return written
         writer.beside()
         return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, noted).path
+
+
+def _relative(places: Iterable[Path], folder: Path) -> list[str]:
+    """The paths, seen from a folder, of those that are still there."""
+    return [os.path.relpath(os.path.realpath(place), folder) for place in places if os.path.lexists(place)]
 
 
 def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:

@@ -33,7 +33,7 @@ from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders, transfer_of, transformed
 from leyden.trainer.run.restoring import Restorer, kept_state
-from leyden.trainer.run.resuming import check_same_run, continued_path
+from leyden.trainer.run.resuming import check_same_run, continued_path, places_of
 from leyden.trainer.run.rows import send_rows
 from leyden.trainer.run.summary import five_lines, settings_of
 from leyden.trainer.run.unheard import warn_of_unheard
@@ -89,7 +89,8 @@ class Run:
         is_profiled: the profiler measures it, from its begin to its end.
         lock: of the folder that it holds alone; None if it does not.
         saves: the checkpoints that are written beside it.
-        continued: the checkpoint of this same run, as far as its record says, that the fit continues; None without one.
+        continued: the checkpoints of this same run, as far as its record says, from before the fit, to which it may go
+            back; the newest last.
         progress: how far training is. Taken over, as are the next six; a fit that starts anew makes its own.
         saved: the checkpoints that the fit has saved and could be resumed from, the newest last.
         schedulers: of learning rates, each with the times at which it steps.
@@ -123,7 +124,7 @@ class Run:
     is_profiled: bool = field(default=False, init=False)
     lock: FolderLock | None = field(default=None, init=False)
     saves: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
-    continued: Path | None = field(default=None, init=False)
+    continued: list[Path] = field(default_factory=list, init=False)
 
     progress: Progress
     saved: dict[Path, None] = field(default_factory=dict)
@@ -358,7 +359,8 @@ class Run:
         if self.identity is not None:
             self.identity = self.identity.with_optimizers(optimizers)
             check_same_run(self.identity, restorer.reader, goal, strategy.ranks.is_global_zero)
-            self.continued = continued_path(self.identity, restorer.reader, goal)
+            path = continued_path(self.identity, restorer.reader, goal)
+            self.continued = [] if path is None else places_of(path, restorer.reader)
         strategy.check_settings(settings_of(self, len(optimizers)))
         strategy.precision.reset()
         engine.prepare_optimizers([module], optimizers)
