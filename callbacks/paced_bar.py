@@ -46,6 +46,8 @@ class PacedProgressBar(ProgressBar, ABC):
         """When the training bar may be drawn again, in `time.perf_counter` seconds; never outside a training."""
         self._eval_due = NEVER
         self._eval_done = 0
+        self._eval_batch = 0
+        """Batches of the loader that is evaluated now."""
         self._eval_total: int | None = None
         self._eval_name = ""
         self._eval_since = 0.0
@@ -159,7 +161,7 @@ class PacedProgressBar(ProgressBar, ABC):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._eval_done += 1
+        self._eval_done, self._eval_batch = self._eval_done + 1, batch_idx + 1
         if time.perf_counter() >= self._eval_due and not self._eval_done % self._refresh_rate:
             self._show_evaluation()
 
@@ -212,7 +214,7 @@ class PacedProgressBar(ProgressBar, ABC):
         return {name: metrics[name] for name in self._names if name in metrics}
 
     def _begin_evaluation(self, trainer: Trainer, stage: str, name: str, sizes: Any) -> None:
-        self._eval_due, self._eval_done, self._eval_name = NEVER, 0, name
+        self._eval_due, self._eval_done, self._eval_batch, self._eval_name = NEVER, 0, 0, name
         if self.is_disabled:
             return
         if not self._is_training:

@@ -166,7 +166,9 @@ class TQDMProgressBar(PacedProgressBar):
 
     def _draw_evaluation(self, done: int) -> None:
         for bar in self._of_evaluation().values():
-            draw(bar, done)
+            # A subclass may reset it for each loader.
+            of_all = getattr(bar, "total", self._eval_total) == self._eval_total
+            draw(bar, done if of_all else self._eval_batch)
 
     def _close_evaluation(self) -> None:
         for stage, bar in self._of_evaluation().items():

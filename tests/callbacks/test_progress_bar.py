@@ -192,6 +192,25 @@ def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> 
     assert any("loss=" in line for line in lines) and not any("v_num" in line for line in lines)
 
 
+def test_a_bar_that_is_reset_for_each_loader_counts_its_batches(tmp_path: Path, every_batch: None) -> None:
+    class ForEachLoader(TQDMProgressBar):
+        def on_validation_batch_start(
+            self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            if self.has_dataloader_changed(dataloader_idx):
+                self.val_progress_bar.reset(self.total_val_batches_current_dataloader)
+                self.val_progress_bar.initial = 0
+                self.val_progress_bar.set_description(f"DL {dataloader_idx}")
+
+    loaders = [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 10)]
+    with Terminal() as terminal:
+        trainer(tmp_path, ForEachLoader()).validate(Net(), loaders, verbose=False)
+    lines = terminal.drawn()
+    # The reset to the next loader's batches comes before its name.
+    assert numbers(lines, "DL 0")[-2:] == ["3/3", "0/5"] and numbers(lines, "DL 1")[-1] == "5/5"
+    assert not any("it [" in line for line in lines)
+
+
 def test_the_same_bar_runs_where_none_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Lit(TQDMProgressBar):
         def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
