@@ -91,9 +91,9 @@ def _check_lists(batch: Any) -> None:
         lengths = {len(tensor) for tensor in item if isinstance(tensor, Tensor) and tensor.ndim}
         if len(lengths) > 1:
             raise ConfigurationError(
-                f"a batch has a list of tensors of the lengths {sorted(lengths)}, and micro-batches are cut by "
-                "samples: have the loader's collate_fn put samples of several lengths into one padded tensor, and give "
-                "what all samples share a name in a dict."
+                f"a batch has {kind_of(item)} of tensors of the lengths {sorted(lengths)}, and micro-batches are cut "
+                "by samples: have the loader's collate_fn put samples of several lengths into one padded tensor, and "
+                "give what all samples share a name in a dict."
             )
 
 
@@ -159,12 +159,21 @@ def together(outputs: Sequence[Any], parts: Sequence[Part], loss: Tensor) -> Any
     Returns:
         The loss; or a dict with it, in which tensors with an entry for each sample are put together, numbers are means,
         `num_items` is a sum, and of anything else there is a list with an entry for each micro-batch.
+
+    Raises:
+        ConfigurationError: for a key that only some micro-batches have.
     """
     if not isinstance(outputs[0], dict):
         return loss
     counted = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
     found: dict[Any, Any] = {}
-    for key in outputs[0]:
+    for key in dict.fromkeys(key for output, _ in counted for key in output):
+        lacking = sum(key not in output for output, _ in counted)
+        if lacking:
+            raise ConfigurationError(
+                f"training_step returned {key!r} for a micro-batch, and not for {lacking} of the {len(counted)} "
+                "micro-batches of the batch: return the same keys each time."
+            )
         values = [output[key] for output, _ in counted]
         sizes = [part.rows for _, part in counted]
         if key == "loss":

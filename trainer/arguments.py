@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -131,7 +131,9 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     return arguments if replay is None else dataclasses.replace(arguments, **replay.arguments()), named
 
 
-def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: bool) -> dict[str, Any]:
+def for_trial(
+    arguments: Arguments, callbacks: Sequence[Callback], within_run: bool, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a Trainer for short runs on the same devices, which write and print nothing.
 
     Args:
@@ -139,6 +141,7 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
         callbacks: its own. A trial has a copy of a `GradientAccumulation` and of an
             `ActivationCheckpointing`, and a silent logger for each logger.
         within_run: the Trainer is in a run.
+        given: arguments of the trial itself. With an accumulation among them it has no copy of one.
 
     Raises:
         ConfigurationError: within a run, if the strategy is an object, which can be in one run at a time.
@@ -159,7 +162,8 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
     from leyden.callbacks.activation_checkpointing import ActivationCheckpointing
 
     # An accumulation that an argument asks for is made by the argument.
-    accumulation = (GradientAccumulation,) if arguments.accumulate_grad_batches == 1 else ()
+    asked = arguments.accumulate_grad_batches != 1 or "accumulate_grad_batches" in given
+    accumulation = () if asked else (GradientAccumulation,)
     kinds: tuple[type[Callback], ...] = (ActivationCheckpointing, *accumulation)
     own: list[Callback] = [copy.deepcopy(callback) for callback in callbacks if isinstance(callback, kinds)]
     own += [DummyLogger() for callback in callbacks if isinstance(callback, Logger)]

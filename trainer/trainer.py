@@ -383,7 +383,7 @@ class Trainer(TrainerView):
                 and silent loggers in place of loggers; of the module's own a `GradientAccumulation`.
             **arguments: in place of this Trainer's.
         """
-        own = for_trial(self.arguments, self.callbacks, within_run=self.state.stage is not None)
+        own = for_trial(self.arguments, self.callbacks, self.state.stage is not None, given=arguments)
         trial = Trainer(**{**own, **arguments, "callbacks": [*own["callbacks"], *callbacks]})
         trial._run.callback_list.take_only(GradientAccumulation)
         return trial

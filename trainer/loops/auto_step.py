@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, is_out_of_memory
 from leyden.strategies.micro_batches import MicroBatch, cut, rows_of, together
 from leyden.strategies.window import Window
 from leyden.trainer.data.rng import isolated_rng
+from leyden.trainer.data.sharding import is_indexed
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.loops.batches import draws_itself
 from leyden.trainer.loops.largest_batch import largest_batch
@@ -96,8 +96,21 @@ def check_auto(run: Run) -> None:
         refusal = "training_step(dataloader_iter), which draws its own batches: take the batch as an argument"
     elif any(map(needs_closure, run.engine.optimizers)):
         refusal = "an optimizer that evaluates the loss several times (LBFGS): give a number, 1, and smaller batches"
+    elif strategy.ranks.world_size > 1:
+        refusal = waiting_part(module)
     if refusal is not None:
         raise ConfigurationError(f"accumulate_grad_batches='auto' cannot go with {refusal}.")
+
+
+def waiting_part(module: nn.Module) -> str | None:
+    """The part of a module in which ranks wait for each other within a pass, and what to do; None without one."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            return (
+                f"the SyncBatchNorm {name} on several ranks, which waits in each pass for ranks that may have run out "
+                "of memory: use group or layer norm, or leave sync_batchnorm out"
+            )
+    return None
 
 
 class AutoStep(AutomaticStep):
@@ -272,19 +285,18 @@ class AutoStep(AutomaticStep):
         return parts if self.several and not self.late else [part for part in parts if part.rows]
 
     def _check_rows(self, batch: Any) -> None:
-        """Raises ConfigurationError if a batch has a list of samples, of which the first one would be cut."""
+        """Raises ConfigurationError if the first dimension is not that of the samples, where their number is known."""
         rows, share, loader, known = rows_of(batch), self.engine.share, self.fit.loaders.train_loader, None
         if share is not None:
             known = share.here if share.sized else None
-        elif isinstance(loader, DataLoader) and self.fit.loaders.cursor is not None:
+        elif is_indexed(loader) and self.fit.loaders.cursor is not None:
             # The last batch may be smaller.
             known = None if self.progress.batch + 1 == self.fit.loaders.cursor.length else loader.batch_size
-        fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-        lists = [part for part in (batch, *fields) if isinstance(part, (list, tuple))]
-        if known and rows != known and any(len(part) == known for part in lists):
+        if known and rows != known:
             raise ConfigurationError(
                 f"a batch of {known} samples cannot be cut into micro-batches, since its first tensor has {rows} rows: "
-                "let the loader's collate_fn return tensors (samples, …), or lists with an entry for each sample."
+                "let the loader's collate_fn return tensors (samples, …), or lists with an entry for each sample, "
+                "and have training_step transpose what is to be (time, samples, …)."
             )
 
     def describe(self, error: Exception, batch: Any) -> Failure:
@@ -336,7 +348,7 @@ class AutoStep(AutomaticStep):
         if before == 1 and any(isinstance(part, _BatchNorm) and part.training for part in self.module.modules()):
             warnings.warn(
                 "batch norm takes its statistics over each micro-batch, which is smaller than the batch: use group or "
-                "layer norm, or sync_batchnorm=True on several GPUs, if that matters.",
+                "layer norm, if that matters.",
                 stacklevel=2,
             )
 

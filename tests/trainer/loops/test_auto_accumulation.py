@@ -20,6 +20,7 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks import AutoAccumulation, GradientAccumulation
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.trainer.loops.auto_step import waiting_part
 
 AUTO: dict[str, Any] = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": "auto"}
 
@@ -338,6 +339,16 @@ UNCUT: list[tuple[Any, str]] = [
         DataLoader([torch.ones(3, 8, 8)] * 8, 4, collate_fn=tuple),  # type: ignore[arg-type]
         "a batch of 4 samples cannot be cut into micro-batches, since its first tensor has 3 rows",
     ),
+    (
+        DataLoader(
+            [torch.ones(10, 3)] * 8, 4, collate_fn=lambda parts: {"x": torch.stack(parts, 1), "y": torch.ones(4)}
+        ),
+        "a batch of 4 samples cannot be cut .* has 10 rows: .*have training_step transpose",
+    ),
+    (
+        DataLoader([torch.ones(4), torch.ones(10)], 2, collate_fn=tuple),  # type: ignore[arg-type]
+        r"a batch has a tuple of tensors of the lengths \[4, 10\]",
+    ),
 ]
 
 
@@ -374,6 +385,22 @@ class Closing(Line):
 def test_what_cannot_be_run_in_micro_batches_is_refused_before_training(module: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"accumulate_grad_batches='auto' cannot go with .*{message}"):
         fitted(module(), [torch.ones(4, 2)])
+
+
+def test_batch_norm_over_all_ranks_is_refused_by_name() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    assert str(waiting_part(module)).startswith("the SyncBatchNorm 1 on several ranks, which waits in each pass")
+    assert waiting_part(torch.nn.BatchNorm1d(2)) is None
+
+
+def test_a_key_that_only_some_micro_batches_return_is_named() -> None:
+    class Now(Hungry):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "early": 1} if len(self.rows) == 2 else {"loss": loss}
+
+    with pytest.raises(ConfigurationError, match="'early' for a micro-batch, and not for 1 of the 2 micro-batches"):
+        fitted(Now(), loader(8), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=2)])
 
 
 def test_strategies_say_what_to_do_instead() -> None:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from leyden import ConfigurationError, DataModule, Trainer, Tuner
-from leyden.callbacks import BatchSizeFinder, CSVLogger, GradientAccumulation, LearningRateFinder, ModelCheckpoint
+from leyden.callbacks import (
+    AutoAccumulation,
+    BatchSizeFinder,
+    CSVLogger,
+    GradientAccumulation,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from leyden.strategies import FSDPStrategy, SingleDeviceStrategy
 from leyden.trainer.tuning.learning_rate import LRFinder
 
@@ -356,6 +363,14 @@ def test_the_largest_batch_that_fits(mode: str, limit: int, size: int, expected:
     before = torch.get_rng_state()
     assert Tuner(Trainer(**QUIET)).scale_batch_size(module, mode=mode) == module.batch_size == expected
     assert torch.equal(before, torch.get_rng_state()) and not module.order
+
+
+@pytest.mark.parametrize(
+    "more", [{"accumulate_grad_batches": "auto"}, {"callbacks": [AutoAccumulation(micro_batches=2)]}]
+)
+def test_batches_are_not_cut_while_their_size_is_searched(more: dict[str, Any]) -> None:
+    module = seeded(lambda: OwnLoaders(24, 64))
+    assert Tuner(Trainer(**QUIET, **more)).scale_batch_size(module) == 16
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
