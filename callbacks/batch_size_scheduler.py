@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.strategies.errors import ConfigurationError
@@ -32,12 +32,16 @@ class BatchSizeScheduler(GradientAccumulation):
         [2, 2, 4, 8]
     """
 
+    counts_samples: ClassVar[bool] = True
+
     def __init__(self, sizes: Mapping[int, int], by: Literal["epoch", "step"] = "step") -> None:
         if not isinstance(sizes, Mapping) or 0 not in sizes:
             raise ConfigurationError(
                 f"BatchSizeScheduler({sizes!r}): give a dict with an entry for 0, such as {{0: 64, 1000: 128}}."
             )
         super().__init__(sizes, by)
+        self._checked: int | None = None
+        """A batch of all ranks, of which all sizes are multiples."""
 
     @classmethod
     def rampup(cls, start: int, increment: int, samples: int, size: int) -> BatchSizeScheduler:
@@ -79,12 +83,18 @@ class BatchSizeScheduler(GradientAccumulation):
         if samples is None:
             raise ConfigurationError(
                 "BatchSizeScheduler needs to know the size of the training loader's batches: give a DataLoader with a "
-                "batch_size, or count batches by GradientAccumulation({0: 1, 1000: 2}, by='step')."
+                "batch_size (the same in all parts of a sequential CombinedLoader), or count batches by "
+                "GradientAccumulation({0: 1, 1000: 2}, by='step')."
             )
+        if samples != self._checked:
+            self._check(samples)
+            self._checked = samples
+        return self.length(at) // samples
+
+    def _check(self, samples: int) -> None:
         for size in self.scheduling.values():
             if size % samples:
                 raise ConfigurationError(
                     f"BatchSizeScheduler: {size} samples are no multiple of {samples}, the batch of all ranks: change "
                     "the loader's batch_size, or the size."
                 )
-        return self.length(at) // samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, nearest
@@ -34,6 +34,9 @@ class GradientAccumulation(Callback):
         >>> [accumulation.length(epoch) for epoch in (0, 2, 7, 8, 100)]
         [1, 4, 4, 16, 16]
     """
+
+    counts_samples: ClassVar[bool] = False
+    """The lengths of its windows are samples, so that they are known in batches once the loader is there."""
 
     def __init__(self, steps: int | Mapping[int, int], by: Literal["epoch", "step"] = "epoch") -> None:
         if by not in BY:

@@ -530,7 +530,10 @@ class TrainerView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of a window that starts now."""
+        """Batches of a window that starts now. Loads the training data where a BatchSizeScheduler counts samples."""
+        accumulation = self._run.accumulation
+        if self._fit is not None and accumulation is not None and accumulation.counts_samples:
+            self._fit.load_training_data()
         return self._run.batches_per_step
 
 

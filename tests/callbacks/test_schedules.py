@@ -13,8 +13,14 @@ from ranks.world import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from leyden import Callback, ConfigurationError, Trainer
-from leyden.callbacks import BatchSizeScheduler, GradientAccumulation, ModelCheckpoint, SequenceLengthWarmup
+from leyden import Callback, CombinedLoader, ConfigurationError, Trainer
+from leyden.callbacks import (
+    BatchSizeFinder,
+    BatchSizeScheduler,
+    GradientAccumulation,
+    ModelCheckpoint,
+    SequenceLengthWarmup,
+)
 
 
 class Steps(Callback):
@@ -106,6 +112,100 @@ def test_no_training_needs_no_size() -> None:
     trainer = Trainer(**QUIET, max_epochs=1, limit_train_batches=0, callbacks=BatchSizeScheduler({0: 4}))
     assert trainer.accumulate_grad_batches == 1
     trainer.fit(Line(), [torch.ones(2, 2)] * 4)
+
+
+# its loader -----------------------------------------------------------------------------------------------------------
+class Parts(Line):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_batches_of_a_sequential_loader_count_once_and_must_be_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(second: int, mode: Any) -> int:
+        parts = [DataLoader(torch.ones(16, 2), 4), DataLoader(torch.ones(16, 2), second)]
+        trainer = Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 8}))
+        trainer.fit(Parts(), CombinedLoader(parts, mode))
+        return trainer.global_step
+
+    assert run(4, "sequential") == 4
+    assert "4 per rank × 1 × 2 accumulated = 8" in capsys.readouterr().out
+    assert run(4, "max_size_cycle") == 4
+    with pytest.raises(ConfigurationError, match="the same in all parts of a sequential CombinedLoader"):
+        run(2, "sequential")
+
+
+def test_sizes_of_one_batch_are_no_accumulation() -> None:
+    """LBFGS, which evaluates each loss several times, refuses windows of several batches alone."""
+
+    class Closure(Line):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+    def run(size: int) -> Any:
+        trainer = Trainer(**QUIET, max_steps=2, callbacks=BatchSizeScheduler({0: size}))
+        trainer.fit(Closure(), DataLoader(torch.ones(16, 2), 4))
+        return trainer.global_step
+
+    assert run(4) == 2
+    with pytest.raises(ConfigurationError, match="accumulation over several batches"):
+        run(8)
+
+
+def test_configure_optimizers_sees_the_first_window() -> None:
+    class Asking(Line):
+        def configure_optimizers(self) -> Any:
+            self.window = self.trainer.accumulate_grad_batches
+            return super().configure_optimizers()
+
+    module = Asking()
+    Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 8})).fit(module, DataLoader(torch.ones(16, 2), 2))
+    assert module.window == 4
+
+
+@pytest.mark.parametrize("schedule", [BatchSizeScheduler({0: 4, 3: 8}), GradientAccumulation(2)])
+def test_windows_look_nothing_up_that_a_fit_has_settled(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+
+    class Counted(Line):
+        def on_train_start(self) -> None:
+            # From here on.
+            monkeypatch.setattr("leyden.trainer.run.state.accumulation_of", searches.append)
+            monkeypatch.setattr("leyden.trainer.run.loaders.batch_sizes", searches.append)
+
+    trainer = Trainer(**QUIET, max_epochs=1, callbacks=schedule)
+    trainer.fit(Counted(), DataLoader(torch.ones(40, 2), 2))
+    assert trainer.global_step > 5 and not searches
+
+
+def walked(epochs: int, num_batches: int, schedule: GradientAccumulation) -> int:
+    steps = 0
+    for _ in range(epochs):
+        left = num_batches
+        while left > 0:
+            left -= schedule.batches(steps, None)
+            steps += 1
+    return steps
+
+
+def test_the_steps_of_a_fit_are_counted_by_the_changes_of_its_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Trainer(**QUIET, max_epochs=90).fit_loop
+    for schedule in ({0: 3}, {0: 1, 1: 2}, {0: 4, 5: 1, 6: 7, 10: 2}, {0: 2, 100: 3, 1000: 5}, {0: 1, 10_000: 2}):
+        accumulation = GradientAccumulation(schedule, by="step")
+        for num_batches in (0, 1, 5, 10, 37):
+            assert limits.estimated_steps(num_batches, accumulation) == walked(90, num_batches, accumulation)
+    asked: list[int] = []
+    long = GradientAccumulation({0: 1, 10: 2}, by="step")
+    monkeypatch.setattr(long, "length", lambda at: asked.append(at) or (1 if at < 10 else 2))
+    assert limits.estimated_steps(40_000, long) == 10 + 19_995 + 89 * 20_000
+    assert len(asked) < 10
+
+
+def test_a_search_for_a_batch_size_refuses_a_schedule_of_sizes() -> None:
+    module = Line()
+    module.batch_size = 2
+    trainer = Trainer(**QUIET, max_epochs=1, callbacks=[BatchSizeFinder(), BatchSizeScheduler({0: 8})])
+    with pytest.raises(ConfigurationError, match="does not go with BatchSizeScheduler"):
+        trainer.fit(module)
 
 
 # sequences ------------------------------------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class FitLoop:
         self._restored = restored
         run = self._run
         self.schedulers = Schedulers(run.schedulers, run.module, run.hooks, run.strategy.ranks, run.schedulers_rest)
+        if self.accumulation is not None and self.accumulation.counts_samples:
+            self.load_training_data()
         self.step = make_step(run, self.schedulers)
         draws = draws_itself(self.module.training_step)
         if draws:
@@ -391,9 +393,10 @@ class FitLoop:
     # a window's end ---------------------------------------------------------------------------------------------------
     def _window_length(self) -> int:
         """Batches of the window that starts now: the last one of an epoch may be shorter."""
-        assert self.accumulation is not None
+        accumulation = self.accumulation
+        assert accumulation is not None
         self.count.begin_window()
-        length = self._run.batches_per_step
+        length = accumulation.batches(accumulation.at(self.progress), self._run.loaders.samples_per_batch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:

@@ -30,5 +30,8 @@ def make_step(run: Run, schedulers: Schedulers) -> Step:
         check_auto(run)
         return AutoStep(run, training_step, schedulers, accumulation)
     kind = AutomaticStep if run.module.automatic_optimization else ManualStep
-    longest = 1 if accumulation is None else accumulation.longest
-    return kind(run, training_step, schedulers, longest > 1)
+    if accumulation is None:
+        return kind(run, training_step, schedulers, False)
+    samples = run.loaders.samples_per_batch
+    accumulates = any(accumulation.batches(at, samples) > 1 for at in accumulation.scheduling)
+    return kind(run, training_step, schedulers, accumulates)

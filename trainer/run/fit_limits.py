@@ -126,21 +126,36 @@ class FitLimits:
         limit = self._max_steps if self._max_steps != -1 else float("inf")
         if self._max_epochs in (None, -1) or num_batches is None:
             return limit
-        steps = 0
-        for epoch in range(self._max_epochs or 0):
-            if accumulation is None or accumulation.by == "epoch":
-                length = 1 if accumulation is None else accumulation.batches(epoch, samples)
-                steps += math.ceil(num_batches / length)
-                continue
-            left = num_batches
-            while left > 0 and steps < limit:
-                left -= accumulation.batches(steps, samples)
-                steps += 1
-        return min(limit, steps)
+        epochs = self._max_epochs or 0
+        if accumulation is None:
+            return min(limit, epochs * num_batches)
+        if accumulation.by == "step":
+            return min(limit, _steps_by_step(epochs, num_batches, accumulation, samples))
+        return min(limit, sum(math.ceil(num_batches / accumulation.batches(at, samples)) for at in range(epochs)))
 
     def past_minimum(self, epochs: int, steps: int) -> bool:
         """True if so many epochs and steps are enough for `should_stop` to have its effect."""
         return epochs >= (self._min_epochs or 0) and steps >= (self._min_steps or 0)
+
+
+def _steps_by_step(epochs: int, num_batches: int, accumulation: GradientAccumulation, samples: int | None) -> int:
+    """Steps of so many epochs, counted from one change of the schedule to the next and not one by one."""
+    changes, steps = [*accumulation.scheduling][1:], 0
+    for epoch in range(epochs):
+        left = num_batches
+        while changes:
+            length = accumulation.batches(steps, samples)
+            until = min(math.ceil(left / length), changes[0] - steps)
+            steps, left = steps + until, left - until * length
+            if steps == changes[0]:
+                del changes[0]
+            if left <= 0:
+                break
+        else:
+            # The last length, for what is left of this epoch and for all others.
+            length = accumulation.batches(steps, samples)
+            return steps + math.ceil(left / length) + (epochs - epoch - 1) * math.ceil(num_batches / length)
+    return steps
 
 
 def _check(what: str, value: object, least: int) -> None:

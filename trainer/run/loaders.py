@@ -60,6 +60,8 @@ class Loaders:
         self.sizes: dict[str, int | list[int | None] | None] = {}
         """Batches of each kind of loader, as limited, once they were fetched."""
         self.train_loader: Any = None
+        self.samples_per_batch: int | None = 0
+        """Samples of a training batch of all ranks together; None where they are not known, 0 before it is loaded."""
         self.cursor: LoaderCursor | None = None
         """Reads the training loader; None until it is fetched."""
         self.fetched: dict[str, Any] = {}
@@ -121,6 +123,7 @@ class Loaders:
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         self.train_loader, self.cursor = loader, cursor
+        self.samples_per_batch = self._samples_of(loader)
         known = cursor.length is not None
         self.sizes["train"] = count
         return cursor, count if known else None
@@ -151,14 +154,10 @@ class Loaders:
         # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
         return shard(loader, DataRanks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
 
-    @property
-    def samples_per_batch(self) -> int | None:
-        """Samples of a training batch of all ranks together; None where they are not known, 0 before it is loaded."""
-        if self.train_loader is None:
-            return 0
+    def _samples_of(self, loader: Any) -> int | None:
         if self._arguments.global_batch_size is not None:
             return self._arguments.global_batch_size
-        sizes = batch_sizes(self.train_loader)
+        sizes = batch_sizes(loader)
         return sum(sizes) * self._strategy.data_size if sizes else None
 
     def limited(self, length: int) -> int | None:
@@ -254,10 +253,15 @@ def transformed(transfer: Transfer | None, callbacks: list[Callback], module: Tr
 
 
 def batch_sizes(loader: Any) -> list[int]:
-    """Batch sizes of a loader, or of each of several; empty where they are not known."""
+    """Batch sizes of a loader, or of each of several that are read side by side; empty where they are not known.
+
+    Loaders that are read one after the other have one size, if all have the same.
+    """
     parts = getattr(loader, "flattened", None)
     if parts is not None:
         found = [batch_sizes(part) for part in parts]
+        if getattr(loader, "mode", None) == "sequential":
+            return found[0] if all(sizes == found[0] for sizes in found) else []
         return [size for sizes in found for size in sizes] if all(found) else []
     size = getattr(loader, "batch_size", None)
     if size is None:
