@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from leyden.callbacks.batch_size_scheduler import BatchSizeScheduler
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.tuning.batch_size import LIMITS, BatchSizeSearch
@@ -175,7 +174,7 @@ def find_batch_size(search: BatchSizeSearch, subject: Subject) -> int | None:
     if subject.trainer.fast_dev_run:
         warnings.warn("fast_dev_run skips the search for a batch size.", stacklevel=3)
         return None
-    if subject.method == "fit" and any(isinstance(one, BatchSizeScheduler) for one in subject.trainer.callbacks):
+    if subject.method == "fit" and any(getattr(one, "counts_samples", False) for one in subject.trainer.callbacks):
         raise ConfigurationError(
             "a search for a batch size does not go with BatchSizeScheduler, whose sizes are multiples of the loader's: "
             "search with a Trainer without it, and choose its sizes by what was found."
