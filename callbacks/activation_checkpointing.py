@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.policy import modules_of_classes
 from leyden.strategies.recomputing import keep, recompute
 
@@ -49,6 +49,11 @@ class ActivationCheckpointing(Callback):
         modules: type[nn.Module] | str | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool],
         every: int = 1,
     ) -> None:
+        if isinstance(modules, (nn.Module, Mapping)):
+            raise ConfigurationError(
+                f"ActivationCheckpointing({kind_of(modules)}): give classes of modules, such as "
+                f"{type(modules).__name__ if isinstance(modules, nn.Module) else 'Block'}, or their names."
+            )
         is_function = callable(modules) and not isinstance(modules, type)
         wanted: Any = modules if is_function or isinstance(modules, (str, type)) else _each(modules)
         if isinstance(wanted, (str, tuple)) and not wanted:

@@ -59,7 +59,7 @@ class SpikeDetection(Callback):
 
     The batch, and the one before it (whose step may be to blame), are added to a file, a list of
     `{"epoch": 0, "batch": 37, "samples": [5, 3]}`, with the indices of all ranks' samples in the data set (see
-    `Trainer.sample_indices`), or null where the order is not known.
+    `Trainer.sample_indices`), or null where the order is not known, as of the last batch of the epoch before.
 
     Args:
         mode: "min" if a smaller loss is better, "max" if a larger one is.
@@ -110,10 +110,21 @@ class SpikeDetection(Callback):
         if atol is None and rtol is None:
             raise ConfigurationError("SpikeDetection(atol=None, rtol=None) knows no spike: give one of them.")
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
+        if exclude_batches_path is not None and not isinstance(exclude_batches_path, (str, os.PathLike)):
+            raise ConfigurationError(
+                f"SpikeDetection(exclude_batches_path={exclude_batches_path!r}): give the path of a file or a folder, "
+                "or None."
+            )
+        if type(finite_only) is not bool:
+            raise ConfigurationError(f"SpikeDetection(finite_only={finite_only!r}): give True or False.")
         self.exclude_batches_path = exclude_batches_path
         self.finite_only = finite_only
+        self._begin()
+
+    def _begin(self) -> None:
+        """Knows of no batch."""
         self.bad_batches: list[int] = []
-        self._losses: deque[float] = deque(maxlen=window)
+        self._losses: deque[float] = deque(maxlen=self.window)
         self._last: float | None = None
         self._seen = 0
         """Losses that were looked at."""
@@ -121,24 +132,32 @@ class SpikeDetection(Callback):
         """The last batch, whose loss is on its way from the device."""
         self._asked: tuple[_Batch, Callable[[], list[bool]]] | None = None
         """The batch before it, and the answer of all ranks."""
+        self._unanswered: _Batch | None = None
+        """That batch in a run that was saved before the answer came: it is asked for again."""
+        self._former: tuple[int, int] | None = None
+        """Epoch and index of the last batch of the epoch before."""
         self._is_over = False
 
     def state_dict(self) -> dict[str, Any]:
-        last = self._next
+        last, asked = self._next, self._unanswered if self._asked is None else self._asked[0]
         return {
             "losses": list(self._losses),
             "last": self._last,
             "seen": self._seen,
             "bad_batches": list(self.bad_batches),
-            "next": None if last is None else {"epoch": last.epoch, "index": last.index, "loss": last.loss},
+            "next": None if last is None else last.state_dict(),
+            "asked": None if asked is None else asked.state_dict(),
+            "former": None if self._former is None else list(self._former),
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         self._read(state)
+        self._read_batches(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        losses, self._last, self._seen, self.bad_batches, self._next = self._read(state)
+        losses, self._last, self._seen, self.bad_batches = self._read(state)
         self._losses = deque(losses, maxlen=self.window)
+        self._next, self._unanswered, self._former = self._read_batches(state)
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Goes back, on all ranks alike: an answer that is on its way is on a batch that is undone."""
@@ -147,20 +166,32 @@ class SpikeDetection(Callback):
         self._asked, self._next = None, None
         super().go_back(state, step)
 
-    def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int], _Batch | None]:
-        saved, batch = SavedState(state), None
+    def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int]]:
+        saved = SavedState(state)
         losses = [saved_loss.number("loss") for saved_loss in map(_one, saved.items("losses"))]
         last = None if saved.is_none("last") else saved.number("last")
         bad = [SavedState({"batch": index}, "bad_batches").integer("batch") for index in saved.items("bad_batches")]
-        if not saved.is_none("next"):
-            found = saved.nested("next")
-            loss = None if found.is_none("loss") else found.number("loss")
-            batch = _Batch(found.integer("epoch", least=0), found.integer("index", least=0), lambda: [loss])
-        return losses, last, saved.integer("seen", least=0), bad, batch
+        return losses, last, saved.integer("seen", least=0), bad
+
+    def _read_batches(self, state: dict[str, Any]) -> tuple[_Batch | None, _Batch | None, tuple[int, int] | None]:
+        saved = SavedState(state)
+        batches = [None if saved.is_none(name) else _Batch.of(saved.nested(name)) for name in ("next", "asked")]
+        if saved.is_none("former"):
+            return batches[0], batches[1], None
+        former = SavedState(dict(enumerate(saved.items("former"))), "former")
+        return batches[0], batches[1], (former.integer(0, least=0), former.integer(1, least=0))  # type: ignore[arg-type]
 
     # hooks ------------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        # Another fit, be it of another Trainer; one that resumes loads its state later.
+        if stage == "fit" and trainer.global_step == 0:
+            self._begin()
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._asked, self._is_over = None, False
+        if self._unanswered is not None:
+            batch, self._unanswered = self._unanswered, None
+            self._asked = batch, trainer.strategy.ranks.exchange_flags([batch.is_spike])
         if trainer.is_global_zero:
             _entries(self._path(trainer))
 
@@ -177,7 +208,10 @@ class SpikeDetection(Callback):
         self._next = _Batch(trainer.current_epoch, batch_idx, (lambda: [None]) if loss is None else _reading(loss))
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        last = self._next
         self._settle(trainer, waits=True)
+        if last is not None:
+            self._former = last.epoch, last.index
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         if not self._is_over and trainer.state.stage == "fit":
@@ -241,19 +275,31 @@ class SpikeDetection(Callback):
         """Writes the file on the first rank, and raises on all."""
         found = trainer.strategy.ranks.all_gather_object(batch.described() if batch.is_spike else None)
         told = [(rank, words) for rank, words in enumerate(found) if words]
-        indices = [index for index in (batch.index - 1, batch.index) if index >= 0]
-        samples = [_plain(trainer.sample_indices(all_ranks=True, batch_idx=index)) for index in indices]
-        self.bad_batches += indices
+        places = [(batch.epoch, batch.index)]
+        if batch.index > 0:
+            places.insert(0, (batch.epoch, batch.index - 1))
+        elif self._former is not None:
+            places.insert(0, self._former)
+        epoch = trainer.current_epoch
+        # The order of an epoch that is over is not there any more.
+        samples = [
+            _plain(trainer.sample_indices(all_ranks=True, batch_idx=index)) if of == epoch else None
+            for of, index in places
+        ]
+        self.bad_batches += [index for _, index in places]
         path = self._path(trainer)
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            excluded = zip(indices, samples, strict=True)
-            new = [{"epoch": batch.epoch, "batch": index, "samples": own} for index, own in excluded]
+            excluded = zip(places, samples, strict=True)
+            new = [{"epoch": of, "batch": index, "samples": own} for (of, index), own in excluded]
             _write(path, [*_entries(path), *new])
         where = f" on rank {told[0][0]}" if trainer.world_size > 1 else ""
         named = f" Its samples are {listed(samples[-1])} of the data set." if samples[-1] else ""
+        before = "resume from a checkpoint before them, without their samples."
+        written = f"It is in {path} with the batch before it: {before}"
+        if trainer.fast_dev_run:
+            written = "fast_dev_run writes no file of it."
         raise TrainingSpikeException(
-            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {told[0][1]}.{named} It is in {path} with "
-            "the batch before it: resume from a checkpoint before them, without their samples.",
+            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {told[0][1]}.{named} {written}",
             batch.index,
         )
 
@@ -279,6 +325,18 @@ class _Batch:
     is_spike: bool = False
     mean: float | None = None
     before: int = 0
+
+    @classmethod
+    def of(cls, saved: SavedState) -> _Batch:
+        loss = None if saved.is_none("loss") else saved.number("loss")
+        place = saved.integer("epoch", least=0), saved.integer("index", least=0)
+        mean = saved.number("mean") if "mean" in saved and not saved.is_none("mean") else None
+        before = saved.integer("before", 0, least=0)
+        return cls(*place, lambda: [loss], saved.flag("is_spike", False), mean, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        judged = {"is_spike": self.is_spike, "mean": self.mean, "before": self.before}
+        return {"epoch": self.epoch, "index": self.index, "loss": self.loss, **judged}
 
     @property
     def loss(self) -> float | None:

@@ -135,6 +135,8 @@ def test_a_search_recomputes_too() -> None:
         (lambda: fit(ActivationCheckpointing([3])), "holds 3: give classes"),  # type: ignore[list-item]
         (lambda: ActivationCheckpointing([]), "give the classes of the model's blocks"),
         (lambda: ActivationCheckpointing(3), "give classes of modules, their names, or a function"),  # type: ignore
+        (lambda: ActivationCheckpointing(nn.Linear(1, 1)), "give classes of modules, such as Linear"),  # type: ignore
+        (lambda: ActivationCheckpointing({"Block": True}), "give classes of modules, such as Block"),
         (lambda: ActivationCheckpointing(Block, every=0), "every=0"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,6 +315,7 @@ def test_tensors_in_any_batch_are_cut_and_the_loaders_own_is_left(batch: Any, ke
         ({"step_size": 0}, "step_size=0"),
         ({"truncate": False}, "truncate=False"),
         ({"keys": "input_ids"}, "give names"),
+        ({"keys": 5}, "give names"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
@@ -325,6 +328,63 @@ def test_a_batch_without_sequences_and_a_run_without_an_end_are_refused() -> Non
         Trainer(**QUIET, max_steps=1, callbacks=SequenceLengthWarmup(5)).fit(Line(), [torch.ones(2)])
     with pytest.raises(ConfigurationError, match="a run without an end"):
         Trainer(**QUIET, max_epochs=-1, callbacks=SequenceLengthWarmup(0.5)).fit(Line(), [torch.ones(2, 2)])
+
+
+def first_of(batch: Any, **arguments: Any) -> Any:
+    place = SimpleNamespace(global_step=0)
+    return SequenceLengthWarmup(10, 4, 8, 1, **arguments).transform_train_batch(place, None, batch)  # type: ignore
+
+
+@dataclass
+class Tokenised:
+    tokens: Tensor
+    labels: Tensor
+
+
+def test_cut_sequences_are_contiguous_and_keep_their_container() -> None:
+    tokens = torch.ones(2, 8).long()
+    cut = first_of(Tokenised(tokens, tokens[:, :8]))
+    assert isinstance(cut, Tokenised) and cut.labels.view(-1).shape == (8,)
+    grouped = defaultdict(list, tokens=tokens)
+    assert first_of(grouped).default_factory is list
+    named = first_of({"tokens": tokens, "labels": tokens, "other": tokens}, keys={"tokens", "labels"})
+    assert [part.shape[1] for part in named.values()] == [4, 4, 8]
+    assert first_of(Tokenised(tokens, tokens), keys={"labels"}).labels.is_contiguous()
+
+
+def test_tokens_come_before_features_and_masks_are_cut_in_both_dimensions() -> None:
+    batch = {
+        "features": torch.ones(2, 5),
+        "tokens": torch.ones(2, 8).long(),
+        "square": torch.ones(2, 8, 8).bool(),
+        "mask": torch.ones(2, 1, 8, 8),
+        "embedded": torch.ones(2, 8, 8),
+    }
+    shapes = {name: tuple(part.shape) for name, part in first_of(batch).items()}
+    expected = {"features": (2, 5), "tokens": (2, 4), "square": (2, 4, 4), "mask": (2, 1, 4, 4), "embedded": (2, 4, 8)}
+    assert shapes == expected
+    assert first_of(batch, keys={"mask"})["mask"].shape == (2, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "words"),
+    [
+        ((torch.ones(2, 8).long(), torch.ones(2, 6).long()), None, r"shapes \(2, 8\), \(2, 6\): name those"),
+        ({"labels": torch.ones(2, 8)}, {"lables"}, "Did you mean 'labels'"),
+        ({"labels": torch.ones(2)}, {"labels"}, r"a tensor of the shape \(2,\)"),
+        (torch.ones(2, 8), {"labels"}, "leave keys out"),
+    ],
+    ids=str,
+)
+def test_a_batch_that_does_not_fit_is_refused(batch: Any, keys: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        first_of(batch, keys=keys)
+
+
+def test_a_part_of_the_run_is_that_of_each_run() -> None:
+    warmup = SequenceLengthWarmup(0.5, min_seq_length=2, max_seq_length=10, step_size=2)
+    assert grown(warmup=warmup).seen[4][0] == 10
+    assert [length for length, _ in grown(warmup=warmup, max_epochs=4).seen][:8] == [2, 2, 4, 4, 6, 6, 8, 8]
 
 
 # ranks ----------------------------------------------------------------------------------------------------------------

@@ -132,6 +132,31 @@ def test_a_resumed_run_ends_as_the_straight_one(tmp_path: Path) -> None:
     assert [entry["batch"] for entry in json.loads((tmp_path / "skip_batches.json").read_text())] == [6, 7] * 4
 
 
+def test_a_fit_of_another_trainer_knows_nothing_of_the_first(tmp_path: Path) -> None:
+    spikes = SpikeDetection()
+    for scale in (1.0, 10.0):
+        trainer = Trainer(max_epochs=1, callbacks=[spikes], default_root_dir=tmp_path, **QUIET)
+        trainer.fit(Told(), DataLoader(TensorDataset(torch.full((4, 1), scale)), 1))
+        assert spikes.state_dict()["losses"] == [scale] * 4
+
+
+def test_a_spike_in_the_first_batch_of_an_epoch_names_the_last_one_before(tmp_path: Path) -> None:
+    class Later(Told):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (9 if self.current_epoch == 1 else 1)
+
+    with pytest.raises(TrainingSpikeException, match="the loss of batch 0 in epoch 1"):
+        fit(tmp_path, [1.0] * 4, Later(), max_epochs=2)
+    entries = [{"epoch": 0, "batch": 3, "samples": None}, {"epoch": 1, "batch": 0, "samples": [0]}]
+    assert json.loads((tmp_path / "skip_batches.json").read_text()) == entries
+
+
+def test_fast_dev_run_says_that_it_writes_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TrainingSpikeException, match="fast_dev_run writes no file"):
+        fit(tmp_path, with_jump(4), fast_dev_run=6)
+    assert not (tmp_path / "skip_batches.json").exists()
+
+
 def test_a_second_fit_knows_nothing_of_the_first(tmp_path: Path) -> None:
     spikes = SpikeDetection()
     trainer = Trainer(max_epochs=1, callbacks=[spikes], default_root_dir=tmp_path, **QUIET)
@@ -150,6 +175,8 @@ def test_a_second_fit_knows_nothing_of_the_first(tmp_path: Path) -> None:
         ({"atol": -1.0}, "atol=-1.0"),
         ({"rtol": "2"}, "rtol='2'"),
         ({"rtol": None}, "give one of them"),
+        ({"exclude_batches_path": 5}, "exclude_batches_path=5"),
+        ({"finite_only": None}, "finite_only=None"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
