@@ -37,6 +37,8 @@ class GradientAccumulation(Callback):
 
     counts_samples: ClassVar[bool] = False
     """The lengths of its windows are samples, so that they are known in batches once the loader is there."""
+    cuts_batches: ClassVar[bool] = False
+    """A batch that does not fit into memory is cut, so that none is too large."""
 
     def __init__(self, steps: int | Mapping[int, int], by: Literal["epoch", "step"] = "epoch") -> None:
         if by not in BY:
@@ -135,6 +137,7 @@ class AutoAccumulation(GradientAccumulation):
     """
 
     state_per_rank = False
+    cuts_batches = True
 
     def __init__(self, micro_batches: int = 1, try_largest: bool = False) -> None:
         super().__init__(1)

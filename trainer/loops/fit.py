@@ -99,8 +99,7 @@ class FitLoop:
         Args:
             restored: the states of a resumed run, which the loop takes back when its loaders are there.
         """
-        self._restored = restored
-        run = self._run
+        self._restored, run = restored, self._run
         self.schedulers = Schedulers(run.schedulers, run.module, run.hooks, run.strategy.ranks, run.schedulers_rest)
         if self.accumulation is not None and self.accumulation.counts_samples:
             self.load_training_data()
@@ -393,10 +392,9 @@ class FitLoop:
     # a window's end ---------------------------------------------------------------------------------------------------
     def _window_length(self) -> int:
         """Batches of the window that starts now: the last one of an epoch may be shorter."""
-        accumulation = self.accumulation
-        assert accumulation is not None
+        assert self.accumulation is not None
         self.count.begin_window()
-        length = accumulation.batches(accumulation.at(self.progress), self._run.loaders.samples_per_batch)
+        length = self.accumulation.batches(self.accumulation.at(self.progress), self._run.loaders.samples_per_batch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from leyden.callbacks.gradient_accumulation import AutoAccumulation
 from leyden.strategies.errors import ConfigurationError, is_out_of_memory, nearest
 from leyden.trainer.tuning.trial import Subject, assign, owners_of
 
@@ -117,7 +116,7 @@ class BatchSizeSearch:
         if subject.method == "fit":
             limits = {"max_steps": steps, "max_epochs": -1, "limit_train_batches": 1.0, "overfit_batches": 0}
             limits["limit_val_batches"] = steps if subject.trainer.arguments.limit_val_batches else 0
-        if any(isinstance(callback, AutoAccumulation) for callback in subject.trainer.callbacks):
+        if any(getattr(callback, "cuts_batches", False) for callback in subject.trainer.callbacks):
             # It would cut a batch that does not fit, and every size would seem to.
             limits["accumulate_grad_batches"] = 1
         failed = False

@@ -22,7 +22,7 @@ def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callab
     variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
     done = leyden("fit", "--model=configured.OwnNet", *OPTIONS, "--trainer.default_root_dir=a", **variables)
     assert done.returncode == 0, done.stderr
-    [saved] = tmp_path.rglob("*.yaml")
+    [saved] = tmp_path.rglob("config*.yaml")
     assert saved == tmp_path / "a/logs/version_0/config.yaml"
     config = yaml.safe_load(saved.read_text())
     assert (config["trainer"]["devices"], config["seed_everything"]) == (2, 0)
