@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from leyden.strategies.batch import PLAIN, batch_size_of, map_children
 from leyden.strategies.errors import ConfigurationError, kind_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatch:
     """A part of a batch.
 
@@ -28,6 +30,12 @@ class MicroBatch:
     batch: Any
     rows: int
     share: float
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """The shapes and dtypes in the batch, on which depends what passes between the stages of a pipeline."""
+        leaves = tree_leaves(self.batch)
+        return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 def cut(batch: Any, count: int) -> list[MicroBatch]:
@@ -97,15 +105,6 @@ def _check_lists(batch: Any) -> None:
             )
 
 
-class Part(Protocol):
-    """What `together` asks of a micro-batch; a pipeline has its own, which knows what passes between stages."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def share(self) -> float: ...
-
-
 class _Rows:
     """Takes some samples out of a nested structure; a visitor is an object for the reason in `strategies/batch.py`."""
 
@@ -148,7 +147,7 @@ def _tensors(item: Any) -> Iterator[bool]:
             yield from _tensors(value)
 
 
-def together(outputs: Sequence[Any], parts: Sequence[Part], loss: Tensor) -> Any:
+def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) -> Any:
     """What the step would have returned for the whole batch.
 
     Args:

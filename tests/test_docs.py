@@ -154,7 +154,8 @@ def message(error: ast.Call) -> str:
 def test_every_refusal_of_the_mesh_has_a_row_of_its_page_and_every_row_is_raised() -> None:
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").partition("## What is refused")[2]
     begun = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "strategies" / "mesh").rglob("*.py")]
+    files = [*(ROOT / "strategies" / "mesh").rglob("*.py"), ROOT / "strategies" / "micro_batches.py"]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     calls = [node.exc for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Raise)]
     # "…" alone repeats the error of another rank.
     errors = [text for call in calls if isinstance(call, ast.Call) and (text := message(call)) != "…"]

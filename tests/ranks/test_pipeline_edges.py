@@ -21,7 +21,7 @@ from leyden.callbacks import ModelCheckpoint
 from leyden.strategies import MeshStrategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.draws import may_draw
-from leyden.strategies.mesh.pipeline.micro_batches import cut
+from leyden.strategies.micro_batches import cut
 
 
 class Block(nn.Module):
@@ -267,7 +267,7 @@ def test_blocks_that_return_other_things_than_in_the_rehearsal_are_refused(kind:
 def test_a_list_of_samples_of_several_lengths_is_refused() -> None:
     samples = [torch.zeros(5), torch.zeros(4)]
     for batch in (samples, {"x": samples}):
-        with pytest.raises(ConfigurationError, match="lengths \\[4, 5\\], and a pipeline cuts batches by samples"):
+        with pytest.raises(ConfigurationError, match="lengths \\[4, 5\\], and micro-batches are cut by samples"):
             cut(batch, 2)
     assert [part.rows for part in cut([torch.zeros(2, 3), torch.zeros(2)], 2)] == [1, 1]
 

@@ -169,7 +169,8 @@ class AutoStep(AutomaticStep):
         while not attempt.is_done:
             with attempt:
                 for part in attempt.parts():
-                    attempt.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, attempt))
+                    with self.hooks.inside("training_step"):
+                        attempt.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, attempt))
         self.outputs = outputs = attempt.outputs()
         self.close(batch_idx)
         self.outputs = None
@@ -193,7 +194,8 @@ class AutoStep(AutomaticStep):
             while not trial.is_done:
                 with trial:
                     for part in trial.parts():
-                        trial.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, trial))
+                        with self.hooks.inside("training_step"):
+                            trial.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, trial))
         for parameter, grad in before:
             parameter.grad = grad
 
@@ -407,10 +409,8 @@ class Attempt:
         for place, part in enumerate(parts):
             step.begin_micro(place, weight * (part.rows * length / rows))
             if part.rows:
-                step.hooks.current = "training_step"
                 step.fit.logs.begin_part(part.batch)
                 yield part
-                step.hooks.current = ""
             else:
                 step.fill(part.batch, self._extra)
 
@@ -496,16 +496,14 @@ class Attempt:
         step, window = self._step, self._step.micro
         [*_, one] = cut(self._batch, rows_of(self._batch) + 1)
         hooks = Quiet(self.backward)
-        with step.fit.logs.discarding():
+        with step.fit.logs.discarding(), step.hooks.inside("training_step"):
             for place in range(window.index, window.length):
                 if place > window.index:
                     step.begin_micro(place, 1.0)
-                step.hooks.current = "training_step"
                 step.strategy.forward_backward(step.training_step, one.batch, self._extra, window, hooks)
 
     def _take_back(self) -> None:
         step = self._step
-        step.hooks.current = ""
         clear_gradients(step.optimizers)
         self._outputs, self._parts = [], []
         assert self._undo is not None

@@ -16,16 +16,9 @@ from torch.utils._pytree import tree_leaves
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, nearest
 from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
-from leyden.strategies.mesh.pipeline.micro_batches import (
-    Form,
-    MicroBatch,
-    Shape,
-    detached,
-    has_nan,
-    largest,
-    padded,
-)
+from leyden.strategies.mesh.pipeline.forms import Form, Shape, detached, has_nan, largest, padded
 from leyden.strategies.mesh.pipeline.passage import Passages
+from leyden.strategies.micro_batches import MicroBatch
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")

@@ -17,10 +17,11 @@ from leyden.strategies.fsdp.gradients import multiply, total_norm
 from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
-from leyden.strategies.mesh.pipeline.micro_batches import Form, MicroBatch, cut, together
+from leyden.strategies.mesh.pipeline.forms import Form
 from leyden.strategies.mesh.pipeline.numbers import Numbers
 from leyden.strategies.mesh.pipeline.readings import check_readings
 from leyden.strategies.mesh.pipeline.schedule import Pipeline, Schedule
+from leyden.strategies.micro_batches import MicroBatch, cut, together
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
-from leyden.strategies.mesh.pipeline.micro_batches import Form, Shape, cut, largest, padded, together
+from leyden.strategies.mesh.pipeline.forms import Form, Shape, largest, padded
 from leyden.strategies.mesh.pipeline.schedule import Schedule
+from leyden.strategies.micro_batches import cut, together
 
 
 class Model(nn.Module):

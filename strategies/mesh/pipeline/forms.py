@@ -1,4 +1,4 @@
-"""Micro-batches: a batch is cut into parts of its samples, and what a step returned for each is put together again."""
+"""What passes between the stages of a pipeline: its structure, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -10,81 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.micro_batches import together
 from leyden.strategies.saved_state import brief
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A part of a batch.
-
-    Attributes:
-        batch: the samples, as the batch has them.
-        rows: how many there are; 0 for one that only fills the schedule, with the batch's first sample.
-        share: of the batch's samples.
-        signature: what the shapes that pass between stages depend on.
-    """
-
-    batch: Any
-    rows: int
-    share: float
-    signature: tuple[Any, ...]
-
-
-def cut(batch: Any, count: int) -> list[MicroBatch]:
-    """Cuts a batch into micro-batches whose sizes differ by one at most.
-
-    Tensors and lists of as many entries as the batch has samples are cut along their first dimension; everything else
-    is the same in each part. A batch with fewer samples than parts is filled up with parts that do not count.
-
-    Args:
-        batch: any nested structure.
-        count: of the micro-batches.
-
-    Raises:
-        ConfigurationError: for a list of tensors of several lengths, as of a sample each.
-
-    Example:
-        >>> [(part.batch.tolist(), part.rows) for part in cut(torch.arange(5), 3)]
-        [([0, 1], 2), ([2, 3], 2), ([4], 1)]
-    """
-    rows = batch_size_of(batch)
-    _check_lists(batch)
-
-    def is_list(item: Any) -> bool:
-        """A list of one entry for each sample, as of strings."""
-        return isinstance(item, (list, tuple)) and len(item) == rows and not any(isinstance(i, Tensor) for i in item)
-
-    leaves, spec = tree_flatten(batch, is_leaf=is_list)
-    is_cut = [leaf.ndim > 0 and leaf.shape[0] == rows if isinstance(leaf, Tensor) else is_list(leaf) for leaf in leaves]
-    parts, start = [], 0
-    for place in range(count):
-        size = rows // count + (place < rows % count)
-        begin, end = (start, start + size) if size else (0, 1)
-        own = [leaf[begin:end] if cuts else leaf for leaf, cuts in zip(leaves, is_cut, strict=True)]
-        parts.append(MicroBatch(tree_unflatten(own, spec), size, size / rows, _signature(own)))
-        start += size
-    return parts
-
-
-def _check_lists(batch: Any) -> None:
-    """Refuses a list of samples of several lengths, of which the first would be cut instead of the list."""
-    for item in (batch, *batch.values()) if isinstance(batch, dict) else (batch,):
-        if not isinstance(item, (list, tuple)):
-            continue
-        lengths = {len(tensor) for tensor in item if isinstance(tensor, Tensor) and tensor.ndim}
-        if len(lengths) > 1:
-            raise ConfigurationError(
-                f"a batch has a list of tensors of the lengths {sorted(lengths)}, and a pipeline cuts batches by "
-                "samples: have the loader's collate_fn put samples of several lengths into one padded tensor, and give "
-                "what all samples share a name in a dict."
-            )
-
-
-def _signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(leaves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +113,3 @@ def has_nan(tree: Any) -> bool:
     return any(
         isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()) for leaf in tree_leaves(tree)
     )
-
-
-__all__ = ["Form", "MicroBatch", "Shape", "cut", "detached", "has_nan", "largest", "padded", "together"]
