@@ -13,7 +13,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.given import checks_names
+from leyden.trainer.arguments.given import checks_names
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -24,10 +24,10 @@ from leyden.callbacks.checkpoint_name import check_template, folders_in, format_
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.given import checks_names
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import identity
 from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.given import checks_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,14 +27,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.logging",),
     ("leyden.trainer.engine",),
     ("leyden.trainer.checkpoint",),
-    ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.given"),
+    # Callbacks name the argument that was meant, too; the rest of its room reads callbacks.
+    (
+        *("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams"),
+        "leyden.trainer.arguments.given",
+    ),
     ("leyden.trainer.tuning",),
     ("leyden.callbacks",),
-    (
-        *("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.preemption", "leyden.trainer.plugins"),
-        "leyden.trainer.profilers",
-        "leyden.trainer.replay",
-    ),
+    ("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.plugins", "leyden.trainer.profilers"),
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),
     ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.trainer.accelerator"),

@@ -6,8 +6,9 @@ optimizer step.
 
     trainer.py view.py                       the Trainer and what callbacks read of it
     module.py datamodule.py hparams.py       what users subclass
-    arguments.py given.py launched.py        the Trainer's arguments, and what `leyden launch` adds to them
-    preemption.py profilers.py plugins.py    three of them that have arguments of their own
+    profilers.py plugins.py                  what two of the Trainer's arguments take
+    arguments/                               the Trainer's arguments: defaults, checks, and which ones were given
+    launched.py                              what `leyden launch` adds to them
     run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
     events/                                  hooks, progress, signals, and the stage of a run
@@ -32,7 +33,7 @@ _HOMES = {
     "AsyncCheckpointIO": "leyden.trainer.plugins",
     "CombinedLoader": "leyden.trainer.data.combined",
     "DataModule": "leyden.trainer.datamodule",
-    "Preemption": "leyden.trainer.preemption",
+    "Preemption": "leyden.trainer.arguments.preemption",
     "TrainModule": "leyden.trainer.module",
     "Trainer": "leyden.trainer.trainer",
     "Tuner": "leyden.trainer.tuning.tuner",
@@ -41,12 +42,12 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
+    from leyden.trainer.arguments.preemption import Preemption as Preemption
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.module import TrainModule as TrainModule
     from leyden.trainer.plugins import AsyncCheckpointIO as AsyncCheckpointIO
-    from leyden.trainer.preemption import Preemption as Preemption
     from leyden.trainer.trainer import Trainer as Trainer
     from leyden.trainer.tuning.tuner import Tuner as Tuner
 

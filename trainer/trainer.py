@@ -19,14 +19,14 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.launch.heartbeat import Phase
 from leyden.strategies.launch.watchdog import watched
-from leyden.trainer.arguments import for_trial, resolve
+from leyden.trainer.arguments.arguments import for_trial, resolve
+from leyden.trainer.arguments.given import leaves_open, refuse
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.signals import LEAVE, Signals
 from leyden.trainer.events.state import RunState
-from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.batch_norm import update_batch_norm
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
     from leyden.strategies.precision import Precision
+    from leyden.trainer.arguments.preemption import Preemption
     from leyden.trainer.plugins import AsyncCheckpointIO
-    from leyden.trainer.preemption import Preemption
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any

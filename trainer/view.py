@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.background import PendingSave
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine

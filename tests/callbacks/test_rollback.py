@@ -35,10 +35,10 @@ from leyden.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.cli.replay import _report, passed_over_after
 from leyden.trainer.format.digests import read_digests
-from leyden.trainer.replay import Replay
 
 SIZE = 40
 """Samples; batches of two make 20 batches of an epoch."""

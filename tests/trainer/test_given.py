@@ -16,7 +16,7 @@ import leyden
 from leyden import Trainer
 from leyden.strategies.errors import UnknownArgumentError
 from leyden.strategies.ported import OURS
-from leyden.trainer.arguments import NONE_MEANS_SOMETHING, Arguments
+from leyden.trainer.arguments.arguments import NONE_MEANS_SOMETHING, Arguments
 
 
 def test_the_signature_of_the_trainer_has_the_defaults_that_are_used() -> None:

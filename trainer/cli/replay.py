@@ -16,13 +16,13 @@ import click
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.folders import temporary
+from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.folder import all_checkpoints, is_checkpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.cli.bisect import file_of
 from leyden.trainer.format.digests import NAMES, read_digests
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import aligned, listed
-from leyden.trainer.replay import Replay
 from leyden.trainer.run.command import Command, printable
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.resuming import progress_of

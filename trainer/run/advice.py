@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
+from leyden.trainer.arguments.given import in_known_names
 from leyden.trainer.format.text import listed, size_of
-from leyden.trainer.given import in_known_names
 from leyden.trainer.run.samples import sample_indices
 
 if TYPE_CHECKING:

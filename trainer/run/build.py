@@ -20,13 +20,13 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
-from leyden.trainer.arguments import Arguments
+from leyden.trainer.arguments.arguments import Arguments
+from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.plugins import is_async_plugin
-from leyden.trainer.replay import replay_of
 from leyden.trainer.run.callback_list import check_callbacks
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 
 if TYPE_CHECKING:
+    from leyden.trainer.arguments.replay import Replay
     from leyden.trainer.module import TrainModule
-    from leyden.trainer.replay import Replay
 
 
 class CallbackList:

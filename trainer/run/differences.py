@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from leyden.callbacks.base import Callback
     from leyden.strategies.ranks import Ranks
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
 

@@ -10,7 +10,7 @@ from leyden.trainer.run.build import seconds_of
 
 if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.events.progress import Progress
 
 

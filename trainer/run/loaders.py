@@ -23,7 +23,7 @@ from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.profilers import Profiler
 
 Transfer = Callable[[Any, int], Any]

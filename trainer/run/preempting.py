@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from leyden.strategies.launch.leaving import note_exit
 
 if TYPE_CHECKING:
-    from leyden.trainer.preemption import Preemption
+    from leyden.trainer.arguments.preemption import Preemption
     from leyden.trainer.run.state import Run
 
 ANSWER = 60.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import ForeignWeights
@@ -22,13 +23,12 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import PROGRESS
-from leyden.trainer.replay import replay_of
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.identity import Difference, Identity
 from leyden.trainer.run.lock import FolderLock
 
 if TYPE_CHECKING:
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.trainer import Trainer
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Protocol
 from leyden.callbacks.base import Callback, refusal
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.heartbeat import Phase
+from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import listed
-from leyden.trainer.replay import replay_of
 from leyden.trainer.run.restoring import Restorer
 from leyden.trainer.run.resuming import PARTS, Goal, progress_of
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.strategies.errors import LeydenError
+from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.background import is_possible
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
-from leyden.trainer.replay import replay_of
 from leyden.trainer.run.build import saves_asynchronously
 from leyden.trainer.run.command import FILE as COMMAND
 from leyden.trainer.run.command import Command

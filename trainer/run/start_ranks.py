@@ -20,8 +20,8 @@ from leyden.strategies.errors import ConfigurationError
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.strategies.ranks import Ranks
+    from leyden.trainer.arguments.preemption import Preemption
     from leyden.trainer.module import TrainModule
-    from leyden.trainer.preemption import Preemption
     from leyden.trainer.run.state import Run
 
 _started_in: str | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.heartbeat import Heartbeat, Phase
+from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
@@ -25,7 +26,6 @@ from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
-from leyden.trainer.replay import replay_of
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
 from leyden.trainer.run.differences import check_module, check_optimizers
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.callbacks.logger import Logger
     from leyden.strategies.base import Strategy
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine

@@ -18,10 +18,10 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.watchdog import hang_limit
-from leyden.trainer.given import UNSET
+from leyden.trainer.arguments.given import UNSET
+from leyden.trainer.arguments.preemption import wanted
+from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.launched import filled_by_launch
-from leyden.trainer.preemption import wanted
-from leyden.trainer.replay import replay_of
 
 NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
 """The arguments with a default other than None for which None is a value of its own."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.arguments.arguments import Arguments
 
 VARIABLE = "LEYDEN_REPLAY"
 REPORT = "report.json"
