@@ -82,13 +82,17 @@ class LeydenArgumentParser(ArgumentParser):
         self._ignored_in_files: set[str] = set()
 
     def add_leyden_class_args(
-        self, leyden_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
+        self,
+        leyden_class: Callable[..., Any],
+        nested_key: str | None,
+        subclass_mode: bool = False,
+        required: bool = True,
     ) -> list[str]:
         """Adds the arguments of a Trainer, TrainModule, DataModule or Callback as a group.
 
         Args:
             leyden_class: the class, or a function whose annotation says that it returns one.
-            nested_key: the name of the group.
+            nested_key: the name of the group; None gives options without one.
             subclass_mode: take `class_path` and `init_args` of any subclass.
             required: in subclass mode, whether one must be given.
 
@@ -102,9 +106,9 @@ class LeydenArgumentParser(ArgumentParser):
                 f"{nested_key}: {kind_of(leyden_class)} is no {names} or {KINDS[-1].__name__}: give such a class, or a "
                 "function whose annotation says that it returns one."
             )
-        if issubclass(cls, Callback):
+        if nested_key is not None and issubclass(cls, Callback):
             self.callback_keys.append(nested_key)
-        if subclass_mode:
+        if nested_key is not None and subclass_mode:
             self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
             return [nested_key]
         # The CLI itself makes the Trainer, with the callbacks of other groups.
@@ -112,7 +116,7 @@ class LeydenArgumentParser(ArgumentParser):
         added: list[str] = self.add_class_arguments(
             cls, nested_key, fail_untyped=False, instantiate=made_here, sub_configs=True
         )
-        if f"{nested_key}.help" not in added:
+        if nested_key is not None and f"{nested_key}.help" not in added:
             self.add_argument(f"--{nested_key}.help", action=GroupHelp, help="Show these options alone, and exit.")
         return added
 

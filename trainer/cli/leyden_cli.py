@@ -114,7 +114,9 @@ class LeydenCLI:
             sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)],
             variables=self.parser_kwargs.get("env_prefix", "LEYDEN"),
         )
-        self.setup_parser(run)
+        names = self.subcommands()
+        kwargs = {key: value for key, value in self.parser_kwargs.items() if key not in names}
+        self.setup_parser(run, kwargs, {name: self.parser_kwargs.get(name, {}) for name in names})
         self.parse_arguments(self.parser, args)
         self.subcommand = self.config["subcommand"] if run else None
         self._seed()
@@ -137,10 +139,12 @@ class LeydenCLI:
         parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML or JSON; or its text.")
         return parser
 
-    def setup_parser(self, add_subcommands: bool) -> None:
-        """Makes the parser and the parsers of the subcommands."""
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
+    ) -> None:
+        """Makes the parser, from `main_kwargs`, and the parsers of the subcommands, from those of their names."""
         names = self.subcommands()
-        self.parser = self.init_parser(**{key: value for key, value in self.parser_kwargs.items() if key not in names})
+        self.parser = self.init_parser(**main_kwargs)
         self._parsers = {None: self.parser}
         if not add_subcommands:
             self._add_arguments(self.parser)
@@ -150,7 +154,7 @@ class LeydenCLI:
             return
         group = self.parser.add_subcommands(help="leyden's, each with --help of its own:")
         for name, left_out in names.items():
-            kwargs = self.parser_kwargs.get(name, {})
+            kwargs = subparser_kwargs.get(name, {})
             self._parsers[name] = parser = self.init_parser(**kwargs)
             self._add_arguments(parser)
             self._add_arguments_of(name, parser, left_out)
