@@ -14,12 +14,12 @@ _HOMES = {
     "BatchSizeFinder": "batch_size_finder",
     "BatchSizeScheduler": "batch_size_scheduler",
     "Callback": "base",
-    "CSVLogger": "csv_logger",
-    "CometLogger": "comet_logger",
+    "CSVLogger": "loggers.csv_logger",
+    "CometLogger": "loggers.comet_logger",
     "DeviceStatsMonitor": "device_stats_monitor",
     "DriftError": "drift_guard",
     "DriftGuard": "drift_guard",
-    "DummyLogger": "silent",
+    "DummyLogger": "loggers.silent",
     "EarlyStopping": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
     "GarbageCollection": "garbage_collection",
@@ -29,27 +29,27 @@ _HOMES = {
     "LambdaCallback": "lambda_callback",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "lr_monitor",
-    "Logger": "logger",
-    "MLFlowLogger": "mlflow_logger",
-    "ModelCheckpoint": "model_checkpoint",
+    "Logger": "loggers.logger",
+    "MLFlowLogger": "loggers.mlflow_logger",
+    "ModelCheckpoint": "checkpointing.model_checkpoint",
     "ModelSummary": "model_summary",
     "NonFiniteError": "non_finite_guard",
     "NonFiniteGuard": "non_finite_guard",
-    "OnExceptionCheckpoint": "on_exception_checkpoint",
-    "PreemptionCheckpoint": "preemption_checkpoint",
+    "OnExceptionCheckpoint": "checkpointing.on_exception_checkpoint",
+    "PreemptionCheckpoint": "checkpointing.preemption_checkpoint",
     "SequenceLengthWarmup": "sequence_length_warmup",
     "SpikeDetection": "spike_detection",
-    "ProgressBar": "progress_bar",
+    "ProgressBar": "bars.progress_bar",
     "RichModelSummary": "rich_summary",
-    "RichProgressBar": "rich_bar",
-    "RichProgressBarTheme": "rich_bar",
+    "RichProgressBar": "bars.rich_bar",
+    "RichProgressBarTheme": "bars.rich_bar",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
-    "TQDMProgressBar": "tqdm_bar",
-    "TensorBoardLogger": "tensorboard",
+    "TQDMProgressBar": "bars.tqdm_bar",
+    "TensorBoardLogger": "loggers.tensorboard",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
     "TrainingSpikeException": "spike_detection",
-    "WandbLogger": "wandb_logger",
+    "WandbLogger": "loggers.wandb_logger",
     "WeightDigests": "weight_digests",
     "measure_flops": "peak_flops",
     "WeightAveraging": "weight_averaging",
@@ -57,11 +57,16 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from leyden.callbacks.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
+    from leyden.callbacks.bars.progress_bar import ProgressBar as ProgressBar
+    from leyden.callbacks.bars.rich_bar import RichProgressBar as RichProgressBar
+    from leyden.callbacks.bars.rich_bar import RichProgressBarTheme as RichProgressBarTheme
+    from leyden.callbacks.bars.tqdm_bar import TQDMProgressBar as TQDMProgressBar
     from leyden.callbacks.base import Callback as Callback
     from leyden.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from leyden.callbacks.batch_size_scheduler import BatchSizeScheduler as BatchSizeScheduler
-    from leyden.callbacks.comet_logger import CometLogger as CometLogger
-    from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from leyden.callbacks.checkpointing.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from leyden.callbacks.checkpointing.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from leyden.callbacks.drift_guard import DriftError as DriftError
     from leyden.callbacks.drift_guard import DriftGuard as DriftGuard
@@ -74,32 +79,27 @@ if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback
-    from leyden.callbacks.logger import Logger as Logger
+    from leyden.callbacks.loggers.comet_logger import CometLogger as CometLogger
+    from leyden.callbacks.loggers.csv_logger import CSVLogger as CSVLogger
+    from leyden.callbacks.loggers.logger import Logger as Logger
+    from leyden.callbacks.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
+    from leyden.callbacks.loggers.silent import DummyLogger as DummyLogger
+    from leyden.callbacks.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from leyden.callbacks.loggers.wandb_logger import WandbLogger as WandbLogger
     from leyden.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from leyden.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
-    from leyden.callbacks.mlflow_logger import MLFlowLogger as MLFlowLogger
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from leyden.callbacks.model_summary import ModelSummary as ModelSummary
     from leyden.callbacks.non_finite_guard import NonFiniteError as NonFiniteError
     from leyden.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
-    from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from leyden.callbacks.peak_flops import measure_flops as measure_flops
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
-    from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
-    from leyden.callbacks.progress_bar import ProgressBar as ProgressBar
-    from leyden.callbacks.rich_bar import RichProgressBar as RichProgressBar
-    from leyden.callbacks.rich_bar import RichProgressBarTheme as RichProgressBarTheme
     from leyden.callbacks.rich_summary import RichModelSummary as RichModelSummary
     from leyden.callbacks.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
-    from leyden.callbacks.silent import DummyLogger as DummyLogger
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
-    from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from leyden.callbacks.timer import Timer as Timer
-    from leyden.callbacks.tqdm_bar import TQDMProgressBar as TQDMProgressBar
-    from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger
     from leyden.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from leyden.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from leyden.callbacks.weight_digests import WeightDigests as WeightDigests

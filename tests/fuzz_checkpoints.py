@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies.errors import LeydenError
 from leyden.trainer.format.manifest import MANIFEST
 

@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.run import saving

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.run import saving

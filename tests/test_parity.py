@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies.precision.amp import MixedPrecision
 
 EPOCHS = 3

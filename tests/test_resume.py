@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
-from leyden.callbacks.csv_logger import CSVLogger
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
-from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.on_exception_checkpoint import OnExceptionCheckpoint
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError

@@ -13,7 +13,7 @@ from torch import nn
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
-from leyden.callbacks.logger import Logger
+from leyden.callbacks.loggers.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import rank_environment

@@ -19,10 +19,10 @@ from leyden.trainer.run.build import loggers_of, with_loggers
 from leyden.trainer.run.samples import sample_indices
 
 if TYPE_CHECKING:
+    from leyden.callbacks.bars.progress_bar import ProgressBar
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
-    from leyden.callbacks.logger import Logger
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
-    from leyden.callbacks.progress_bar import ProgressBar
+    from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.background import PendingSave
     from leyden.trainer.datamodule import DataModule
@@ -310,7 +310,7 @@ class TrainerView:
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        from leyden.callbacks.model_checkpoint import ModelCheckpoint
+        from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
         return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
 
@@ -343,7 +343,7 @@ class TrainerView:
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        from leyden.callbacks.progress_bar import ProgressBar
+        from leyden.callbacks.bars.progress_bar import ProgressBar
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from leyden.callbacks import paced_bar
+from leyden.callbacks.bars import paced_bar
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from programs import run_program
 
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies.errors import ConfigurationError
 
 
@@ -178,7 +178,7 @@ def test_an_earlier_run_of_the_same_version_is_kept_with_a_warning(tmp_path: Pat
 
 KILLED = """
 import os, signal, sys
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 logger = CSVLogger(sys.argv[1], flush_logs_every_n_steps=1)
 for step in range(1, 200):
     logger.log_metrics({"x": step}, step)

@@ -14,8 +14,8 @@ from models import QUIET, Line
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.csv_logger import CSVLogger
-from leyden.callbacks.logger import Logger, claim_version
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
-from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.silent import DummyLogger
-from leyden.callbacks.tensorboard import TensorBoardLogger
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.loggers.csv_logger import CSVLogger
+from leyden.callbacks.loggers.logger import Logger, claim_version
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.silent import DummyLogger
+from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer

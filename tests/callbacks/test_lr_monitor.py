@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from leyden.callbacks.logger import Logger
+from leyden.callbacks.loggers.logger import Logger
 from leyden.callbacks.lr_monitor import LearningRateMonitor
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.module import TrainModule

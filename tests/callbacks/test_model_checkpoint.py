@@ -18,10 +18,10 @@ from models import QUIET, Line
 from programs import run_program
 from torch import Tensor, nn
 
-from leyden.callbacks import checkpoint_commit
 from leyden.callbacks.base import Callback
-from leyden.callbacks.checkpoint_name import format_name
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing import checkpoint_commit
+from leyden.callbacks.checkpointing.checkpoint_name import format_name
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.folder import delete
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -569,7 +569,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_model_checkpoint import Scripted, ModelCheckpoint, fit
-from leyden.callbacks import checkpoint_commit
+from leyden.callbacks.checkpointing import checkpoint_commit
 
 delete_each = checkpoint_commit.delete_each
 checkpoint = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True, asynchronous=sys.argv[4] == "asynchronous")

@@ -14,8 +14,8 @@ from samples import numbered
 from torch import Tensor, nn
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
-from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.on_exception_checkpoint import OnExceptionCheckpoint
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.trainer import Trainer

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from leyden.callbacks import CSVLogger, ProgressBar, RichProgressBar, TQDMProgressBar, paced_bar
-from leyden.callbacks.progress_bar import format_number
-from leyden.callbacks.tqdm_bar import draw, is_interactive
+from leyden.callbacks import CSVLogger, ProgressBar, RichProgressBar, TQDMProgressBar
+from leyden.callbacks.bars import paced_bar
+from leyden.callbacks.bars.progress_bar import format_number
+from leyden.callbacks.bars.tqdm_bar import draw, is_interactive
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 

@@ -21,7 +21,7 @@ from programs import run_program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from leyden.callbacks.tensorboard import TensorBoardLogger
+from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
@@ -420,7 +420,7 @@ def test_arguments_of_the_writer_and_a_sub_folder_are_passed_on(tmp_path: Path) 
 
 def test_tensorboard_is_imported_at_the_first_write(tmp_path: Path) -> None:
     code = (
-        "import sys; from leyden.callbacks.tensorboard import TensorBoardLogger as L; l = L(sys.argv[1]); l.log_dir;"
+        "import sys; from leyden.callbacks import TensorBoardLogger as L; l = L(sys.argv[1]); l.log_dir;"
         "assert 'tensorboard' not in sys.modules; l.log_metrics({'a': 1.0}, 1); l.finalize('success');"
         "assert 'tensorboard' in sys.modules"
     )

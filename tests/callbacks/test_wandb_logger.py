@@ -23,7 +23,7 @@ from ranks.world import run_world
 
 from leyden import Trainer
 from leyden.callbacks import ModelCheckpoint
-from leyden.callbacks.wandb_logger import WandbLogger
+from leyden.callbacks.loggers.wandb_logger import WandbLogger
 from leyden.strategies.errors import ConfigurationError
 
 wandb = pytest.importorskip("wandb")
@@ -316,7 +316,7 @@ def test_a_failed_fit_uploads_nothing_more(tmp_path: Path, monkeypatch: pytest.M
 
 def test_wandb_is_not_imported_before_the_first_write() -> None:
     code = (
-        "import sys; from leyden.callbacks.wandb_logger import WandbLogger as L; l = L(offline=True);"
+        "import sys; from leyden.callbacks.loggers.wandb_logger import WandbLogger as L; l = L(offline=True);"
         "l.state_dict(); l.save(); l.finalize('success'); assert 'wandb' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

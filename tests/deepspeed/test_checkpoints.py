@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named
 from leyden.trainer.checkpoint.reader import CheckpointReader

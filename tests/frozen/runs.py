@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from leyden import Accelerator, Trainer, TrainModule
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 
 STRATEGIES = {"single": ("single_device", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
 """Of each frozen run of the Trainer: strategy and number of ranks."""

@@ -17,7 +17,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
 # Ranks, and the batch of each: 8 samples make the global batch everywhere.
 LAYOUTS = {"single": (1, 8), "ddp": (2, 4), "fsdp 2": (2, 4), "fsdp 4": (4, 2), "hsdp": (4, 2)}

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.strategies import FSDPStrategy, MeshStrategy, Strategy
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.reader import CheckpointReader

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from leyden import Accelerator, Trainer
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies import MeshStrategy
 
 # Over two data ranks the last global batch of each loader leaves one of them without a sample.

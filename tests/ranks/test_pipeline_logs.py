@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from leyden import Callback, Trainer
 from leyden.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies import MeshStrategy
 
 

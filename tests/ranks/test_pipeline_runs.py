@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.callbacks import Callback
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies import MeshStrategy
 from leyden.strategies.precision import MixedPrecision
 

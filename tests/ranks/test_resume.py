@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 

@@ -19,7 +19,7 @@ from leyden.callbacks import (
     ModelCheckpoint,
     Timer,
 )
-from leyden.callbacks.silent import DummyLogger
+from leyden.callbacks.loggers.silent import DummyLogger
 
 
 # how much is read -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from leyden.callbacks import (
     Timer,
     TQDMProgressBar,
 )
-from leyden.callbacks.silent import DummyLogger
+from leyden.callbacks.loggers.silent import DummyLogger
 
 # what a run reports ---------------------------------------------------------------------------------------------------
 STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")

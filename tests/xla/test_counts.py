@@ -15,7 +15,7 @@ from xla.process import on_xla
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback
-from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.loggers.csv_logger import CSVLogger
 
 WINDOWS = 8
 ONE = {"accelerator": "xla", "devices": 1}

@@ -36,7 +36,7 @@ from leyden.trainer.data.rng import RandomNumbers
 from leyden.trainer.format.errors import CheckpointError, blame, naming
 
 if TYPE_CHECKING:
-    from leyden.callbacks.logger import Logger
+    from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.accelerator.accelerator import Accelerator
     from leyden.trainer.accelerator.loader import PreparedLoader
     from leyden.trainer.accelerator.stepping import Stepping

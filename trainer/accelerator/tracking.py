@@ -10,20 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from leyden.callbacks.silent import Silent
+from leyden.callbacks.loggers.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 
 if TYPE_CHECKING:
-    from leyden.callbacks.logger import Logger
+    from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.accelerator.ranks import PartialState
 
 # Name -> module, class, the package that it needs, the argument for the project: "name" is a folder in the run's.
 LOGGERS = {
-    "tensorboard": ("leyden.callbacks.tensorboard", "TensorBoardLogger", "tensorboard", "name"),
-    "wandb": ("leyden.callbacks.wandb_logger", "WandbLogger", "wandb", "project"),
-    "csv": ("leyden.callbacks.csv_logger", "CSVLogger", None, "name"),
-    "comet_ml": ("leyden.callbacks.comet_logger", "CometLogger", "comet_ml", "project"),
-    "mlflow": ("leyden.callbacks.mlflow_logger", "MLFlowLogger", "mlflow", "experiment_name"),
+    "tensorboard": ("leyden.callbacks.loggers.tensorboard", "TensorBoardLogger", "tensorboard", "name"),
+    "wandb": ("leyden.callbacks.loggers.wandb_logger", "WandbLogger", "wandb", "project"),
+    "csv": ("leyden.callbacks.loggers.csv_logger", "CSVLogger", None, "name"),
+    "comet_ml": ("leyden.callbacks.loggers.comet_logger", "CometLogger", "comet_ml", "project"),
+    "mlflow": ("leyden.callbacks.loggers.mlflow_logger", "MLFlowLogger", "mlflow", "experiment_name"),
 }
 
 
@@ -216,7 +216,7 @@ def chosen(log_with: Any) -> list[Any]:
         ConfigurationError: if a name is unknown, or something is none of these.
         MissingExtraError: if its package is not installed.
     """
-    from leyden.callbacks.logger import Logger
+    from leyden.callbacks.loggers.logger import Logger
 
     if log_with is None:
         return []

@@ -12,8 +12,8 @@ from typing import Any
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
-from leyden.callbacks.logger import Logger
-from leyden.callbacks.silent import DummyLogger
+from leyden.callbacks.loggers.logger import Logger
+from leyden.callbacks.loggers.silent import DummyLogger
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest

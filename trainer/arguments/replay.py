@@ -82,9 +82,9 @@ def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
 
 
 def _writes(callback: Callback) -> bool:
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
-    from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-    from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.on_exception_checkpoint import OnExceptionCheckpoint
+    from leyden.callbacks.checkpointing.preemption_checkpoint import PreemptionCheckpoint
     from leyden.callbacks.save_config import SaveConfigCallback
     from leyden.callbacks.weight_digests import WeightDigests
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import AutoAccumulation, GradientAccumulation
-from leyden.callbacks.logger import Logger
-from leyden.callbacks.silent import DummyLogger
+from leyden.callbacks.loggers.logger import Logger
+from leyden.callbacks.loggers.silent import DummyLogger
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
@@ -109,7 +109,7 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
     check_loggers(loggers, f"logger={wanted!r}")
     loggers = loggers_of(callbacks) + [one for one in loggers if all(one is not callback for callback in callbacks)]
     if wanted is True and not loggers:
-        from leyden.callbacks.tensorboard import TensorBoardLogger
+        from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 
         loggers = [TensorBoardLogger()]
     if arguments.barebones:
@@ -148,7 +148,7 @@ def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silen
 def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
     """Adds checkpoints, progress bar and summary. They are imported here: a run without them does not pay for them."""
     if arguments.enable_checkpointing or arguments.callbacks:
-        from leyden.callbacks.model_checkpoint import ModelCheckpoint
+        from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
         has = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         if arguments.enable_checkpointing and not has:
@@ -156,7 +156,7 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         elif has and not arguments.enable_checkpointing and not arguments.fast_dev_run:
             raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
     if arguments.preemption is not None and not arguments.fast_dev_run:
-        from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint
+        from leyden.callbacks.checkpointing.preemption_checkpoint import PreemptionCheckpoint
 
         callbacks.append(PreemptionCheckpoint())
     _add_progress_bar(callbacks, arguments)
@@ -170,7 +170,7 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
 def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
     if not arguments.enable_progress_bar and not callbacks:
         return
-    from leyden.callbacks.progress_bar import ProgressBar
+    from leyden.callbacks.bars.progress_bar import ProgressBar
 
     bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
@@ -183,15 +183,15 @@ def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
             f"enable_progress_bar=False, and callbacks holds a {type(bars[0]).__name__}: choose one."
         )
     if not bars and arguments.enable_progress_bar:
-        from leyden.callbacks.tqdm_bar import TQDMProgressBar
+        from leyden.callbacks.bars.tqdm_bar import TQDMProgressBar
 
         callbacks.append(TQDMProgressBar())
 
 
 def _summary_beside(callbacks: list[Callback]) -> Callback:
     """The summary that looks like the progress bar."""
+    from leyden.callbacks.bars.rich_bar import RichProgressBar
     from leyden.callbacks.model_summary import ModelSummary
-    from leyden.callbacks.rich_bar import RichProgressBar
 
     if not any(isinstance(callback, RichProgressBar) for callback in callbacks):
         return ModelSummary()

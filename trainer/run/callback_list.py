@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.base import Callback, in_order
-from leyden.callbacks.logger import Logger
+from leyden.callbacks.loggers.logger import Logger
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 

@@ -116,9 +116,9 @@ def agree(ranks: Ranks, lines: Sequence[str], fix: str) -> None:
 def _decides(callback: Callback) -> bool:
     """True for the callbacks that talk to those of other ranks."""
     # Imported here: one rank needs none of them.
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.timer import Timer
 
     return isinstance(callback, (EarlyStopping, GradientAccumulation, ModelCheckpoint, Timer))

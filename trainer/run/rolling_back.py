@@ -153,7 +153,7 @@ def places_now(run: Run) -> list[Path]:
 
     Those from before a resume are, if they are in a folder of this run's own.
     """
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
     folders = [callback.dirpath for callback in run.callbacks if isinstance(callback, ModelCheckpoint)]
     own = [os.path.realpath(folder) for folder in folders if folder is not None]

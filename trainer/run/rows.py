@@ -12,7 +12,7 @@ from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, read_back
 
 if TYPE_CHECKING:
-    from leyden.callbacks.logger import Logger
+    from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.logging.values import Nans
 

@@ -187,7 +187,7 @@ def check_composable(run: Run) -> None:
 
     It is called after `on_train_start`, in which averages of weights and the like are made.
     """
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
     states = UserStates(run).compose(run.progress)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in run.callbacks)

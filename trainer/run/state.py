@@ -41,7 +41,7 @@ from leyden.trainer.run.unheard import warn_of_unheard
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
-    from leyden.callbacks.logger import Logger
+    from leyden.callbacks.loggers.logger import Logger
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.owners import Unclaimed
@@ -408,7 +408,7 @@ class Run:
         """Prints on the main process, above a progress bar if there is one on the screen."""
         if not self.strategy.ranks.is_global_zero:
             return
-        from leyden.callbacks.progress_bar import ProgressBar
+        from leyden.callbacks.bars.progress_bar import ProgressBar
 
         bar = next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
         # A pipe, too, gets the text now and not when the buffer is full.

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.strategies.deepspeed.engine_state import NamedOptimizer, Piece, weights
 from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.single import SingleDeviceStrategy

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint import nodes

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from leyden import Trainer
 from leyden.callbacks.base import Callback
-from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
 
 class Shifted(Dataset[Tensor]):

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
 from leyden.callbacks import CSVLogger, TQDMProgressBar
-from leyden.callbacks.paced_bar import DRAW_SECONDS
+from leyden.callbacks.bars.paced_bar import DRAW_SECONDS
 
 STEPS = 100
 EVERY = 50

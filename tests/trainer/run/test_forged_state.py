@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Accelerator, CheckpointError, Trainer
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
-from leyden.callbacks.checkpoint_books import read_books
+from leyden.callbacks.checkpointing.checkpoint_books import read_books
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.cli.main import main
 from leyden.trainer.format.manifest import MANIFEST, read_manifest

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from leyden.callbacks.progress_bar import ProgressBar, format_metrics
+from leyden.callbacks.bars.progress_bar import ProgressBar, format_metrics
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from leyden.callbacks.logger import FolderLogger
-from leyden.callbacks.plain import plain_numbers
+from leyden.callbacks.loggers.logger import FolderLogger
+from leyden.callbacks.loggers.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging

@@ -6,9 +6,9 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from leyden.callbacks import above_bars
-from leyden.callbacks.paced_bar import PacedProgressBar, in_notebook
-from leyden.callbacks.progress_bar import format_metrics
+from leyden.callbacks.bars import above_bars
+from leyden.callbacks.bars.paced_bar import PacedProgressBar, in_notebook
+from leyden.callbacks.bars.progress_bar import format_metrics
 from leyden.strategies.errors import needs
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.logger import FolderLogger
-from leyden.callbacks.media import as_markdown, as_pixels, for_each, listed, rows_of
+from leyden.callbacks.loggers.logger import FolderLogger
+from leyden.callbacks.loggers.media import as_markdown, as_pixels, for_each, listed, rows_of
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
-from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, StateError, needs
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.format import staging

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.plain import as_dict, json_value
+from leyden.callbacks.loggers.plain import as_dict, json_value
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
 
 if TYPE_CHECKING:
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 

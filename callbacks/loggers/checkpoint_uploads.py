@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from leyden.callbacks.plain import json_value
+from leyden.callbacks.loggers.plain import json_value
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.folder import identity
 from leyden.trainer.format.manifest import read_manifest
 
 if TYPE_CHECKING:
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
 SETTINGS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
 """Arguments of a ModelCheckpoint that are uploaded with its checkpoints."""

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from leyden.callbacks.checkpoint_uploads import CheckpointUploads, Upload
-from leyden.callbacks.media import for_each, listed, rows_of
-from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.service_logger import ServiceLogger
+from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
+from leyden.callbacks.loggers.media import for_each, listed, rows_of
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     from wandb import Artifact, Run
 
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
 GLOBAL_STEP = "trainer/global_step"
 

@@ -6,8 +6,8 @@ import os
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from leyden.callbacks.logger import SavingLogger
-from leyden.callbacks.silent import Silent
+from leyden.callbacks.loggers.logger import SavingLogger
+from leyden.callbacks.loggers.silent import Silent
 from leyden.strategies.saved_state import SavedState
 
 

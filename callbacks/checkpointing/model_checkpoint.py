@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.checkpoint_arguments import check_arguments, triggers
-from leyden.callbacks.checkpoint_books import number_of, read_books, score_of
-from leyden.callbacks.checkpoint_commit import Following, after_commit, delete_each, tell_loggers
-from leyden.callbacks.checkpoint_name import check_template, folders_in, format_name, metrics_in
+from leyden.callbacks.checkpointing.checkpoint_arguments import check_arguments, triggers
+from leyden.callbacks.checkpointing.checkpoint_books import number_of, read_books, score_of
+from leyden.callbacks.checkpointing.checkpoint_commit import Following, after_commit, delete_each, tell_loggers
+from leyden.callbacks.checkpointing.checkpoint_name import check_template, folders_in, format_name, metrics_in
+from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
-from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.arguments.given import checks_names
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks

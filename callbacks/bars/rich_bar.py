@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from leyden.callbacks import above_bars
-from leyden.callbacks.paced_bar import PacedProgressBar
-from leyden.callbacks.progress_bar import format_number
+from leyden.callbacks.bars import above_bars
+from leyden.callbacks.bars.paced_bar import PacedProgressBar
+from leyden.callbacks.bars.progress_bar import format_number
 from leyden.strategies.errors import ConfigurationError, kind_of, needs
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from leyden.callbacks.logger import Logger
+from leyden.callbacks.loggers.logger import Logger
 
 
 class Silent:

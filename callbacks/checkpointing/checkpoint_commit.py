@@ -16,7 +16,7 @@ from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.trainer.checkpoint.background import PendingSave
     from leyden.trainer.trainer import Trainer
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from leyden.callbacks.checkpoint_uploads import CheckpointUploads, Upload
-from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.service_logger import ServiceLogger
+from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import needs
 
 if TYPE_CHECKING:
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
 MOST = 100
 """The number of parameters that MLflow accepts in one call."""

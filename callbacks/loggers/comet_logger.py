@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.service_logger import ServiceLogger
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import needs
 
 

@@ -1,0 +1,1 @@
+"""Loggers: to files, and to services; what they write, and who writes it."""
