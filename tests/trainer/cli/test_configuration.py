@@ -606,6 +606,79 @@ def test_a_run_that_resumes_keeps_the_earlier_configuration_beside_its_own() -> 
     assert written("logs/version_0/config.yaml")["trainer"]["max_epochs"] == 2
 
 
+MANY: dict[str, Any] = {"save_config_kwargs": {"multifile": True}}
+
+
+def parts() -> list[str]:
+    """A module's and a DataModule's file in a folder `own`, as options."""
+    Path("own").mkdir(exist_ok=True)
+    write("own/model.yaml", width=5)
+    write("own/data.yaml", batch_size=4)
+    return ["--model=own/model.yaml", "--data=own/data.yaml"]
+
+
+def test_the_files_of_a_configuration_are_saved_each_by_its_name_and_kept_by_a_run_that_resumes() -> None:
+    options = [*parts(), "--trainer.enable_checkpointing=true", "--trainer.resume=auto"]
+    first = cli_of(*options, "--model.rate=0.5", **MANY)
+    saved = {name: Path(name).read_text() for name in ("config.yaml", "model.yaml", "data.yaml")}
+    assert written("config.yaml")["model"] == "model.yaml"
+    assert written("model.yaml") == {"width": 5, "rate": 0.5}
+    again = LeydenCLI(OwnNet, Points, args=["fit", "--config=config.yaml", "--trainer.default_root_dir=again"])
+    assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
+    cli_of(*options, "--model.rate=0.5", **MANY)
+    assert not Path("config-1").exists()
+    resumed = cli_of(*options, "--same_run=true", "--model.rate=0.25", "--trainer.max_epochs=2", **MANY)
+    assert resumed.trainer.global_step == 16
+    assert (written("model.yaml")["rate"], written("config.yaml")["trainer"]["max_epochs"]) == (0.25, 2)
+    assert {path.name: path.read_text() for path in Path("config-1").iterdir()} == saved
+    before = LeydenCLI(OwnNet, Points, args=["--config=config-1/config.yaml"], run=False)
+    assert (before.model.hparams.rate, before.trainer.max_epochs) == (0.5, 1)
+    assert [path.name for path in Path().glob(".*")] == []
+
+
+def test_files_of_another_run_are_not_replaced_nor_those_of_ones_own() -> None:
+    cli_of(*parts(), **MANY)
+    with pytest.raises(ConfigurationError, match="model.yaml is the configuration of another run: give this one"):
+        cli_of(*parts(), "--model.width=6", **MANY)
+    assert written("model.yaml")["width"] == 5
+    cli_of(*parts(), "--model.width=6", save_config_kwargs={"multifile": True, "overwrite": True})
+    assert written("model.yaml")["width"] == 6
+    Path("config.yaml").unlink()
+    write("model.yaml", width=7)
+    for resume in ("auto", "null"):
+        with pytest.raises(ConfigurationError, match="model.yaml is no part of a configuration that a run saved"):
+            cli_of("--model=model.yaml", "--trainer.default_root_dir=.", f"--trainer.resume={resume}", **MANY)
+    assert written("model.yaml") == {"width": 7}
+
+
+def test_two_files_of_a_configuration_need_two_names() -> None:
+    Path("other").mkdir()
+    options = [*parts(), f"--data={write('other/model.yaml', batch_size=2)}"]
+    with pytest.raises(ConfigurationError, match="two files of the configuration are called model.yaml: rename one"):
+        cli_of(*options, **MANY)
+    options = [f"--model={write('own/config.yaml', width=2)}"]
+    with pytest.raises(ConfigurationError, match="a part of the configuration is called config.yaml, as the config"):
+        cli_of(*options, **MANY)
+    assert not list(Path().glob("*.yaml"))
+
+
+def test_an_evaluation_leaves_the_files_of_the_fit() -> None:
+    cli_of(*parts(), **MANY)
+    for rate in ("0.5", "0.25"):
+        args = ["test", *QUICK[:1], *QUICK[2:], *parts(), f"--model.rate={rate}"]
+        LeydenCLI(OwnNet, Points, args=args, **MANY)
+    rates = [written(f"{folder}model.yaml")["rate"] for folder in ("", "test-config/", "test-config/config-1/")]
+    assert rates == [0.1, 0.25, 0.5]
+    [callback] = [
+        one
+        for one in LeydenCLI(OwnNet, Points, args=parts(), run=False, **MANY).trainer.callbacks
+        if isinstance(one, SaveConfigCallback)
+    ]
+    sent = ForkingPickler.loads(ForkingPickler.dumps(callback))
+    assert set(sent._texts()) == {"", "model.yaml", "data.yaml"}
+    assert yaml.safe_load(sent.parser.dump(sent.config))["model"]["width"] == 5
+
+
 def test_an_evaluation_keeps_its_own_and_a_quick_run_none() -> None:
     cli_of()
     for width in ("3", "5"):
