@@ -74,8 +74,7 @@ class Trainer(TrainerView):
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
-        strategy: "auto", a name of `leyden.strategies.NAMES`, or a `Strategy`. Default "auto": one device, or "ddp" for
-            several.
+        strategy: a name of `leyden.strategies.NAMES`, a `Strategy`, or "auto", the default: "ddp" on several devices.
         devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks
             are started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
@@ -83,8 +82,7 @@ class Trainer(TrainerView):
             a short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
-        plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO`, by which checkpoints are written beside
-            the training.
+        plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO` to write checkpoints beside the training.
         fast_dev_run: True or a number of batches: runs every hook once and writes nothing.
         max_epochs: default 1000 if nothing else ends the run; -1 for no end.
         min_epochs: no early stop before.
@@ -128,6 +126,7 @@ class Trainer(TrainerView):
             the rank that hangs; an evaluation's batch may take five times as long, set-up or a save thirty times.
             "auto", the default: ten times the slowest of late, and 60 s at least. None or False turns it off.
         digest_every_n_steps: record digests of the weights, which `leyden bisect` compares; see `WeightDigests`.
+        record_run: loggers record how a fit was started, with the changes to its code unless this is "no_diff".
         on_bad_sample: "skip" leaves training samples that raise out of their batches, and counts them. Default "raise".
 
     Raises:
@@ -191,6 +190,7 @@ class Trainer(TrainerView):
         hang_timeout: bool | float | timedelta | str | None = "auto",
         on_bad_sample: str = "raise",
         digest_every_n_steps: int | None = None,
+        record_run: bool | Literal["no_diff"] = True,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments

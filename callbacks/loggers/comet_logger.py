@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import needs
 
@@ -69,6 +69,12 @@ class CometLogger(ServiceLogger):
         """Logs settings, nested ones as "outer/inner"."""
         if self.is_writer and (flat := flatten_hparams(params)):
             self.experiment.log_parameters(flat)
+
+    def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
+        """Keeps `starts/<time>/run.json` and `diff.patch` as assets, beside what Comet itself records of git."""
+        if self.is_writer:
+            for name, text in run_files(record, diff).items():
+                self.experiment.log_asset_data(text, name)
 
     def save(self) -> None:
         if self._experiment is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.plain import as_dict, json_value
+from leyden.callbacks.loggers.plain import as_dict, json_text, json_value, run_files
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
@@ -100,6 +100,19 @@ class Logger(Callback, ABC):
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
         """Logs the settings of the run, and the metrics to compare runs by."""
+
+    def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
+        """Records how a fit was started; called once when it begins, on the first rank, also for a run that resumes.
+
+        A warning takes the place of what it raises. Without a logger that overrides it nothing is collected.
+
+        Args:
+            record: plain values for JSON: `started` (UTC), `step` and `ckpt_path` that the fit goes on from, `command`,
+                `folder`, `host`, `system`, `world_size`, `device`, `device_name`, `arguments` of the Trainer as they
+                were resolved, `versions`, and `git` (None without a repository) with `commit`, `branch`, `dirty`,
+                `untracked`, `left_out` and `masked`. What looks like a key or a password is masked.
+            diff: the changes to the code that are not committed, for `git apply`; `git` says what it leaves out.
+        """
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
         """Logs the module's graph, if the logger can show one."""
@@ -277,6 +290,15 @@ class FolderLogger(SavingLogger):
         if self.is_writer and self.hparams:
             _write_hparams(Path(self._needed_folder()), self.hparams)
 
+    def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
+        """Writes `starts/<time>/run.json` and, if the code has changes, `diff.patch` into the run folder."""
+        if not self.is_writer:
+            return
+        for name, text in run_files(record, diff).items():
+            path = Path(self._needed_folder(), name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, text)
+
     def _resume(self, state: dict[str, Any]) -> None:
         """Removes what was logged after the checkpoint."""
 
@@ -342,7 +364,7 @@ def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
     path, before = folder / HPARAMS_FILE, {}
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(path.read_text(encoding="utf-8"))
-    text = _json_text(before | json_value(hparams))
+    text = json_text(before | json_value(hparams))
     _replace(path, text)
     with contextlib.suppress(ImportError):
         import yaml
@@ -350,13 +372,10 @@ def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
         _replace(folder / YAML_FILE, yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True))
 
 
-def _json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, allow_nan=False) + "\n"
-
-
 def _replace(path: Path, text: str) -> None:
     temporary = staging.sibling(path, "tmp")
-    temporary.write_text(text, encoding="utf-8")
+    # A patch keeps the line endings of its files.
+    temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
 
 
@@ -370,5 +389,5 @@ def _read_run(folder: Path) -> str | None:
 
 def _write_run(folder: Path) -> str:
     run = uuid.uuid4().hex
-    _replace(folder / RUN_FILE, _json_text({"run": run}))
+    _replace(folder / RUN_FILE, json_text({"run": run}))
     return run

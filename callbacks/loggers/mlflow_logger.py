@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
-from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import needs
 
@@ -107,6 +107,20 @@ class MLFlowLogger(ServiceLogger):
         for start in range(0, len(flat), MOST):
             rows = [Param(name, str(value)) for name, value in flat[start : start + MOST]]
             client.log_batch(self._id, params=rows)
+
+    def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
+        """Keeps `starts/<time>/run.json` and `diff.patch` as artifacts, and sets the tags of MLflow for command, commit
+        and branch.
+        """
+        if not self.is_writer:
+            return
+        client, git = self.experiment, record.get("git") or {}
+        tags = {"name": record["command"], "git.commit": git.get("commit"), "git.branch": git.get("branch")}
+        for name, value in tags.items():
+            if value is not None:
+                client.set_tag(self._id, f"mlflow.source.{name}", value)
+        for name, text in run_files(record, diff).items():
+            client.log_text(self._id, text, name)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Uploads what `log_model` says."""

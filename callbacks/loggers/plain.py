@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers as abstract_numbers
 from collections.abc import Mapping
@@ -105,3 +106,25 @@ def json_value(value: Any) -> Any:
     if hasattr(value, "dtype") and hasattr(value, "tolist") and getattr(value, "ndim", 1) == 0:
         return json_value(value.tolist())
     return _text(value)
+
+
+def json_text(value: Any) -> str:
+    """Returns strict JSON as files hold it."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def run_files(record: Mapping[str, Any], diff: str) -> dict[str, str]:
+    """The files of `Logger.log_run`, by their paths below a run's own folder.
+
+    Args:
+        record: how a fit was started.
+        diff: changes to its code.
+
+    Example:
+        >>> list(run_files({"started": "2026-02-01T12:30:00.250Z"}, "diff --git …"))
+        ['starts/2026-02-01T12-30-00.250Z/run.json', 'starts/2026-02-01T12-30-00.250Z/diff.patch']
+    """
+    # Windows allows no colon.
+    folder = f"starts/{str(record['started']).replace(':', '-')}"
+    files = {f"{folder}/run.json": json_text(json_value(record))}
+    return {**files, f"{folder}/diff.patch": diff} if diff else files

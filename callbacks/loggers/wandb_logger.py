@@ -7,13 +7,14 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
 from leyden.callbacks.loggers.media import for_each, listed, rows_of
-from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.plain import flatten_hparams, json_value, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 
@@ -152,6 +153,20 @@ class WandbLogger(ServiceLogger):
             self.experiment.config.update(flat, allow_val_change=True)  # type: ignore[no-untyped-call]
         if metrics:
             self.experiment.summary.update(plain_numbers(metrics, self._prefix))
+
+    def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
+        """Adds the record to the run's config as "leyden", and keeps `starts/<time>/run.json` and `diff.patch` among
+        its files.
+        """
+        if not self.is_writer:
+            return
+        run = self.experiment
+        run.config.update({"leyden": json_value(record)}, allow_val_change=True)  # type: ignore[no-untyped-call]
+        for name, text in run_files(record, diff).items():
+            path = Path(run.dir, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="")
+            run.save(str(path), base_path=run.dir, policy="now")
 
     def log_table(
         self,

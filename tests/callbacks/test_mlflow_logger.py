@@ -48,6 +48,9 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
     ]
     tags = client.get_run(run).data.tags
     assert (tags["checkpoint.best"], tags["checkpoint.latest"]) == ("models/step=2", "models/step=3")
+    [start] = names(client, run, "starts")
+    record = json.loads(Path(client.download_artifacts(run, f"{start}/run.json", str(tmp_path))).read_text())
+    assert (record["arguments"]["max_steps"], tags["mlflow.source.name"]) == (3, record["command"])
     folder = client.download_artifacts(run, "models/step=1", str(tmp_path))
     resumed = Trainer(**{**QUIET, "max_steps": 5})
     resumed.fit(Worse(), [torch.ones(2, 2)] * 4, ckpt_path=folder)
@@ -60,7 +63,9 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
     fit(logger, tmp_path / "kept")
     # Another callback's checkpoint of the same name keeps its own.
     fit(logger, tmp_path / "other")
-    assert names(logger.experiment, logger.version) == ["step=2", "step=2-v1", "step=2-v1.json", "step=2.json"]
+    assert names(logger.experiment, logger.version) == [
+        *("starts", "step=2", "step=2-v1", "step=2-v1.json", "step=2.json")
+    ]
     assert not (tmp_path / "mlruns").exists()
 
 

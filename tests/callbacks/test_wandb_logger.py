@@ -85,6 +85,7 @@ def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, mo
     assert (logger.version, logger.state_dict(), list(tmp_path.iterdir())) == (None, {}, [])
     drawn = (random.getstate(), torch.get_rng_state().tolist())
     logger.log_hyperparams({"optim": {"lr": 0.1}, "layers": [1, 2]})
+    logger.log_run({"started": "2026-02-01T12:30:00.250Z", "world_size": 2, "git": {"commit": None}}, "+x = 1\r\n")
     logger.log_metrics({"loss": 0.5, "bad": float("nan"), "huge": -float("inf")}, 10)
     logger.log_metrics({"loss": torch.tensor(0.25)}, 20)
     logger.save()
@@ -106,7 +107,11 @@ def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, mo
     assert {name: value for name, value in config(path).items() if not name.startswith("_")} == {
         "optim/lr": 0.1,
         "layers": "[1, 2]",
+        "leyden": {"started": "2026-02-01T12:30:00.250Z", "world_size": 2, "git": {"commit": None}},
     }
+    start = path.parent / "files/starts/2026-02-01T12-30-00.250Z"
+    assert json.loads((start / "run.json").read_text())["world_size"] == 2
+    assert (start / "diff.patch").read_bytes() == b"+x = 1\r\n"
 
 
 def test_a_resume_logs_to_the_same_run_id(tmp_path: Path) -> None:

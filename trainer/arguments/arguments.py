@@ -99,6 +99,7 @@ class Arguments:
     hang_timeout: Any = "auto"
     on_bad_sample: str = "raise"
     digest_every_n_steps: int | None = None
+    record_run: bool | str = True
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -279,6 +280,10 @@ def _check_choices(arguments: Arguments) -> None:
         raise ConfigurationError(f"benchmark={arguments.benchmark!r}: use True or False.")
     if arguments.on_bad_sample not in ("raise", "skip"):
         raise ConfigurationError(f"on_bad_sample={arguments.on_bad_sample!r}: use 'raise' or 'skip'.")
+    if arguments.record_run not in (True, False, "no_diff"):
+        raise ConfigurationError(
+            f"record_run={arguments.record_run!r}: use True, False, or 'no_diff' to leave out changes to the code."
+        )
     if arguments.resume not in (None, "auto"):
         raise ConfigurationError(
             f"resume={arguments.resume!r}: use 'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other "

@@ -23,6 +23,11 @@ _LOOKS = re.compile(
 )
 """Keys with a known format. 40 hex digits are a Weights & Biases key (or a commit hash, which is no loss)."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_WORD = re.compile(r"[\w.-]*\w")
+_SIGN = re.compile(r"[\"'\])\s\\]*(?P<sign>==?|[:,(])\s*")
+"""What stands between a name and its value in a file: `=`, `: `, `"] = `, `", `, `(`."""
+_QUOTED = re.compile(r"(?P<quote>[\"'])(?P<value>.*?)(?P<end>(?P=quote)|$)")
+_VARIABLE = re.compile(r"[A-Z]+(_[A-Z]+)+")
 _PAIR = re.compile(r"(?P<name>[\w.-]+)(?P<sign>\s*[=:]\s*)(?P<value>(?!//)[^\s&;?,'\"}\]]+|\"[^\"]*\"|'[^']*')")
 
 
@@ -69,6 +74,60 @@ def masked_words(words: Sequence[str]) -> list[str]:
         flag = before.lstrip("-") if before.startswith("-") and "=" not in before else ""
         shown.append(word if word.startswith("-") and "=" not in word else masked_value(flag, word))
     return shown
+
+
+def masked_lines(lines: Sequence[str], quoted: bool) -> list[str]:
+    """Masks the secrets in lines of a file, among them values that follow in the next line.
+
+    Args:
+        lines: of the file.
+        quoted: True for code, in which only what stands in quotes can be a secret.
+
+    Example:
+        >>> masked_lines(['os.environ["API_KEY"] = "abc"', "api_key = read(path)"], quoted=True)
+        ['os.environ["API_KEY"] = "***"', 'api_key = read(path)']
+        >>> masked_lines(["password: abc", "sort_key: size"], quoted=False)
+        ['password: ***', 'sort_key: size']
+    """
+    shown, is_value = [], False
+    for line in lines:
+        start = 0 if is_value else _start_of_secret(line, quoted)
+        is_value = not is_value and start is not None and _goes_on(line[start:], quoted)
+        if start is not None:
+            line = line[:start] + _hidden(line[start:], quoted)
+        shown.append(_IN_ADDRESS.sub(HIDDEN, _LOOKS.sub(HIDDEN, line)))
+    return shown
+
+
+def _start_of_secret(line: str, quoted: bool) -> int | None:
+    """Where the value of the first secret name in a line begins; None without one."""
+    for name in _WORD.finditer(line):
+        sign = _SIGN.match(line, name.end())
+        if sign is None:
+            continue
+        rest = line[sign.end() :]
+        values = [found["value"] for found in _QUOTED.finditer(rest)] if quoted else [rest.strip().strip("\"',")]
+        if any(_is_secret(name[0], value) for value in values if value and not _VARIABLE.fullmatch(value)):
+            return sign.end()
+        if sign["sign"] in "=:" and _goes_on(rest, quoted) and _is_secret(name[0], ""):
+            return sign.end()
+    return None
+
+
+def _goes_on(value: str, quoted: bool) -> bool:
+    """True if a value goes on in the next line."""
+    return value.rstrip().endswith(("(", "\\", '"""', "'''") if quoted else ("|", ">", "\\"))
+
+
+def _hidden(value: str, quoted: bool) -> str:
+    if not quoted or not _QUOTED.search(value):
+        return value if quoted and _goes_on(value, quoted) else HIDDEN
+
+    def literal(found: re.Match[str]) -> str:
+        is_harmless = not found["value"] or _VARIABLE.fullmatch(found["value"])
+        return found[0] if is_harmless else f"{found['quote']}{HIDDEN}{found['end']}"
+
+    return _QUOTED.sub(literal, value)
 
 
 def _is_secret(name: str, value: str) -> bool:

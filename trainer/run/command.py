@@ -18,7 +18,7 @@ from leyden.trainer.format.secrets import masked_words
 from leyden.trainer.launched import COMMAND
 
 FILE = "command"
-_STARTED_IN = os.getcwd()
+STARTED_IN = os.getcwd()
 """The folder in which this process was started: scripts import Leyden before they, or Hydra, go elsewhere."""
 
 
@@ -41,7 +41,7 @@ class Command:
         None where no command starts the run again: a notebook, a REPL, ranks that another launcher has started.
         """
         environ = os.environ if environ is None else environ
-        words = [sys.executable, *sys.orig_argv[1:]]
+        words = None
         if COMMAND in environ:
             words = json.loads(environ[COMMAND])
         else:
@@ -49,7 +49,7 @@ class Command:
             is_rank = ranks is not None and ranks.starter != "script"
             if is_rank or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
                 return None
-        return cls(masked_words(words), _STARTED_IN)
+        return cls(words_here() if words is None else masked_words(words), STARTED_IN)
 
     def __str__(self) -> str:
         """The command as a shell takes it, with nothing in it that a terminal would obey."""
@@ -76,6 +76,11 @@ class Command:
             saved = SavedState(reader.json(FILE))
             words = [SavedState({"word": word}, "words").text("word") for word in saved.items("words")]
             return cls(words, saved.text("folder"))
+
+
+def words_here() -> list[str]:
+    """Program and arguments of this process; a secret among them is masked."""
+    return masked_words([sys.executable, *sys.orig_argv[1:]])
 
 
 def printable(text: str) -> str:

@@ -32,6 +32,7 @@ from leyden.trainer.run.differences import check_module, check_optimizers
 from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders, transfer_of, transformed
+from leyden.trainer.run.record import record_start
 from leyden.trainer.run.restoring import Restorer, kept_state
 from leyden.trainer.run.resuming import check_same_run, continued_path, places_of
 from leyden.trainer.run.rows import send_rows
@@ -351,6 +352,7 @@ class Run:
         hparams = hparams_to_log(self.datamodule, module) if self.loggers else {}
         for logger in self.loggers if hparams and self.strategy.ranks.is_global_zero else ():
             logger.log_hyperparams(hparams)
+        record_start(self)
         return restored
 
     def _make_optimizers(self, restorer: Restorer, goal: Goal) -> None:

@@ -1,0 +1,171 @@
+"""What loggers keep of how a run was started: arguments, command, versions, devices, and the state of its code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from leyden.callbacks.loggers.logger import Logger
+from leyden.strategies.errors import kind_of
+from leyden.trainer.events.hooks import overrides
+from leyden.trainer.format.secrets import masked_text, masked_value
+from leyden.trainer.run.command import STARTED_IN, Command, words_here
+from leyden.trainer.run.repository import Repository
+
+if TYPE_CHECKING:
+    from leyden.trainer.run.state import Run
+
+PACKAGES = (
+    *("numpy", "torchmetrics", "torchvision", "torchaudio", "torchdata", "torchao", "torch_xla", "triton", "deepspeed"),
+    *("transformers", "datasets", "tokenizers", "accelerate", "peft", "timm", "flash_attn", "transformer_engine"),
+    *("safetensors", "xxhash", "lightning", "sklearn", "scipy", "pandas", "jsonargparse", "hydra", "omegaconf"),
+    *("tensorboard", "wandb", "mlflow"),
+)
+"""What may change a run's numbers or how they are logged, by the names of the modules."""
+
+
+def record_start(run: Run) -> None:
+    """Has the loggers record how a fit was started; for those that do so, on the first rank.
+
+    Nothing that goes wrong here ends the run.
+    """
+    loggers = [logger for logger in run.loggers if overrides(logger, "log_run", Logger)]
+    wanted = run.arguments.record_run
+    if not loggers or not wanted or not run.strategy.ranks.is_global_zero:
+        return
+    found: tuple[dict[str, Any], str] | None = None
+    for logger in loggers:
+        try:
+            found = found or start_of(run, with_diff=wanted != "no_diff")
+            logger.log_run(*found)
+        except Exception as error:
+            warnings.warn(
+                f"{type(logger).__name__} has no record of how the run was started: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+
+def start_of(run: Run, with_diff: bool = True) -> tuple[dict[str, Any], str]:
+    """The record of a fit's start, as plain values for JSON; and the changes to its code that are not committed.
+
+    Args:
+        run: a fit whose optimizers are there.
+        with_diff: read the changes, too.
+    """
+    repository = Repository.of(_folder_of_code(), with_diff)
+    code = None if repository is None else dataclasses.asdict(repository)
+    diff = (code.pop("diff") if code is not None else None) or ""
+    command = Command.here()
+    ranks = run.strategy.ranks
+    record = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "step": run.progress.global_step,
+        "ckpt_path": run.ckpt_path,
+        "command": str(Command(words_here(), STARTED_IN) if command is None else command),
+        "folder": STARTED_IN,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "world_size": ranks.world_size,
+        "device": str(run.strategy.root_device),
+        "device_name": _name_of(run.strategy.root_device),
+        "arguments": arguments_of(run),
+        "versions": _versions(),
+        "git": code,
+    }
+    return record, diff
+
+
+def arguments_of(run: Run) -> dict[str, Any]:
+    """The Trainer's arguments as they were resolved, as plain values; of objects, what they are."""
+    arguments, ranks, strategy = run.arguments, run.strategy.ranks, run.strategy
+    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+    loggers = run.loggers
+    values |= {
+        "accelerator": strategy.root_device.type,
+        "strategy": strategy.name,
+        "devices": ranks.world_size // arguments.num_nodes,
+        "precision": strategy.precision.name,
+        "logger": [logger.state_key for logger in loggers],
+        "callbacks": [
+            callback.state_key for callback in run.callbacks if all(callback is not logger for logger in loggers)
+        ],
+    }
+    values |= {name: getattr(run.limits, name) for name in ("max_epochs", "max_steps", "min_epochs", "min_steps")}
+    return {name: _plain(name, value) for name, value in values.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return masked_value(name, value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(str(key), inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, inner) for inner in value]
+    text = str(value)
+    return kind_of(value) if " object at 0x" in text else masked_text(text)
+
+
+def _versions() -> dict[str, str]:
+    """Versions of Python, torch with its libraries, and of the packages that the run has imported so far."""
+    found = {"python": platform.python_version(), "leyden": str(getattr(sys.modules["leyden"], "__version__", "?"))}
+    found["torch"] = str(torch.__version__)
+    libraries = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        libraries["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    found |= {name: version for name, version in libraries.items() if version is not None}
+    for name in PACKAGES:
+        module = sys.modules.get(name)
+        if module is not None and (version := _version(name, module)) is not None:
+            found[name] = version
+    return found
+
+
+def _version(name: str, module: Any) -> str | None:
+    version = getattr(module, "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _folder_of_code() -> Path:
+    """The folder of the script that runs, or that in which an installed program was started, such as `leyden fit`."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:
+        return Path(STARTED_IN)
+    path = Path(STARTED_IN, script).resolve()
+    installed = {Path(place).resolve() for place in (sys.prefix, *sys.path) if _holds_packages(place)}
+    own = Path(os.path.dirname(str(sys.modules["leyden"].__file__))).resolve()
+    return Path(STARTED_IN) if any(place in path.parents for place in (*installed, own)) else path.parent
+
+
+def _holds_packages(place: str) -> bool:
+    return place == sys.prefix or os.path.basename(place) in ("site-packages", "dist-packages")
