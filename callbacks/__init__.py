@@ -51,6 +51,7 @@ _HOMES = {
     "TrainingSpikeException": "spike_detection",
     "WandbLogger": "loggers.wandb_logger",
     "WeightDigests": "weight_digests",
+    "grad_norm": "grad_norm_monitor",
     "measure_flops": "peak_flops",
     "WeightAveraging": "weight_averaging",
 }
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from leyden.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from leyden.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
+    from leyden.callbacks.grad_norm_monitor import grad_norm as grad_norm
     from leyden.callbacks.gradient_accumulation import AutoAccumulation as AutoAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler

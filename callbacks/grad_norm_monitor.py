@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
@@ -64,12 +64,7 @@ class GradNormMonitor(Callback):
         group_separator: str = "/",
         prog_bar: bool = False,
     ) -> None:
-        try:
-            self.norm_type = float(norm_type)
-        except (TypeError, ValueError):
-            self.norm_type = math.nan
-        if isinstance(norm_type, bool) or not self.norm_type > 0:
-            raise ConfigurationError(f"GradNormMonitor(norm_type={norm_type!r}): give a number above 0, or 'inf'.")
+        self.norm_type = _norm_type("GradNormMonitor", norm_type)
         if per not in PER:
             raise ConfigurationError(f"GradNormMonitor(per={per!r}): {nearest(str(per), PER)}")
         if max_depth is not None and (type(max_depth) is not int or max_depth < 1 or per != "module"):
@@ -264,13 +259,72 @@ def _norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> 
     return torch.stack(found) if found else zero.new_zeros(0)
 
 
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """The norm of each parameter's gradient now, and their total, as in Lightning's `utilities.grad_norm`.
+
+    Of a sharded gradient (FSDP, tensor parallelism) it is the norm of the whole; all ranks must call it together, as
+    each gradient takes a message. `GradNormMonitor` takes one for all, and reads nothing in steps that are not logged.
+    A stage of a pipeline sees its own parameters alone.
+
+    Args:
+        module: whose parameters are read; those without a gradient are left out.
+        norm_type: p of the p-norm, above 0; `float("inf")` or "inf" for the largest absolute value.
+        group_separator: between the kind of norm and a name.
+
+    Returns:
+        `grad_2.0_norm/weight`, … and `grad_2.0_norm_total`, scalars; empty without gradients.
+
+    Raises:
+        ConfigurationError: for a norm_type that is not above 0.
+
+    Example:
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> layer(torch.tensor([3.0, 4.0])).backward()
+        >>> {name: norm.item() for name, norm in grad_norm(layer, 2).items()}
+        {'grad_2.0_norm/weight': 5.0, 'grad_2.0_norm_total': 5.0}
+    """
+    p = _norm_type("grad_norm", norm_type)
+    found = {
+        f"grad_{p}_norm{group_separator}{name}": _norm(_whole_gradient(parameter), p)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if found:
+        first = next(iter(found.values()))
+        alike = [norm.to(first.device, first.dtype) for norm in found.values()]
+        found[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(alike), p)
+    return found
+
+
+def _norm_type(owner: str, norm_type: Any) -> float:
+    try:
+        found = math.nan if isinstance(norm_type, bool) else float(norm_type)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not found > 0:
+        raise ConfigurationError(f"{owner}(norm_type={norm_type!r}): give a number above 0, or 'inf'.")
+    return found
+
+
+def _norm(grad: Any, p: float) -> Tensor:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    narrow = values.dtype.itemsize <= 2
+    norm: Any = torch.linalg.vector_norm(values, p, dtype=torch.float32 if narrow else None)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
 def _gradient_of(parameter: Any) -> Tensor:
-    """This rank's part of a gradient, split as its parameter is: a layer may leave it otherwise, or a partial sum."""
+    """This rank's part of a gradient, split as its parameter is."""
+    return _local(_whole_gradient(parameter))
+
+
+def _whole_gradient(parameter: Any) -> Any:
+    """A gradient, split as its parameter is: a layer may leave it otherwise, or a partial sum."""
     grad = parameter.grad.detach()
     placements = getattr(parameter, "placements", None)
     if placements is not None and getattr(grad, "placements", placements) != placements:
         grad = grad.redistribute(placements=placements)
-    return _local(grad)
+    return grad
 
 
 def _local(tensor: Any) -> Tensor:

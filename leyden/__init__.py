@@ -21,6 +21,11 @@ _HOMES = {
     "LeydenCLI": "leyden.trainer.cli.leyden_cli",
     "LeydenError": "leyden.strategies.errors",
     "seed_everything": "leyden.trainer.data.rng",
+    "rank_zero_debug": "leyden.strategies.rank_zero",
+    "rank_zero_deprecation": "leyden.strategies.rank_zero",
+    "rank_zero_info": "leyden.strategies.rank_zero",
+    "rank_zero_only": "leyden.strategies.rank_zero",
+    "rank_zero_warn": "leyden.strategies.rank_zero",
     "AutocastKwargs": "leyden.trainer.accelerator.plugins",
     "DataLoaderConfiguration": "leyden.trainer.accelerator.plugins",
     "DistributedDataParallelKwargs": "leyden.trainer.accelerator.plugins",
@@ -88,6 +93,11 @@ if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
     from leyden.strategies.errors import ConfigurationError as ConfigurationError
     from leyden.strategies.errors import LeydenError as LeydenError
+    from leyden.strategies.rank_zero import rank_zero_debug as rank_zero_debug
+    from leyden.strategies.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+    from leyden.strategies.rank_zero import rank_zero_info as rank_zero_info
+    from leyden.strategies.rank_zero import rank_zero_only as rank_zero_only
+    from leyden.strategies.rank_zero import rank_zero_warn as rank_zero_warn
     from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
     from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from leyden.trainer.accelerator.deepspeed import DummyOptim as DummyOptim

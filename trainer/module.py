@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -62,9 +62,6 @@ class TrainModule(Hyperparameters, nn.Module):
         """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
         self._trainer: Trainer | None = None
         self._logs: Logs | TracedLogs | None = None
-        self._toggled: dict[Tensor, bool] = {}
-        """Whether each parameter took gradients before `toggle_optimizer`; empty where none is toggled."""
-        self._toggled_for: Any = None
 
     # what a subclass writes -------------------------------------------------------------------------------------------
     # Steps are typed so that a subclass may take fewer arguments without a word from its type checker.
@@ -309,37 +306,20 @@ class TrainModule(Hyperparameters, nn.Module):
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return found[0] if len(found) == 1 else (found or None)
 
-    @contextmanager
-    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+    def toggled_optimizer(self, optimizer: Any) -> AbstractContextManager[None]:
         """Only the parameters of this optimizer take gradients within the block; such blocks may be nested."""
-        outer = self._toggled_for
-        self.toggle_optimizer(optimizer)
-        try:
-            yield
-        finally:
-            self.untoggle_optimizer(optimizer)
-            if outer is not None:
-                self.toggle_optimizer(outer)
+        return self.trainer.accelerator.toggles.turned_to(_unwrapped(optimizer))
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Makes every parameter of other optimizers stop taking gradients, until `untoggle_optimizer`.
 
         Toggling to another optimizer in between is allowed: `untoggle_optimizer` restores what was before the first.
         """
-        groups_of = self._strategy.master_weights.groups
-        prepared = self.trainer.accelerator.prepared_optimizers
-        own = {id(p) for group in groups_of(_unwrapped(optimizer)) for p in group}
-        self._toggled_for = optimizer
-        for parameter in (p for other in prepared for group in groups_of(other.optimizer) for p in group):
-            # A parameter may be in several optimizers: what it was is known only before it is set.
-            before = self._toggled.setdefault(parameter, parameter.requires_grad)
-            parameter.requires_grad = before and id(parameter) in own
+        self.trainer.accelerator.toggles.turn_to(_unwrapped(optimizer))
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undoes `toggle_optimizer`."""
-        for parameter, requires_grad in self._toggled.items():
-            parameter.requires_grad = requires_grad
-        self._toggled, self._toggled_for = {}, None
+        self.trainer.accelerator.toggles.undo()
 
     # logging ----------------------------------------------------------------------------------------------------------
     def log(

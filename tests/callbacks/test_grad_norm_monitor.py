@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import ConfigurationError, Trainer
-from leyden.callbacks import CSVLogger, GradNormMonitor
+from leyden.callbacks import CSVLogger, GradNormMonitor, grad_norm
 from leyden.strategies import FSDPStrategy, MeshStrategy, SingleDeviceStrategy
 
 
@@ -168,6 +168,20 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> No
         GradNormMonitor(**arguments)
 
 
+def test_the_function_has_the_names_and_the_types_of_gradients_as_they_are() -> None:
+    net = nn.Module()
+    net.table, net.narrow = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    net.without = nn.Linear(1, 1)
+    assert grad_norm(net, 2) == {}
+    net.table(torch.tensor([1, 1, 2])).sum().backward()
+    net.narrow.weight.grad = torch.tensor([[300.0, 400.0]], dtype=torch.bfloat16)
+    found = {name: float(norm) for name, norm in grad_norm(net, "1", ".").items()}
+    of_parameters = {"grad_1.0_norm.table.weight": 6.0, "grad_1.0_norm.narrow.weight": 700.0}
+    assert found == {**of_parameters, "grad_1.0_norm_total": 706.0}
+    with pytest.raises(ConfigurationError, match=r"grad_norm\(norm_type=-1\): give a number above 0"):
+        grad_norm(net, -1)
+
+
 def test_lbfgs_has_no_norm_after_clipping(tmp_path: Path) -> None:
     module = Net(lambda module: torch.optim.LBFGS(module.parameters()))
     with pytest.raises(ConfigurationError, match="LBFGS clips within its step"):
@@ -177,11 +191,16 @@ def test_lbfgs_has_no_norm_after_clipping(tmp_path: Path) -> None:
 
 
 class Log(GradNormMonitor):
-    """Keeps what is shown after each batch, on every rank; for p = ∞ too."""
+    """Keeps what is shown after each batch, on every rank; for p = ∞ too, and beside it what `grad_norm` finds."""
 
     def __init__(self, norm_type: float) -> None:
         super().__init__(norm_type, per="parameter", after_clipping=True)
         self.shown: list[dict[str, float]] = []
+        self.by_function: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        super().on_before_optimizer_step(trainer, module, optimizer)
+        self.by_function.append({name: float(norm) for name, norm in grad_norm(module, self.norm_type).items()})
 
     @property
     def state_key(self) -> str:
@@ -201,6 +220,11 @@ def norms_of(strategy: Any, readers: int) -> list[dict[str, float]]:
         strategy=strategy, max_epochs=1, gradient_clip_val=0.5, log_every_n_steps=1, callbacks=logs, **QUIET
     )
     trainer.fit(GPT(), DataLoader(data(9), 4 // readers))
+    if not isinstance(trainer.strategy, MeshStrategy) or trainer.strategy.layout.pp == 1:
+        for log in logs:
+            for shown, found in zip(log.shown, log.by_function, strict=False):
+                assert {name: shown[name] for name in found} == pytest.approx(found, rel=1e-5, abs=1e-9)
+            assert len(log.by_function) >= len(log.shown) >= 2
     return [first | second for first, second in zip(*(log.shown for log in logs), strict=True)]
 
 

@@ -11,14 +11,17 @@ ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 
 # Our module -> the names that it has of Lightning's, wherever Lightning keeps them.
 SAME = {
-    "leyden": "Callback CombinedLoader Trainer Tuner seed_everything",
+    "leyden": (
+        "Callback CombinedLoader Trainer Tuner rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only "
+        "rank_zero_warn seed_everything"
+    ),
     "leyden.callbacks": (
         "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder CSVLogger CometLogger "
         "DeviceStatsMonitor EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback "
         "LearningRateFinder LearningRateMonitor Logger MLFlowLogger ModelCheckpoint ModelSummary "
         "OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme SpikeDetection "
         "StochasticWeightAveraging TQDMProgressBar TensorBoardLogger ThroughputMonitor Timer TrainingSpikeException "
-        "WandbLogger WeightAveraging measure_flops"
+        "WandbLogger WeightAveraging grad_norm measure_flops"
     ),
     "leyden.strategies": (
         "DDPStrategy DeepSpeedStrategy DoublePrecision FSDPStrategy ModelParallelStrategy Precision "
@@ -66,7 +69,6 @@ OF_FABRIC = ("measure_flops", "seed_everything")
 """What `lightning.fabric` has that a Trainer's script uses too. Its other classes belong to a Fabric."""
 
 _PLUGIN = "Trainer(precision='16-mixed'), 'bf16-mixed', '16-true', … chooses it"
-_RANK = "write `if trainer.is_global_zero:`, or `leyden.PartialState().on_main_process` as a decorator"
 _TYPE = "it annotates a type, write"
 # What to use instead -> names of Lightning that have no counterpart.
 INSTEAD = {
@@ -89,12 +91,10 @@ INSTEAD = {
     "write a subclass of leyden.strategies.Strategy (docs/strategies.md)": "ParallelStrategy",
     "Trainer(strategy='xla') chooses it": "SingleDeviceXLAStrategy",
     "use torch_xla's own profiler": "XLAProfiler",
-    _RANK: "rank_zero_only rank_zero_experiment",
+    "a Logger's methods are called on the first rank alone": "rank_zero_experiment",
     "leyden.get_logger(__name__) logs on the first process alone": (
-        "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_module rank_zero_warn rank_prefixed_message "
-        "WarningCache LightningDeprecationWarning"
+        "rank_zero_module rank_prefixed_message WarningCache LightningDeprecationWarning"
     ),
-    "leyden.callbacks.GradNormMonitor(norm_type, per='parameter') logs the same names": "grad_norm",
     "use leyden.utils.send_to_device(batch, device)": "move_data_to_device",
     f"{_TYPE} torch.Tensor | Mapping[str, Any] | None": "STEP_OUTPUT",
     f"{_TYPE} typing.Any": "EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig",

@@ -20,6 +20,7 @@ from leyden.strategies.precision import Precision, find_precision
 from leyden.strategies.readers import Readers
 from leyden.trainer.engine.gathering import check_gathered, warn_of_rest
 from leyden.trainer.engine.prepared import PreparedOptimizer
+from leyden.trainer.engine.toggling import Toggles
 
 if TYPE_CHECKING:
     from leyden.strategies.window import BackwardHooks
@@ -64,6 +65,7 @@ class Engine:
         self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
         self.window = Window()
         self.prepared_optimizers: list[PreparedOptimizer] = []
+        self.toggles = Toggles(self)
         self.has_stepped = False
         """An optimizer stepped since `begin_step`."""
         self._manual = False

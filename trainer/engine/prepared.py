@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -44,6 +45,26 @@ class PreparedOptimizer(Optimizer):
             **kwargs: further arguments of the optimizer's own `step`.
         """
         self.step_was_skipped = not self._engine.step(self, closure, **kwargs)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only the parameters of this optimizer take gradients within the block, of those that any optimizer has.
+
+        Args:
+            sync_grad: False if ranks exchange no gradients in the block, as in all batches of an accumulation by hand
+                but the last.
+
+        Example:
+            A step of a module with `automatic_optimization = False`::
+
+                generator, discriminator = self.optimizers()
+                with generator.toggle_model():
+                    self.manual_backward(self.generator_loss(batch))
+                    generator.step()
+                    generator.zero_grad()
+        """
+        with self._engine.toggles.turned_to(self.optimizer), self._engine.strategy.gradient_sync(sync_grad):
+            yield
 
     # torch's class has these, so they would not be asked of the optimizer itself.
     @property

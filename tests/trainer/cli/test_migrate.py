@@ -228,16 +228,16 @@ def test_what_is_left_has_its_line_and_what_to_use_instead() -> None:
         "import lightning as L\nfrom lightning.pytorch.callbacks import ModelPruning\nfrom lightning.pytorch import *\n"
         "class Net(L.LightningModule):\n    def validation_epoch_end(self, outputs): ...\n"
         "trainer = L.Trainer()\ntrainer.test(datamodule=1)\ntrainer.test(Net())\nNet().to_torchscript()\n"
-        "patch('pytorch_lightning.Trainer')\nL.pytorch.utilities.rank_zero_only(f)\nL = 3\n"
+        "patch('pytorch_lightning.Trainer')\nL.pytorch.utilities.move_data_to_device(f)\nL = 3\n"
     )
     left = {one.line: str(one) for one in Script(source).left}
     words = {1: "something else", 2: "prune", 3: "write out", 5: "on_validation_epoch_end", 7: "ckpt_path='best'"}
     words |= {9: "to_onnx", 10: "leyden.Trainer"}
     assert left.keys() == words.keys()
     assert all(word in left[line] for line, word in words.items())
-    (one,) = Script("import lightning as L\nL.pytorch.utilities.rank_zero_only(f)\n").left
-    assert (one.line, one.name) == (2, "L.pytorch.utilities.rank_zero_only")
-    assert "trainer.is_global_zero" in one.why
+    (one,) = Script("import lightning as L\nL.pytorch.utilities.move_data_to_device(f)\n").left
+    assert (one.line, one.name) == (2, "L.pytorch.utilities.move_data_to_device")
+    assert "leyden.utils.send_to_device" in one.why
 
 
 SCRIPT = '''\

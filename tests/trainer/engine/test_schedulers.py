@@ -297,6 +297,29 @@ def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(
     assert module.seen == [of_first, of_second, of_first, of_all, of_second, of_all]
 
 
+def test_an_optimizer_toggles_its_part_of_the_model(fit: Any) -> None:
+    class Adversary(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = Two(), False
+            self.seen: list[list[bool]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            with first.toggle_model():
+                self.seen.append([p.requires_grad for p in self.net.parameters()])
+                with second.toggle_model(sync_grad=False):
+                    self.seen.append([p.requires_grad for p in self.net.parameters()])
+            self.seen.append([p.requires_grad for p in self.net.parameters()])
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(self.net.first), sgd(self.net.second)]
+
+    module = Adversary()
+    fit(module, numbered(1))
+    assert module.seen == [[True, True, False, False], [False, False, True, True], [True] * 4]
+
+
 def test_manual_steps_count_when_an_optimizer_stepped(fit: Any) -> None:
     clipped: list[Any] = []
 
