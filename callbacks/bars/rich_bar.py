@@ -313,6 +313,7 @@ class Screen:
         )
         self.progress = Progress(*columns, metrics, console=console, expand=True)
         self._handle: Any = None
+        self._is_transient = is_transient
         self._live: Live | None = None
         self._above: dict[str, AboveScreen] = {}
         if console.is_jupyter:
@@ -361,6 +362,8 @@ class Screen:
             self._replaced.end()
         if self._live is not None:
             self._live.stop()
+        elif self._is_transient:
+            self._handle.update({"text/plain": ""}, raw=True)
 
     def _first(self) -> int | None:
         return next((task.id for task in self.progress.tasks if task.visible), None)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.bars import above_bars
+from leyden.callbacks.bars.notebook_bar import notebook_bar
 from leyden.callbacks.bars.paced_bar import PacedProgressBar, in_notebook
 from leyden.callbacks.bars.progress_bar import format_metrics
 from leyden.strategies.errors import needs
@@ -54,11 +55,13 @@ class TQDMProgressBar(PacedProgressBar):
         self._bars: dict[str, Any] = {}
         """The bars on the screen by stage: "train", and below it one of an evaluation."""
         self._silent: Any = None
+        self._displays: list[Any] = []
+        """In a notebook, those of bars that are gone, for the next ones."""
         self._printing: above_bars.Replaced | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is copied and sent to other processes: no bars, which hold a lock and a file."""
-        return {**super().__getstate__(), "_bars": {}, "_silent": None, "_printing": None}
+        return {**super().__getstate__(), "_bars": {}, "_silent": None, "_displays": [], "_printing": None}
 
     @property
     def process_position(self) -> int:
@@ -183,6 +186,8 @@ class TQDMProgressBar(PacedProgressBar):
         self._close_evaluation()
         if "train" in self._bars:
             self._bars.pop("train").close()
+        # The next run may be in another cell.
+        self._displays.clear()
         self._end_printing()
 
     def _of_evaluation(self) -> dict[str, Any]:
@@ -202,7 +207,10 @@ class TQDMProgressBar(PacedProgressBar):
         return self._silent
 
     def _new_bar(self, description: str, leave: bool, below: bool = False) -> Any:
-        return new_bar(2 * self._position + below, leave, desc=description, bar_format=self.BAR_FORMAT)
+        options: dict[str, Any] = {"desc": description, "bar_format": self.BAR_FORMAT}
+        if in_notebook():
+            options |= {"free": self._displays, "is_reused": below}
+        return new_bar(2 * self._position + below, leave, **options)
 
     def _begin_printing(self) -> None:
         """Has printed and logged text appear above the bars from now on."""
@@ -223,7 +231,9 @@ def is_interactive() -> bool:
 def new_bar(position: int, leave: bool, **options: Any) -> Any:
     """Makes a tqdm bar that is drawn only on request."""
     with needs("tqdm", None, "TQDMProgressBar"):
-        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    if in_notebook():
+        tqdm = notebook_bar()
     drawn = {"dynamic_ncols": True, "mininterval": 0, "miniters": 0, "delay": 1e-9}
     return tqdm(total=None, position=position, leave=leave, **drawn, **options)
 

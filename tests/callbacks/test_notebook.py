@@ -1,0 +1,93 @@
+"""Bars and summaries in a notebook that nbclient runs: what a saved notebook shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="pip install 'leyden[notebook]'")
+nbformat = pytest.importorskip("nbformat", reason="pip install 'leyden[notebook]'")
+pytest.importorskip("ipykernel", reason="pip install 'leyden[notebook]'")
+
+BEGIN = """
+import sys, time
+sys.path[:0] = {paths}
+sys.modules["ipywidgets"] = None
+from terminals import DATA, Net as Plain
+from leyden import Trainer
+from leyden.callbacks import RichProgressBar, TQDMProgressBar
+
+class Net(Plain):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            print("told")
+        return super().training_step(batch, batch_idx)
+
+def trainer(*callbacks, **arguments):
+    options = dict(accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, default_root_dir={root})
+    return Trainer(callbacks=list(callbacks), **{{**options, **arguments}})
+"""
+CELLS = {
+    "tqdm": "trainer(enable_model_summary=True).fit(Net(), DATA, DATA)",
+    "tqdm leave": "trainer(TQDMProgressBar(leave=True)).fit(Net(), DATA, DATA)",
+    "tqdm test": "run = trainer(); run.test(Net(), DATA, verbose=False); _ = run.predict(Net(), DATA)",
+    "rich": "trainer(RichProgressBar(), enable_model_summary=True).fit(Net(), DATA, DATA)",
+    "rich leave": "trainer(RichProgressBar(leave=True)).fit(Net(), DATA, DATA)",
+    "again": "trainer().fit(Net(), DATA)",
+}
+Shown = dict[str, list[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    """The outputs of each cell, in their order: where each came from, and its text without colours."""
+    tests = Path(__file__).parents[1]
+    begin = BEGIN.format(paths=[str(tests), str(tests.parent)], root=repr(str(tmp_path_factory.mktemp("runs"))))
+    cells = [nbformat.v4.new_code_cell(text) for text in (begin, *CELLS.values())]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+
+    def text(output: Any) -> tuple[str, str]:
+        raw = output.text if output.output_type == "stream" else output.data["text/plain"]
+        return getattr(output, "name", "display"), re.sub(r"\x1b\[[\d;]*m", "", raw)
+
+    return {name: [text(one) for one in cell.outputs] for name, cell in zip(CELLS, notebook.cells[1:], strict=True)}
+
+
+def displays(outputs: list[tuple[str, str]]) -> list[str]:
+    return [text for source, text in outputs if source == "display"]
+
+
+@pytest.mark.full
+def test_a_tqdm_bar_is_one_text_which_ends_as_the_run_did(shown: Shown) -> None:
+    bars = displays(shown["tqdm"])
+    # The bar of all validations and that of the sanity check leave nothing.
+    assert len(bars) == 3 and sorted(bars)[:2] == ["", ""]
+    assert re.search(r"^Epoch 2/2: 100%\|█+\| 10/10 \[.*loss=-?[\d.]+, val=0.500\]$", max(bars)), bars
+    assert shown["tqdm"][0][1].startswith("  | Name  | Type ")
+    bars = displays(shown["tqdm leave"])
+    assert [text[:9] for text in bars if text] == ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"]
+    assert bars.count("") == 2
+    assert [text.split(":")[0] for text in displays(shown["tqdm test"])] == ["Testing", "Predicting"]
+    assert [text[:9] for text in displays(shown["again"])] == ["Epoch 2/2"]
+
+
+@pytest.mark.full
+def test_a_rich_bar_and_its_table_are_displays_of_their_own(shown: Shown) -> None:
+    table, totals, *bars = displays(shown["rich"])
+    assert "┃ Name  ┃ Type" in table and "parameters in total" in totals
+    assert bars[0] == "" and len(bars) == 2
+    assert re.search(r"^Epoch 2/2 +━+ 10/10 .*val: 0.500", bars[1])
+    assert [text[:9] for text in displays(shown["rich leave"]) if text] == ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"]
+
+
+@pytest.mark.full
+def test_nothing_but_text_is_written(shown: Shown) -> None:
+    for name, outputs in shown.items():
+        assert {source for source, _ in outputs} <= {"display", "stdout"}, (name, outputs)
+        written = "".join(text for source, text in outputs if source == "stdout")
+        assert "\r" not in written and "\x1b" not in written
+        assert written.count("told\n") == (0 if "test" in name else 3)
