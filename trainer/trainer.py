@@ -251,7 +251,7 @@ class Trainer(TrainerView):
                 no code; False in full if need be, as `trust=True`. Leyden's own checkpoints hold no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
             same_run: what "auto" finds is this run's own, whatever differs (for a job that is requeued unattended).
-            trust: `ckpt_path` may be a pickle file of another trainer, whose weights are taken.
+            trust: `ckpt_path` may be a pickle file: a run of Lightning's goes on, of any other the weights are taken.
             max_epochs: in place of the Trainer's.
             max_steps: in place of the Trainer's.
             **unknown: nothing; an argument by any other name is an error that suggests the nearest.
@@ -283,6 +283,8 @@ class Trainer(TrainerView):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        *,
+        trust: bool = False,
     ) -> list[dict[str, float]]:
         """One pass over the validation data.
 
@@ -293,11 +295,13 @@ class Trainer(TrainerView):
             verbose: print the values.
             datamodule: gives the loaders.
             weights_only: see `fit`: for pickle files of other trainers alone.
+            trust: see `fit`.
 
         Returns:
             For each loader the values that were logged.
         """
-        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
+        return self._evaluate("validate", model, dataloaders, datamodule, verbose, goal)
 
     def test(
         self,
@@ -307,9 +311,12 @@ class Trainer(TrainerView):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        *,
+        trust: bool = False,
     ) -> list[dict[str, float]]:
         """One pass over the test data; see `validate`. Tests the weights as they are, never silently the best."""
-        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
+        return self._evaluate("test", model, dataloaders, datamodule, verbose, goal)
 
     def predict(
         self,
@@ -320,6 +327,8 @@ class Trainer(TrainerView):
         ckpt_path: str | Path | None = None,
         gather: str = "all",
         weights_only: bool | None = None,
+        *,
+        trust: bool = False,
     ) -> list[Any] | None:
         """Runs `predict_step` on every batch.
 
@@ -331,13 +340,14 @@ class Trainer(TrainerView):
             ckpt_path: weights to load first.
             gather: who gets the outputs of all ranks: "all" of them, or the "main" one alone. Ours.
             weights_only: see `fit`: for pickle files of other trainers alone.
+            trust: see `fit`.
 
         Returns:
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
         keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = to_evaluate(self._run, "predict", model, dataloaders, datamodule)
-        goal = resuming.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
+        goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
         result: list[Any] | None = self._carry_out("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
 
@@ -445,13 +455,7 @@ class Trainer(TrainerView):
 
     # one run ----------------------------------------------------------------------------------------------------------
     def _carry_out(
-        self,
-        stage: str,
-        model: nn.Module,
-        datamodule: DataModule | None,
-        goal: resuming.Goal,
-        keeps: str = "all",
-        **loaders: Any,
+        self, stage: str, model: Any, datamodule: Any, goal: resuming.Goal, keeps: str = "all", **loaders: Any
     ) -> Any:
         """The life of a run: set-up, loop, tear-down. Whoever has a hook for it hears of an error."""
         if self.state.stage is not None:
@@ -571,17 +575,9 @@ class Trainer(TrainerView):
         return summary.closing_lines(run.progress, self.checkpoint_callbacks, self.last_checkpoint, reason, seconds)
 
     def _evaluate(
-        self,
-        stage: str,
-        model: Any,
-        dataloaders: Loaders,
-        ckpt_path: Any,
-        verbose: bool,
-        datamodule: Any,
-        weights_only: Any,
+        self, stage: str, model: Any, dataloaders: Loaders, datamodule: Any, verbose: bool, goal: resuming.Goal
     ) -> list[dict[str, float]]:
         module, loaders, datamodule = to_evaluate(self._run, stage, model, dataloaders, datamodule)
-        goal = resuming.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
         if verbose and (lines := summary.result_lines(results)):

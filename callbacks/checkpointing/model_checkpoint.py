@@ -221,9 +221,9 @@ class ModelCheckpoint(Callback):
         self.best_k_models: dict[str, Tensor] = {
             path: torch.tensor(score, dtype=torch.float64)
             for path, score in books.ranked.items()
-            if os.path.isdir(path)
+            if os.path.exists(path)
         }
-        self._recent: list[str] = [path for path in books.recent if os.path.isdir(path)]
+        self._recent: list[str] = [path for path in books.recent if os.path.exists(path)]
         self._doomed: dict[str, str | None] = dict(books.doomed)
         self._saved_step, self._saved_batch = books.saved_step, books.saved_batch
         self._seen_step = 0

@@ -227,23 +227,6 @@ def test_hyperparameters_and_data_of_a_lightning_file_are_loaded(tmp_path: Path)
     assert (whole.scale, whole.net.in_features) == (3, 2)
 
 
-def test_fit_says_what_it_leaves_of_a_lightning_file(tmp_path: Path, quiet: Any) -> None:
-    module, path = Base(2), tmp_path / "run.ckpt"
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    entries = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "lr_schedulers": []}
-    torch.save(entries, path)
-    for restore in ("all", "weights"):
-        again = Base(2, rate=0.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            Trainer(**quiet, max_epochs=1).fit(again, [torch.ones(1, 2)], ckpt_path=path, trust=True, restore=restore)
-        said = [str(one.message) for one in caught if "leyden convert" in str(one.message)]
-        assert [("optimizer_states" in text, "lr_schedulers" in text) for text in said] == (
-            [(True, False)] if restore == "all" else []
-        )
-        assert torch.equal(again.net.weight, module.net.weight)
-
-
 def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None:
     from leyden.callbacks import Logger
 

@@ -334,7 +334,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
     reader = open_verified(path, ranks, lambda reader: found.append(step_states.read(reader)))
     steps, users = _read_user(reader, accelerator)
     schedulers = reader.state(SCHEDULERS)
-    step_states.check(reader.path, schedulers, reader.optimizer_count(), UNLIKE)
+    step_states.check(reader.path / f"{SCHEDULERS}.json", schedulers, reader.optimizer_count(), UNLIKE)
     rank = _read_rank(reader, accelerator)
     _load_models(accelerator, reader, strict)
     step_states.load(reader, schedulers, found.pop())

@@ -15,8 +15,9 @@ from torch import Tensor
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.safefile import CheckedFile, read_tensors
 
-OF_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
-"""Entries of a Lightning file that hold a run's state."""
+VERSION = "pytorch-lightning_version"
+OPTIMIZERS = "optimizer_states"
+"""Entries of a Lightning file: of every one, and of one from which a run can be continued."""
 
 
 def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
@@ -94,6 +95,7 @@ class ForeignWeights:
 
     def __init__(self, path: Path, trust: bool, weights_only: bool | None = None) -> None:
         self.path = self.weights_file = path
+        self._weights = "state_dict"
         # torch's safe loader runs no code, trusted or not.
         self._loaded = (
             load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)
@@ -103,9 +105,24 @@ class ForeignWeights:
         """Returns an entry of the file beside the weights, such as Lightning's `hyper_parameters`; None without it."""
         return self._loaded.get(name) if isinstance(self._loaded, Mapping) and "state_dict" in self._loaded else None
 
-    def of_run(self) -> list[str]:
-        """Returns the names of the entries that hold a run's state, which is more than weights."""
-        return [name for name in OF_RUN if self.entry(name)]
+    @property
+    def loaded(self) -> Any:
+        """What the file holds."""
+        return self._loaded
+
+    @property
+    def is_lightning(self) -> bool:
+        """True for a file of Lightning."""
+        return self.entry(VERSION) is not None or self.holds_run
+
+    @property
+    def holds_run(self) -> bool:
+        """True for a file of Lightning that has the state of its optimizers, too."""
+        return isinstance(self.entry(OPTIMIZERS), list)
+
+    def take_weights(self, entry: str) -> None:
+        """Reads the weights from another entry than `state_dict`."""
+        self._weights = entry
 
     def names(self) -> list[str]:
         """Returns the names of the weights."""
@@ -121,7 +138,7 @@ class ForeignWeights:
 
     def model(self, names: Any = None, device: Any = "cpu") -> dict[str, Tensor]:
         """Returns the weights: the file's own dict, or its entry `state_dict`."""
-        found = self._loaded.get("state_dict", self._loaded) if isinstance(self._loaded, Mapping) else None
+        found = self._loaded.get(self._weights, self._loaded) if isinstance(self._loaded, Mapping) else None
         if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
             raise CheckpointError(
                 self.path, "holds no dict of tensors, neither at the top level nor under 'state_dict'."

@@ -41,7 +41,7 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         >>> to_named(torch.optim.SGD(layer.parameters(), lr=0.1), layer)["param_groups"][0]["params"]
         ['weight', 'bias']
     """
-    flat = _flat_names(optimizer, names)
+    flat = flat_names(optimizer, names)
     plain = optimizer.state_dict()
     by_index = [name for group in flat for name in group]
     parameters = _by_name(optimizer, flat)
@@ -94,7 +94,7 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
         ConfigurationError: if groups differ, or a parameter is missing or new; names it.
     """
     check_named(optimizer, saved, names)
-    flat = _flat_names(optimizer, names)
+    flat = flat_names(optimizer, names)
     index = {name: place for place, name in enumerate(name for group in flat for name in group)}
     plain = {
         **saved.get("extra", {}),
@@ -156,7 +156,7 @@ def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
         raise ConfigurationError(
             "this is not the state of an optimizer by name: give what to_named or the reader returned."
         )
-    entries, flat = SavedState(saved), _flat_names(optimizer, names)
+    entries, flat = SavedState(saved), flat_names(optimizer, names)
     groups = [
         SavedState(group, f"param_groups[{number}]") for number, group in enumerate(entries.items("param_groups"))
     ]
@@ -272,7 +272,7 @@ def _steps_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def _flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:
+def flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:
     """Returns the names of the parameters, group by group."""
     known: Mapping[Any, str] = parameter_names(names) if isinstance(names, nn.Module) else names
     name_of: Callable[[Any, str], str] = known.get

@@ -88,6 +88,21 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
         place.detach().copy_(part)
 
 
+def part_like(name: str, entry: str, whole: Tensor, like: Any) -> Tensor:
+    """Returns this rank's part of a whole tensor of an optimizer's state, sharded as its parameter is.
+
+    Args:
+        name: of the parameter, for messages.
+        entry: its name in the state of an optimizer.
+        whole: the tensor.
+        like: the parameter that it belongs to, a DTensor or a Fragment.
+    """
+    table: Table = {"dtype": str(whole.dtype).removeprefix("torch."), "shape": list(whole.shape), "shards": []}
+    _, target = room_for(table, entry, like)
+    copy_part(name, whole, target)
+    return target
+
+
 def plan(
     tensors: Mapping[str, Tensor], stem: str, ranks: CheckpointRanks, plans: ShardPlans
 ) -> tuple[ShardPlan, dict[str, dict[str, Tensor]]]:

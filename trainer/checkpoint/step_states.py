@@ -41,8 +41,7 @@ class StepStates:
     def save(self, writer: CheckpointWriter, weights: nn.Module) -> None:
         """Writes the weights of a module and everything that steps. Every rank calls it."""
         names = parameter_names(self._module)
-        forms = [self._strategy.master_weights.saved_form(optimizer) for optimizer in self._optimizers]
-        self._strategy.save(writer, weights, [to_named(form, names) for form in forms])
+        self._strategy.save(writer, weights, [to_named(form, names) for form in self.saved_forms])
         states = {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "precision": self._strategy.precision.state_dict(),
@@ -50,12 +49,12 @@ class StepStates:
         }
         writer.state(SCHEDULERS, states)
 
-    def check(self, folder: Path, states: Any, optimizers: int, advice: str) -> None:
+    def check(self, file: Path, states: Any, optimizers: int, advice: str) -> None:
         """Refuses the states of other schedulers, or of another number of optimizers and schedulers; changes nothing.
 
         Args:
-            folder: of the checkpoint.
-            states: that were read from the file of schedulers.
+            file: that the states were read from, for messages.
+            states: of schedulers, precision and strategy.
             optimizers: how many were saved.
             advice: how to make as many as there were; `{here}` stands for the number there is.
 
@@ -63,7 +62,7 @@ class StepStates:
             CheckpointError: if a scheduler cannot have saved its state; names the file and the entry.
             ConfigurationError: if there are more or fewer.
         """
-        with blame(folder / f"{SCHEDULERS}.json"):
+        with blame(file):
             saved = SavedState(states)
             saved.nested("precision")
             found = saved.items("schedulers")
@@ -71,6 +70,11 @@ class StepStates:
                 _check_scheduler(scheduler, SavedState(own, f"schedulers[{number}]"))
         check_count("optimizers", optimizers, len(self._optimizers), advice)
         check_count("schedulers", len(found), len(self._schedulers), advice)
+
+    @property
+    def saved_forms(self) -> list[Any]:
+        """The optimizers as a checkpoint holds them, whose groups have the parameters in the order of their names."""
+        return [self._strategy.master_weights.saved_form(optimizer) for optimizer in self._optimizers]
 
     def read(self, reader: CheckpointReader) -> list[dict[str, Any]] | None:
         """Reads the optimizers' states into new memory, for `load`; None if they are read into an engine's then."""
@@ -90,18 +94,29 @@ class StepStates:
         """
         if optimizers is None:
             optimizers = reader.optimizers(like=self._strategy.master_weights.parts(self._module))
+        self.take(states, optimizers, reader.path / OPTIMIZERS, reader.path / f"{SCHEDULERS}.json")
+
+    def take(
+        self, states: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], of_optimizers: Path, file: Path
+    ) -> None:
+        """Takes states that have been read.
+
+        Args:
+            states: of schedulers, precision and strategy.
+            optimizers: as `to_named` returned them.
+            of_optimizers: the file that they are from, for messages.
+            file: that the other states are from.
+        """
         names = parameter_names(self._module)
-        forms = [self._strategy.master_weights.saved_form(optimizer) for optimizer in self._optimizers]
-        pairs = list(zip(forms, optimizers, strict=True))
+        pairs = list(zip(self.saved_forms, optimizers, strict=True))
         for number, (form, own) in enumerate(pairs):
-            with naming(reader.path / OPTIMIZERS), blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
+            with naming(of_optimizers), blame(of_optimizers, f"optimizers[{number}]"):
                 check_named(form, own, names)
-        file = reader.path / f"{SCHEDULERS}.json"
         with blame(file):
             for scheduler, own in zip(self._schedulers, states["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
         for number, (form, own) in enumerate(pairs):
-            with naming(reader.path / OPTIMIZERS), blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
+            with naming(of_optimizers), blame(of_optimizers, f"optimizers[{number}]"):
                 from_named(form, own, names)
         with blame(file):
             self._strategy.precision.load_state_dict(states["precision"])

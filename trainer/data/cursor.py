@@ -90,6 +90,9 @@ class LoaderCursor:
         self.epoch = epoch
         self._watched = None
         source, batches = state["source"], state["batches"]
+        if source is None:
+            # Of another trainer's run, which says no more.
+            return self.seek(epoch, batches, own=state["loader"])
         # A single process that continues a stream of several ranks counts batches differently.
         self._offset = 0 if self.shares else source.get("inner", source)["batches"] - batches
         iterator = self._resumed(epoch, source if self.shares else source.get("inner", source))
@@ -104,7 +107,7 @@ class LoaderCursor:
             watched.draw_ahead(state["source"], live_state(devices=False))
         return watched
 
-    def seek(self, epoch: int | None, batches: int, like: State | None = None) -> Iterator[Any]:
+    def seek(self, epoch: int | None, batches: int, like: State | None = None, own: Any = None) -> Iterator[Any]:
         """Starts an epoch at a batch, in the order of the whole epoch, and loads none before it if the loader allows
         that.
 
@@ -112,10 +115,11 @@ class LoaderCursor:
             epoch: as for `start`.
             batches: the number of batches to skip.
             like: a `state_dict` from an epoch whose order is to be used; None for a new epoch.
+            own: what the loader's own `state_dict` returned there; None if that is not known.
         """
         if like is not None:
             self._source.rewind(like["source"])
-        place = self._source.ahead(batches)
+        place = self._source.ahead(batches) if own is None else self._source.known(batches, own)
         if place is not None:
             return self.resume(epoch, {"batches": batches, "ahead": None, "source": place})
         iterator = self.start(epoch)

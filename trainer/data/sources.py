@@ -82,6 +82,10 @@ class Source(ABC):
         """Returns the position after `batches` batches of an epoch not begun; None if only reading leads there."""
         return None
 
+    def known(self, batches: int, state: Any) -> State | None:
+        """Returns the position at which the loader's own state is `state`; that of `ahead` if it has none."""
+        return self.ahead(batches)
+
     @abstractmethod
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         """Returns an iterator at a saved position. The caller then restores the global random state."""
@@ -173,6 +177,9 @@ class StatefulSource(Source):
 
     def position(self, batches: int) -> State:
         return {**super().position(batches), "loader": self.loader.state_dict()}
+
+    def known(self, batches: int, state: Any) -> State | None:
+        return {"batches": batches, "before": self._remember(), "generators": {}, "loader": state}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         self.set_epoch(epoch)

@@ -59,9 +59,7 @@ class FitLoop:
         self.arguments = run.arguments
         self.accumulation = run.accumulation
         self._restored: Unclaimed | None = None
-        """What the run takes back when its loaders are there; None for a new run."""
         self.cursor: LoaderCursor | None = None
-        """Reads the training loader, and knows its place in it."""
         self.num_batches: int | None = 0 if run.arguments.limit_train_batches == 0 else None
         """Batches in an epoch, as limited; None where the loader does not know."""
         self.closes_epoch = False
@@ -231,7 +229,6 @@ class FitLoop:
         return self._on_device(batch)
 
     def _bring(self, drawn: Any) -> Any:
-        """Returns the batch that a step draws itself, on the device."""
         return self._begin_share(*drawn) if self.count.shares else self._on_device(drawn)
 
     def _on_device(self, batch: Any) -> Any:
@@ -571,7 +568,10 @@ class FitLoop:
             inside = self._go_to(self._restored.get("loader"))
         # Random numbers last, since everything before may draw.
         self._restored.load("logs", "metrics", "rng")
+        self.validation.decide(self._restored.get("window_start"))
         progress = self.progress
+        if self._restored.get("owes_plateau"):
+            self._step_on_plateau("epoch", progress.epoch + 1)
         if progress.phase == "epoch_end" and not self._is_done():
             self._next_epoch()
         elif inside and progress.phase != "paused":

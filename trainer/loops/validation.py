@@ -115,6 +115,16 @@ class Validation:
         before = done - (progress.batch - window_start)
         return done // self._every > before // self._every
 
+    def decide(self, window_start: int | None) -> None:
+        """Decides in a resumed run whether a validation follows the window that was closed last.
+
+        Args:
+            window_start: index in the epoch of its first batch; None where the checkpoint has decided.
+        """
+        if window_start is not None:
+            ended = self._progress.ended
+            self._progress.end_window(ended, self.is_due(ended, window_start), skipped=False)
+
     def _in_this_epoch(self) -> bool:
         """True if the fit validates in this epoch."""
         every = self._arguments.check_val_every_n_epoch

@@ -24,6 +24,7 @@ from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.safefile import memory_of
 
 if TYPE_CHECKING:
+    from leyden.trainer.checkpoint.foreign import ForeignWeights
     from leyden.trainer.checkpoint.reader import CheckpointReader
     from leyden.trainer.hparams import Hyperparameters
     from leyden.trainer.module import TrainModule
@@ -101,6 +102,15 @@ class Identity:
         if not isinstance(found, dict) or not needed <= found.keys() or not _is_sound(found):
             raise CheckpointError(reader.path / f"{FILE}.json", "does not say which run saved the checkpoint.")
         return cls(found["own"], found["module"], found["hparams"], found["optimizers"])
+
+    def as_in(self, file: ForeignWeights) -> Identity:
+        """The same run with the hyperparameters that a `.ckpt` of Lightning has of the same names."""
+        saved = {"module": file.entry("hyper_parameters"), "datamodule": file.entry("datamodule_hyper_parameters")}
+        hparams = {
+            owner: {**own, **{key: value for key, value in plain(dict(saved[owner] or {})).items() if key in own}}
+            for owner, own in self.hparams.items()
+        }
+        return dataclasses.replace(self, own=None, hparams=hparams, optimizers=None)
 
     def differences(self, before: Identity) -> list[Difference]:
         """Where this run differs from the one before."""

@@ -10,6 +10,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.gained import add_gained_groups, drop_gained_groups, names_gained
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.owners import RankStates, Unclaimed
@@ -24,6 +25,7 @@ from leyden.trainer.run.run_states import rank_owners, step_states_of
 from leyden.trainer.run.user_states import OWN, UserStates
 
 if TYPE_CHECKING:
+    from leyden.trainer.run.lightning_run import LightningRun
     from leyden.trainer.run.state import Run
 
 UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
@@ -55,8 +57,11 @@ class Restorer:
         self._rank: Unclaimed | None = None
         self._schedulers: dict[str, Any] | None = None
         self._optimizers: list[dict[str, Any]] | None = None
+        self._lightning: LightningRun | None = None
         if isinstance(reader, CheckpointReader):
             self._read(reader)
+        elif isinstance(reader, ForeignWeights) and reader.is_lightning:
+            self._read_lightning(reader)
 
     def _read(self, reader: CheckpointReader) -> None:
         run, parts = self._run, self._parts
@@ -79,6 +84,16 @@ class Restorer:
             # An engine that is still there is of an earlier fit; its successor is made later, and has other memory.
             shapes = None if run.strategy.drives_one else run.strategy.master_weights.parts(run.module)
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
+
+    def _read_lightning(self, file: ForeignWeights) -> None:
+        from leyden.trainer.run.lightning_run import LightningRun
+
+        run, parts = self._run, self._parts
+        if run.state.stage == "fit" and parts != {"weights"} and file.holds_run:
+            self._lightning = taken = LightningRun(file, run, parts)
+            self._progress, self._rank = taken.progress, taken.rank
+        callbacks = {} if self._lightning is None else self._lightning.callbacks
+        self._users.take_lightning(file.path, file.loaded, callbacks)
 
     def gained(self) -> list[str]:
         """The parameters that are in groups which the optimizers have gained since the checkpoint."""
@@ -151,8 +166,12 @@ class Restorer:
             else:
                 self._regain_groups(reader)
             step_states = step_states_of(run)
-            step_states.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
+            step_states.check(reader.path / f"{SCHEDULERS}.json", self._schedulers, reader.optimizer_count(), UNLIKE)
             step_states.load(reader, self._schedulers, self._optimizers)
+        if self._lightning is not None:
+            if "optimizers" in self._parts:
+                self._lightning.restore_steps()
+            self._lightning.settle()
         self._rank.load("trained")
         run.strategy.check_trained()
         if self._progress is not None:

@@ -14,7 +14,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.checkpoint.foreign import ForeignWeights
+from leyden.trainer.checkpoint.foreign import OPTIMIZERS, ForeignWeights
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.owners import saved_data_ranks
@@ -110,6 +110,11 @@ def goal_of_fit(
     return Goal(ckpt_path, wanted_parts(restore), trust, same_run, weights_only)
 
 
+def goal_of_weights(ckpt_path: str | os.PathLike[str] | None, weights_only: bool | None, trust: bool) -> Goal:
+    """The goal of an evaluation or prediction, which resumes nothing."""
+    return Goal(ckpt_path, frozenset({"weights"}), trust, weights_only=weights_only)
+
+
 def settled(trainer: Trainer, goal: Goal) -> Goal:
     """The goal with the path that "best" means now: a new fit starts with an empty ranking."""
     if goal.path != "best":
@@ -138,7 +143,15 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
-        _warn_of_left(trainer, goal, weights)
+        continues = trainer.state.stage == "fit" and goal.parts != {"weights"}
+        if continues and weights.holds_run:
+            return weights, f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
+        if continues and weights.is_lightning and trainer.strategy.ranks.is_global_zero:
+            warnings.warn(
+                f"{path} has no {OPTIMIZERS}, as ModelCheckpoint(save_weights_only=True) of Lightning's saves it: fit "
+                "takes its weights, and begins anew. restore='weights' says the same, without this warning.",
+                stacklevel=2,
+            )
         return weights, f"weights of {path}"
     if HuggingFaceFolder.is_one(path):
         return HuggingFaceFolder(path), f"weights of {path}"
@@ -157,18 +170,6 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if "rng" in goal.parts and readers not in (0, trainer.strategy.data_size):
         exact += f"; saved by {readers} rank(s): random numbers of ranks from 1 on are seeded anew"
     return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
-
-
-def _warn_of_left(trainer: Trainer, goal: Goal, weights: ForeignWeights) -> None:
-    """Warns of a fit that was to continue another trainer's run, and begins anew with its weights."""
-    left = weights.of_run()
-    if left and trainer.state.stage == "fit" and goal.parts != {"weights"} and trainer.strategy.ranks.is_global_zero:
-        warnings.warn(
-            f"{weights.path} is Lightning's: fit takes its weights, and leaves {', '.join(left)}. To continue "
-            f"its optimizers, schedulers and counters: `leyden convert {weights.path}`, and give fit the folder with "
-            "restore={'weights', 'optimizers', 'progress'}. For the weights alone: restore='weights'.",
-            stacklevel=2,
-        )
 
 
 def progress_of(reader: CheckpointReader) -> Progress:
@@ -236,6 +237,14 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
     resumes = bool(goal.parts & {"progress", "optimizers"})
     if isinstance(reader, CheckpointReader) and identity is not None and resumes and reader.has("user"):
         _compare(identity, reader, goal, warns)
+    elif isinstance(reader, ForeignWeights) and identity is not None and resumes and warns:
+        found = identity.differences(identity.as_in(reader)) if identity.optimizers is not None else []
+        if found:
+            warnings.warn(
+                f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. The run continues "
+                "with what it has here.",
+                stacklevel=2,
+            )
 
 
 def places_of(path: Path, reader: Reader | None) -> list[Path]:

@@ -174,6 +174,18 @@ class UserStates:
             self._user = {**self._user, "datamodule": saved.value("datamodule")}
         return bool(splits or any(key in mine for key in per_rank))
 
+    def take_lightning(self, file: Path, loaded: dict[str, Any], callbacks: Mapping[str, Any]) -> None:
+        """Takes a `.ckpt` of Lightning for what `read` and `read_callbacks` read.
+
+        Args:
+            file: the checkpoint.
+            loaded: what it holds, which is all handed to `on_load_checkpoint`.
+            callbacks: states by `state_key`, as callbacks here save them.
+        """
+        data = {} if self._datamodule is None else loaded.get(type(self._datamodule).__qualname__)
+        self._file, self._user = file, {"checkpoint": loaded, "datamodule": data or {}}
+        self._saved = [_unclaimed(file, callbacks, {one.state_key: one for one in self._callbacks})]
+
     def load_into_module(self) -> None:
         """Calls the module's `on_load_checkpoint`, before the weights are loaded."""
         if self._user is not None:

@@ -1,0 +1,425 @@
+"""A fit that is given a `.ckpt` of Lightning goes on as the run would have that saved it."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_files import PlainRun, entries, loops
+from models import QUIET, Regression, Squares
+from ranks.world import run_world
+from samples import numbered, pairs
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from leyden import Callback, CheckpointError, ConfigurationError, DataModule, Trainer
+from leyden.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+
+DATA = list(DataLoader(pairs(24), 4))
+HELD = list(DataLoader(pairs(8, seed=1), 4))
+MONITOR = "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0}"
+
+
+def adam(module: nn.Module) -> Any:
+    """An optimizer of two groups, with a scheduler of steps and one of epochs that watches the validation."""
+    optimizer = torch.optim.Adam(
+        [{"params": [part], "lr": 0.05 * (1 + n)} for n, part in enumerate(module.parameters())]
+    )
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+    return [optimizer], [
+        {"scheduler": StepLR(optimizer, 4, 0.9), "interval": "step"},
+        {"scheduler": plateau, "monitor": "val_loss"},
+    ]
+
+
+def regression(configure: Any = adam) -> Regression:
+    torch.manual_seed(3)
+    return Regression(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), configure)
+
+
+def plain(window: int = 1) -> PlainRun:
+    module = regression()
+    [optimizer], [each, plateau] = adam(module)
+    return PlainRun(module, optimizer, each["scheduler"], plateau["scheduler"], window)
+
+
+def same(module: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(own, theirs) for own, theirs in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def go_on(module: Any, path: Path, epochs: int = 4, **arguments: Any) -> tuple[Trainer, str]:
+    """Continues a file, and returns what the fit said of what it cannot continue."""
+    trainer = Trainer(**{**QUIET, "max_epochs": epochs, **arguments})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DATA, HELD, ckpt_path=path, trust=True)
+    [said] = [str(one.message) for one in caught if "Lightning" in str(one.message)]
+    return trainer, said
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_fit_goes_on_wherever_lightning_has_saved(tmp_path: Path, window: int) -> None:
+    run, files = plain(window), []
+
+    def save(moment: str, epoch: int, done: int) -> None:
+        if epoch in (1, 2):
+            files.append(tmp_path / f"{epoch}-{done}-{moment}.ckpt")
+            values = {MONITOR: {"monitor": "val_loss", "current_score": run.val_loss}}
+            run.write(files[-1], moment, epoch, done, len(DATA), callbacks=values)
+
+    run.train(DATA, HELD, 4, save)
+    assert len(files) == 18
+    for path in files:
+        module = regression()
+        trainer, said = go_on(module, path, accumulate_grad_batches=window)
+        assert same(module, run.module), path.name
+        assert (trainer.global_step, trainer.current_epoch, trainer.progress.batches) == (24 // window, 4, 24)
+        inside = path.name.split("-")[1] in ("1", "2", "4", "5") and window == 3
+        assert ("the gradients of an open window" in said) == inside
+        assert "random numbers (Lightning saves none" in said and "a step of ReduceLROnPlateau" not in said
+
+
+def test_a_plateau_whose_value_is_not_known_misses_a_step_and_the_fit_says_so(tmp_path: Path) -> None:
+    run = plain()
+    run.train(DATA, HELD, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, len(DATA)))
+    for moment in ("validation", "epoch"):
+        trainer, said = go_on(regression(), tmp_path / f"{moment}.ckpt", epochs=3)
+        assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in said
+        assert trainer.current_epoch == 3 and trainer.lr_schedulers[1].last_epoch == 2
+    run.write(tmp_path / "old.ckpt", "end", 1, 6, 6)
+    found = torch.load(tmp_path / "old.ckpt")
+    torch.save({key: value for key, value in found.items() if key != "loops"}, tmp_path / "old.ckpt")
+    trainer, said = go_on(regression(), tmp_path / "old.ckpt", epochs=3)
+    assert "the place in the epoch (the file has no loops)" in said and trainer.global_step == 18
+
+
+class Adversaries(Squares):
+    """Two optimizers, stepped by hand once per batch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+        self.automatic_optimization, self.seen = False, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in self.net]
+
+
+class Placed(DataModule):
+    """Counts the fits that it was in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"] + 1
+
+    def train_dataloader(self) -> Any:
+        return numbered(4, start=1)
+
+
+class Counted(Callback):
+    """A callback of the user's, whose state is the same in both."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_manual_optimisation_the_data_and_the_users_own_entries_go_on(tmp_path: Path) -> None:
+    module, path = Adversaries(), tmp_path / "gan.ckpt"
+    optimizers = module.configure_optimizers()
+    for number, batch in enumerate(numbered(4, start=1) * 2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            module.loss(batch).backward()
+            optimizer.step()
+        if number == 1:
+            more: Any = {"seen": 5, "Placed": {"number": 3}, "callbacks": {"Counted": {"number": 9}, "Gone": {"x": 1}}}
+            found = entries(module, optimizers, [], step=4, epoch=0, **more)
+            torch.save({**found, "loops": loops("batch", 0, 2, 4)}, path)
+    again, data, counted = Adversaries(), Placed(), Counted()
+    trainer = Trainer(**QUIET, max_epochs=2, callbacks=[counted])
+    with pytest.warns(UserWarning, match=r"the state of Gone \(this fit has no such callback\)"):
+        trainer.fit(again, datamodule=data, ckpt_path=path, trust=True)
+    assert same(again, module)
+    assert (trainer.global_step, again.seen, data.number, counted.number) == (8, 5, 4, 9)
+
+
+def test_callbacks_take_the_states_of_lightnings(tmp_path: Path) -> None:
+    run, path = plain(), tmp_path / "run.ckpt"
+    run.train(DATA, HELD, 2)
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.ckpt").write_bytes(b"weights")
+    books = {
+        "monitor": "val_loss",
+        "dirpath": str(tmp_path),
+        "best_model_path": str(tmp_path / "a.ckpt"),
+        "best_model_score": torch.tensor(0.001),
+        "current_score": torch.tensor(9.0),
+        "best_k_models": {str(tmp_path / "a.ckpt"): torch.tensor(0.001), str(tmp_path / "b.ckpt"): torch.tensor(1e6)},
+        "last_model_path": str(tmp_path / "c.ckpt"),
+    }
+    stopping = {"wait_count": 2, "stopped_epoch": 0, "best_score": torch.tensor(0.001), "patience": 5}
+    callbacks = {
+        "ModelCheckpoint{'monitor': None, 'mode': 'min'}": {"monitor": None, "dirpath": "/elsewhere"},
+        MONITOR: books,
+        "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}": stopping | {"stopping_reason": 0},
+        "Timer": {"time_elapsed": {"train": 1000.0, "test": 2}},
+    }
+    run.write(path, "end", 1, 6, 6, callbacks=callbacks)
+    best, latest = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2), ModelCheckpoint(tmp_path / "latest")
+    stop, timer = EarlyStopping("val_loss", patience=5), Timer()
+    arguments = {**QUIET, "enable_checkpointing": True, "callbacks": [latest, best, stop, timer]}
+    trainer, said = go_on(regression(), path, epochs=3, **arguments)
+    assert "ModelCheckpoint" not in said
+    assert best.best_model_path == str(tmp_path / "a.ckpt") and float(best.best_model_score) == pytest.approx(0.001)
+    # The new one is better than b, which is ranked no more, and is Lightning's: it stays.
+    assert str(tmp_path / "b.ckpt") not in best.best_k_models and (tmp_path / "b.ckpt").exists()
+    assert len(best.best_k_models) == 2
+    assert stop.wait_count == 3 and float(stop.best_score) == pytest.approx(0.001)
+    assert timer.time_elapsed("train") > 1000 and timer.time_elapsed("test") == 2
+    assert trainer.progress.seconds > 1000
+    elsewhere = ModelCheckpoint(tmp_path / "elsewhere", monitor="val_loss")
+    _, said = go_on(regression(), path, epochs=3, callbacks=[elsewhere], **QUIET | {"enable_checkpointing": True})
+    assert "give that as dirpath to rank them too" in said and str(tmp_path) not in elsewhere.best_model_path[:1]
+
+
+def averaged(path: Path) -> tuple[nn.Module, nn.Module]:
+    """A run with Lightning's EMAWeightAveraging, saved after step 5; returns its last weights and averages."""
+    run = plain()
+    ema = AveragedModel(run.module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
+
+    def save(moment: str, epoch: int, done: int) -> None:
+        if moment != "batch":
+            return
+        ema.update_parameters(run.module.net)
+        if (epoch, done) == (0, 5):
+            names = [f"net.{name}" for name in run.module.net.state_dict()]
+            average = dict(zip(names, [t.clone() for t in ema.module.state_dict().values()], strict=True))
+            more = {
+                "current_model_state": {name: t.clone() for name, t in run.module.state_dict().items()},
+                "averaging_state": {"n_averaged": ema.n_averaged.clone()},
+                "callbacks": {"EMAWeightAveraging": {"latest_update_step": 5}},
+            }
+            run.write(path, "batch", 0, 5, 6, **more)
+            found = torch.load(path)
+            torch.save({**found, "state_dict": average}, path)
+
+    run.train(DATA, HELD, 2, save)
+    return run.module, ema.module
+
+
+def test_averages_and_the_weights_behind_them_go_on(tmp_path: Path) -> None:
+    current, average = averaged(tmp_path / "ema.ckpt")
+    module = regression()
+    go_on(module, tmp_path / "ema.ckpt", epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    # Once fit has ended, the averages are in the module.
+    assert same(module.net, average)
+    module = regression()
+    _, said = go_on(module, tmp_path / "ema.ckpt", epochs=2)
+    assert same(module, current) and "the averages of weights (this fit has no WeightAveraging)" in said
+    # An evaluation takes the averages.
+    saved = torch.load(tmp_path / "ema.ckpt")["state_dict"]
+    Trainer(**QUIET).validate(module, HELD, ckpt_path=tmp_path / "ema.ckpt", trust=True, verbose=False)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())
+
+
+class Backboned(Squares):
+    """A backbone that is frozen at first, and a head."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(2, 2))
+        self.backbone, self.head = self.net, nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_groups_that_a_finetuning_callback_had_added_go_on(tmp_path: Path) -> None:
+    data, path = numbered(3, start=1), tmp_path / "tuned.ckpt"
+    tune: Any = {"unfreeze_backbone_at_epoch": 1, "backbone_initial_lr": 0.01}
+    straight = Backboned()
+    trainer = Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)])
+    trainer.fit(straight, data)
+
+    half = Backboned()
+    trainer = Trainer(**QUIET, max_epochs=2, callbacks=[BackboneFinetuning(**tune)])
+    trainer.fit(half, data)
+    names = {id(parameter): name for name, parameter in half.named_parameters()}
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in trainer.optimizers[0].param_groups
+    ]
+    state = {"internal_optimizer_metadata": {0: groups}, "previous_backbone_lr": 0.01}
+    found = entries(half, trainer.optimizers, [], 6, 2, callbacks={"BackboneFinetuning": state})
+    torch.save({**found, "loops": loops("end", 1, 3, 3)}, path)
+
+    again = Backboned()
+    Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)]).fit(again, data, ckpt_path=path, trust=True)
+    assert same(again, straight) and all(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_what_cannot_go_on_is_named_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    run, path = plain(), tmp_path / "run.ckpt"
+    run.train(DATA, HELD, 1)
+    swa = {"n_averaged": 0, "latest_update_epoch": 0, "scheduler_state": {"last_epoch": 1}, "average_model_state": {}}
+    more: Any = {"callbacks": {"StochasticWeightAveraging": swa}, "MixedPrecision": {"scale": 2.0}}
+    run.write(path, "end", 0, 6, 6, hyper_parameters={"width": 5}, **more)
+
+    def one(module: Any) -> Any:
+        return adam(module)[0]
+
+    def one_scheduler(module: Any) -> Any:
+        [optimizer], [each, _] = adam(module)
+        return [optimizer], [each]
+
+    with pytest.raises(ConfigurationError, match="the checkpoint has 2 schedulers, and configure_optimizers made 1"):
+        go_on(regression(one_scheduler), path)
+    with pytest.raises(CheckpointError, match="is a pickle, which can run any code.*pass trust=True"):
+        Trainer(**QUIET).fit(regression(), DATA, ckpt_path=path)
+    found = torch.load(path)
+    torch.save({**found, "global_step": "three"}, tmp_path / "bad.ckpt")
+    with pytest.raises(CheckpointError, match="global_step is 'three', and must be a whole number"):
+        go_on(regression(), tmp_path / "bad.ckpt")
+
+    class Wide(Regression):
+        def __init__(self, width: int) -> None:
+            super().__init__(regression().net, one)
+            self.save_hyperparameters()
+
+    averaging = StochasticWeightAveraging(0.1, swa_epoch_start=3)
+    torch.save({**found, "lr_schedulers": []}, path)
+    with pytest.raises(CheckpointError, match=r"optimizer_states\[0\].*groups of \[1, 1, 1, 1\] parameters.*of \[4\]"):
+        go_on(regression(lambda module: torch.optim.Adam(module.parameters())), path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(**QUIET, max_epochs=2, callbacks=[averaging]).fit(Wide(6), DATA, ckpt_path=path, trust=True)
+    said = " ".join(str(one.message) for one in caught)
+    assert "the state of StochasticWeightAveraging (it has begun to average" in said
+    assert "the gradient scaler (this fit's precision has none)" in said
+    assert "the hyperparameter width was 5 and is 6" in said
+
+
+def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None:
+    run, path = plain(), tmp_path / "weights.ckpt"
+    run.train(DATA, HELD, 1)
+    run.write(path, "end", 0, 6, 6)
+    kept = ("state_dict", "epoch", "global_step", "pytorch-lightning_version", "loops")
+    torch.save({key: value for key, value in torch.load(path).items() if key in kept}, path)
+    module = regression()
+    with pytest.warns(UserWarning, match="has no optimizer_states.*fit takes its weights, and begins anew"):
+        Trainer(**QUIET, limit_train_batches=0).fit(module, DATA, ckpt_path=path, trust=True)
+    assert same(module, run.module)
+    for restore in ("weights", {"weights", "progress"}):
+        trainer = Trainer(**QUIET, max_epochs=1)
+        run.write(path, "end", 0, 6, 6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(regression(), DATA, HELD, ckpt_path=path, trust=True, restore=restore)
+        assert trainer.global_step == 6 and trainer.progress.stepped == 6
+
+
+def twice(module: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+def continued(path: str) -> Any:
+    """The weights after both strategies have gone on with a file, and what the ranks said."""
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        module = regression(twice).double()
+        average = EMAWeightAveraging(decay=0.5)
+        trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=3, precision="64-true", callbacks=[average])
+        data = DataLoader([(x.double(), y.double()) for x, y in pairs(24)], 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, data, ckpt_path=path, trust=True)
+        said = sum("a file of Lightning's" in str(one.message) for one in caught)
+        whole = [getattr(tensor, "full_tensor", lambda t=tensor: t)() for tensor in module.state_dict().values()]
+        found.append(([tensor.tolist() for tensor in whole], trainer.global_step, said))
+    return found
+
+
+def test_two_ranks_go_on_under_ddp_and_fsdp(tmp_path: Path) -> None:
+    module, path = regression(twice).double(), tmp_path / "run.ckpt"
+    [optimizer], [each] = twice(module)
+    run = PlainRun(module, optimizer, each["scheduler"])
+    ema = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
+    data = [(x.double(), y.double()) for x, y in DATA]
+
+    def save(moment: str, epoch: int, done: int) -> None:
+        if moment == "batch":
+            ema.update_parameters(module.net)
+        if (moment, epoch, done) == ("batch", 1, 4):
+            average = [tensor.clone() for tensor in ema.module.state_dict().values()]
+            more = {
+                "current_model_state": deepcopy(module.state_dict()),
+                "averaging_state": {"n_averaged": ema.n_averaged.clone()},
+                "callbacks": {"EMAWeightAveraging": {"latest_update_step": 10}},
+            }
+            run.write(path, moment, epoch, done, 6, **more)
+            torch.save({**torch.load(path), "state_dict": dict(zip(module.state_dict(), average, strict=True))}, path)
+
+    run.train(data, data[:1], 3, save)
+    ranks = run_world(2, continued, str(path))
+    for rank, found in enumerate(ranks):
+        for weights, step, said in found:
+            assert step == 18 and said == (rank == 0)
+            for own, theirs in zip(weights, ema.module.state_dict().values(), strict=True):
+                torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), theirs, rtol=0, atol=1e-12)
+
+
+def test_averages_that_were_not_updated_yet_are_left(tmp_path: Path) -> None:
+    """Lightning saves the weights from before the first step as averages until then."""
+    run, path = plain(), tmp_path / "run.ckpt"
+    before = deepcopy(run.module.state_dict())
+    run.train(DATA, HELD, 1)
+    more = {
+        "current_model_state": deepcopy(run.module.state_dict()),
+        "averaging_state": {"n_averaged": torch.tensor(0)},
+    }
+    run.write(path, "end", 0, 6, 6, callbacks={"WeightAveraging": {"latest_update_step": 0}}, **more)
+    torch.save({**torch.load(path), "state_dict": before}, path)
+    module = regression()
+    trainer = Trainer(**QUIET, max_epochs=1, callbacks=[WeightAveraging()])
+    with pytest.warns(UserWarning, match="a file of Lightning's"):
+        trainer.fit(module, DATA, ckpt_path=path, trust=True)
+    assert same(module, run.module)

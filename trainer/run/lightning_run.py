@@ -1,0 +1,180 @@
+"""A run of Lightning that a fit continues: what its `.ckpt` holds beside the weights, for the parts of this run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from leyden.callbacks.checkpointing.lightning_states import CURRENT, SWA_LEFT, LightningStates
+from leyden.callbacks.weight_averaging import WeightAveraging
+from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.foreign import ForeignWeights
+from leyden.trainer.checkpoint.gained import add_gained_groups
+from leyden.trainer.checkpoint.lightning import Position, named_optimizer, position_of
+from leyden.trainer.checkpoint.optimizers import parameter_names
+from leyden.trainer.checkpoint.owners import Unclaimed
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.format.errors import blame
+from leyden.trainer.run.run_states import rank_owners, step_states_of
+
+if TYPE_CHECKING:
+    from leyden.trainer.run.state import Run
+
+SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
+UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
+
+
+class LightningRun:
+    """What a `.ckpt` holds of a run, as the parts of this one take it.
+
+    Args:
+        file: the checkpoint.
+        run: that continues it, set up but for its optimizers.
+        parts: which parts are restored.
+
+    Attributes:
+        callbacks: their states, by `state_key`.
+        progress: where the run stood; None where that part is left out.
+        rank: what the fit loop takes when its loaders are there.
+
+    Raises:
+        CheckpointError: if Lightning cannot have written an entry; names it.
+    """
+
+    def __init__(self, file: ForeignWeights, run: Run, parts: frozenset[str]) -> None:
+        self._file, self._run, self._parts = file, run, parts
+        self._states = LightningStates(file.loaded)
+        with blame(file.path):
+            if "callbacks" in parts:
+                self._states.give(run.callbacks)
+            self._position = position_of(file.loaded, self._window, self._steps)
+        self.callbacks = self._states.found
+        self.progress = self._timed(self._position.progress) if "progress" in parts else None
+        self._choose_weights()
+        owners = rank_owners(run, CheckpointRanks(run.strategy))
+        self.rank = Unclaimed(file.path, self._of_rank(self._position), owners)
+
+    # what the file says -----------------------------------------------------------------------------------------------
+    def _window(self, progress: Progress) -> int:
+        accumulation = self._run.accumulation
+        if accumulation is None or accumulation.counts_samples:
+            return 1
+        return accumulation.batches(accumulation.at(progress), self._run.loaders.samples_per_batch)
+
+    def _steps(self, counted: int, batches: int) -> int:
+        """Windows that have stepped: in manual optimisation Lightning counts the steps of every optimizer."""
+        if self._run.module.automatic_optimization:
+            return counted
+        optimizers = len(self._file.loaded["optimizer_states"]) or 1
+        each = counted // optimizers
+        return each if counted % optimizers == 0 and each <= batches else min(counted, batches)
+
+    def _timed(self, progress: Progress) -> Progress:
+        progress.add_time(self._states.seconds)
+        return progress
+
+    def _choose_weights(self) -> None:
+        """Reads the weights that were trained, unless a callback here takes them and the averages in their place."""
+        averages = any(
+            isinstance(callback, WeightAveraging) and "current" in self.callbacks.get(callback.state_key, {})
+            for callback in self._run.callbacks
+        )
+        if CURRENT in self._file.loaded and not averages and "optimizers" in self._parts:
+            self._file.take_weights(CURRENT)
+            if "callbacks" in self._parts and int((self._file.entry("averaging_state") or {}).get("n_averaged", 0)):
+                self._states.left["the averages of weights"] = "this fit has no WeightAveraging"
+
+    def _of_rank(self, position: Position) -> dict[str, Any]:
+        progress = position.progress
+        loader: dict[str, Any] | None = None
+        if progress.is_inside and not progress.ended and "loaders" in self._parts:
+            place = {"batches": progress.batch, "source": None, "loader": self._loader_state()}
+            loader = {"place": place, "rest": None, "validation": []}
+        found: dict[str, Any] = {"loader": loader}
+        if "progress" in self._parts:
+            values = {name: [value, False, False] for name, value in self._states.values.items()}
+            found |= {"logs": {"entries": [], "epoch_values": values}, "trained": self._trained()}
+            found |= {"window_start": position.window_start, "owes_plateau": position.owes_plateau or None}
+        return found
+
+    def _loader_state(self) -> Any:
+        """The state of the training loader, if it had one."""
+        states = SavedState(self._file.entry("loops") or {}).nested("fit_loop", {}).items("combined_loader", ())
+        return states[0] if len(states) == 1 else None
+
+    def _trained(self) -> dict[str, bool] | None:
+        """The parameters, and batch norms, that a finetuning callback had unfrozen: those that an optimizer has."""
+        names = {name for groups in self._states.groups.values() for group in groups for name in group}
+        module = self._run.module
+        known = {name: True for name in names if name in dict(module.named_parameters())}
+        norms = {f"{name.rpartition('.')[0]}.track_running_stats" for name in known}
+        return {**known, **dict.fromkeys(norms, True)} or None
+
+    # and what takes it ------------------------------------------------------------------------------------------------
+    def restore_steps(self) -> None:
+        """Optimizers, schedulers and scaler, once they are made."""
+        run, file = self._run, self._file
+        step_states, names = step_states_of(run), parameter_names(run.module)
+        parts = run.strategy.master_weights.parts(run.module) or {}
+        states, weights = file.loaded["optimizer_states"], file.model()
+        step_states.check(file.path, self._beside(), len(states), UNLIKE)
+        found = []
+        for number, (state, form) in enumerate(zip(states, step_states.saved_forms, strict=True)):
+            with blame(file.path, f"optimizer_states[{number}]"):
+                groups = self._states.groups.get(number)
+                found.append(named_optimizer(state, form, names, weights, parts, groups))
+        for optimizer, own in zip(run.engine.optimizers, found, strict=True):
+            if len(own["param_groups"]) > len(optimizer.param_groups):
+                add_gained_groups(optimizer, own, len(optimizer.param_groups), run.module)
+        step_states.take(self._beside(), found, file.path, file.path)
+
+    def _beside(self) -> dict[str, Any]:
+        """The states of schedulers and precision."""
+        schedulers = list(self._file.entry("lr_schedulers") or [])
+        if SWA_LEFT in self._states.left.values():
+            self._states.left["the state of schedulers"] = "StochasticWeightAveraging had put its own in their place"
+            schedulers = [config.scheduler.state_dict() for config in self._run.schedulers]
+        scaler = next((self._file.entry(name) for name in SCALERS if self._file.entry(name)), None)
+        precision: Mapping[str, Any] = {}
+        if scaler is not None and "scaler" in self._run.strategy.precision.state_dict():
+            precision = {"scaler": scaler, "skips": 0}
+        elif scaler is not None:
+            self._states.left["the gradient scaler"] = "this fit's precision has none"
+        return {"schedulers": schedulers, "precision": precision, "strategy": {}}
+
+    def settle(self) -> None:
+        """Decides, now that there are schedulers, which of them step as the fit goes on, and warns of what is left."""
+        progress, left = self.progress, dict(self._states.left)
+        if progress is not None:
+            due = [
+                config
+                for config in self._run.schedulers
+                if config.reduce_on_plateau and config.strict and config.monitor not in self._states.values
+            ]
+            at_end = self._position.owes_plateau or (progress.phase == "validated" and progress.ended)
+            missing = [config for config in due if config.due("epoch", progress.epoch + 1) and at_end]
+            if missing:
+                self.rank.drop("owes_plateau")
+                progress.end_epoch(complete=True)
+            missing += [c for c in due if c.due("step", progress.stepped) and progress.phase == "validated"]
+            if any(config.interval == "step" for config in missing):
+                progress.settle()
+            for config in missing:
+                left[f"a step of {type(config.scheduler).__name__}"] = f"no callback has saved {config.monitor!r}"
+            if not self._position.is_known:
+                left["the place in the epoch"] = "the file has no loops"
+            if self._position.begun:
+                left["the gradients of an open window"] = (
+                    f"Lightning saves none: {self._position.begun} batches run again"
+                )
+            if progress.is_inside and progress.batch:
+                left["what this epoch has logged so far"] = "Lightning saves no sums"
+        left["random numbers"] = "Lightning saves none, so that shuffles and dropout draw others"
+        if self._run.strategy.ranks.is_global_zero:
+            warnings.warn(
+                f"fit continues {self._file.path}, a file of Lightning's. What it cannot continue: "
+                f"{'; '.join(f'{name} ({why})' for name, why in left.items())}.",
+                stacklevel=2,
+            )
