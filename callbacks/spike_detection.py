@@ -179,7 +179,8 @@ class SpikeDetection(Callback):
         if saved.is_none("former"):
             return batches[0], batches[1], None
         former = SavedState(dict(enumerate(saved.items("former"))), "former")
-        return batches[0], batches[1], (former.integer(0, least=0), former.integer(1, least=0))  # type: ignore[arg-type]
+        epoch, batch = (former.integer(key, least=0) for key in (0, 1))  # type: ignore[arg-type]
+        return batches[0], batches[1], (epoch, batch)
 
     # hooks ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -366,7 +367,8 @@ def _loss_of(outputs: Any) -> Tensor:
     if items is None:
         return loss  # type: ignore[no-any-return]
     # A batch without items has a loss of 0.
-    return loss / (items.masked_fill(items == 0, 1) if isinstance(items, Tensor) else items or 1)  # type: ignore[no-any-return]
+    divisor = items.masked_fill(items == 0, 1) if isinstance(items, Tensor) else items or 1
+    return loss / divisor  # type: ignore[no-any-return]
 
 
 def _whole(value: Any) -> Any:

@@ -380,13 +380,16 @@ def test_loggers_are_told_of_a_checkpoint_once_it_is_committed(tmp_path: Path, a
 def test_loggers_leave_the_random_numbers_alone(tmp_path: Path) -> None:
     import random
 
-    before = (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())
+
+    before = states()
     table, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
     for logger in (table, board):
         logger.log_hyperparams({"lr": 0.1})
         logger.log_metrics({"loss": 1.0}, 1)
         logger.finalize("success")
-    assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    assert before == states()
 
 
 class Net(TrainModule):
@@ -428,10 +431,10 @@ def run(root: Path, seed: int = 0, **arguments: Any) -> Trainer:
 
 
 def events(root: Path) -> dict[str, list[tuple[int, float]]]:
-    found = EventAccumulator(str(root / "logs/version_0"), size_guidance={"scalars": 0})  # type: ignore[no-untyped-call]
-    found.Reload()  # type: ignore[no-untyped-call]
-    names = found.Tags()["scalars"]  # type: ignore[no-untyped-call]
-    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in names}  # type: ignore[no-untyped-call]
+    untyped: Any = EventAccumulator
+    found = untyped(str(root / "logs/version_0"), size_guidance={"scalars": 0})
+    found.Reload()
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
 
 
 class Dies(Callback):

@@ -110,7 +110,8 @@ def test_a_skipped_step_is_as_if_its_window_had_not_been() -> None:
         module = train(NonFiniteGuard("skip"), {4: float("inf")}, accumulate_grad_batches=2, gradient_clip_val=0.1)
     torch.manual_seed(0)
     other = Net()
-    without = TensorDataset(*(column[[0, 1, 2, 3, 8, 9, 10, 11]] for column in loader({}).dataset.tensors))  # type: ignore[attr-defined]
+    rows: Any = loader({}).dataset
+    without = TensorDataset(*(column[[0, 1, 2, 3, 8, 9, 10, 11]] for column in rows.tensors))
     Trainer(max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1, **QUIET).fit(other, DataLoader(without, 2))
     assert all((one == two).all() for one, two in zip(module.parameters(), other.parameters(), strict=True))
 

@@ -18,6 +18,8 @@ from leyden import ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger, ModelSummary, RichModelSummary, RichProgressBar, RichProgressBarTheme
 from leyden.strategies.errors import MissingExtraError
 
+NO_THEME: Any = {"time": "red"}
+
 
 @pytest.fixture(autouse=True)
 def a_colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ def test_the_summary_is_a_table_on_a_terminal(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: RichProgressBar(-1), "refresh_rate=-1.*whole number"),
-        (lambda: RichProgressBar(theme={"time": "red"}), r"give a RichProgressBarTheme\(…\), not a dict"),  # type: ignore[arg-type]
+        (lambda: RichProgressBar(theme=NO_THEME), r"give a RichProgressBarTheme\(…\), not a dict"),
         (lambda: RichProgressBar(theme=RichProgressBarTheme(time="redd")), r"RichProgressBarTheme\(time='redd'\)"),
         (lambda: RichProgressBar(theme=RichProgressBarTheme(metrics_format="q")), "metrics_format='q'"),
         (lambda: RichProgressBar(console_kwargs={"colour": 1}), "rich.console.Console says: .*colour"),

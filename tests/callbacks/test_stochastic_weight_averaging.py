@@ -48,7 +48,8 @@ def net(norm: bool = True) -> Net:
 
 
 def data(dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
-    return DataLoader(torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=dtype), 4)  # type: ignore[arg-type]
+    rows: Any = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return DataLoader(rows, 4)
 
 
 def callback(**arguments: Any) -> StochasticWeightAveraging:

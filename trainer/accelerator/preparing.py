@@ -144,7 +144,8 @@ class Preparing:
             prepared = bare if evaluation_mode else strategy.own_loop.wrap(bare)
         if options.backend is not None:
             stepping.check_compiled()
-            prepared = torch.compile(prepared, backend=options.backend, **options.compile_options)  # type: ignore[assignment]
+            compiled: Any = torch.compile(prepared, backend=options.backend, **options.compile_options)
+            prepared = compiled
         if not evaluation_mode:
             stepping.add_model(prepared, bare)
         return prepared

@@ -73,7 +73,8 @@ def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) 
     assert not torch.equal(module.net.weight, before)
     assert (trainer.global_step, trainer.current_epoch) == (4, 2)
     assert Path(checkpoint.best_model_path).is_dir()
-    assert float(checkpoint.best_model_score) == pytest.approx(float(trainer.callback_metrics["val_loss"]))  # type: ignore[arg-type]
+    assert checkpoint.best_model_score is not None
+    assert float(checkpoint.best_model_score) == pytest.approx(float(trainer.callback_metrics["val_loss"]))
     assert stopping.best_score == checkpoint.best_model_score
     # The same in a world of its own that goes on from the weights.
     [values] = trainer.validate(module, loader(6), verbose=False)

@@ -227,7 +227,8 @@ def into_memory(path: str) -> None:
 
         return state
 
-    like = {name: Fragment(w.flat, w.shape, w.start, lies(name, w.flat)) for name, w in weights.items()}  # type: ignore[attr-defined]
+    fragments: Any = weights
+    like = {name: Fragment(w.flat, w.shape, w.start, lies(name, w.flat)) for name, w in fragments.items()}
     [state] = CheckpointReader(path).optimizers(like=like)
     expected = cut(values(2), "flat 2")
     for name in SHAPES:

@@ -275,7 +275,9 @@ def test_a_default_without_a_text_is_left_to_the_code() -> None:
 
 def test_an_argument_that_no_file_can_hold_is_left_out_as_a_whole() -> None:
     class Holder(Bare):
-        def __init__(self, parts: list[nn.Module] = PARTS, untyped=(PARTS,), opts: Any = None, width: int = 2) -> None:  # type: ignore[no-untyped-def]
+        def __init__(  # type: ignore[no-untyped-def]
+            self, parts: list[nn.Module] = PARTS, untyped=(PARTS,), opts: Any = None, width: int = 2
+        ) -> None:
             super().__init__(width)
             assert parts is not None and untyped
 

@@ -69,6 +69,7 @@ def loader(**settings: Any) -> DataLoader[Any]:
     return DataLoader(Indices(SIZE), **{"batch_size": 4, **settings})
 
 
+LISTS: Any = [[3, 1], [2]]
 KNOWN: dict[str, Any] = {
     "in order, without the rest": lambda **more: loader(drop_last=True, **more),
     "shuffled": lambda **more: loader(shuffle=True, **more),
@@ -80,14 +81,14 @@ KNOWN: dict[str, Any] = {
     "of its own": lambda **more: loader(sampler=LazyOrder(SIZE), **more),
     "eager": lambda **more: loader(sampler=EagerOrder(SIZE), **more),
     "batches of its own": lambda **more: DataLoader(Indices(SIZE), batch_sampler=OwnBatches(SIZE), **more),
-    "a list of batches": lambda **more: DataLoader(Indices(SIZE), batch_sampler=[[3, 1], [2]], **more),  # type: ignore[arg-type]
+    "a list of batches": lambda **more: DataLoader(Indices(SIZE), batch_sampler=LISTS, **more),
     "with a state": lambda **more: loader(sampler=InPlaceWithState(SIZE), **more),
     "already split": lambda **more: loader(sampler=DistributedSampler(Indices(SIZE), 2, 1), **more),
 }
 SECRET: dict[str, Any] = {
     "shuffled in place": lambda: loader(sampler=InPlace(SIZE)),
     "drawn along": lambda: loader(sampler=Along(SIZE)),
-    "used up by one pass": lambda: DataLoader(Indices(SIZE), batch_sampler=iter([[3, 1], [2]])),  # type: ignore[arg-type]
+    "used up by one pass": lambda: DataLoader(Indices(SIZE), batch_sampler=iter(LISTS)),
     "an iterable": lambda: DataLoader(Stream(range(8)), batch_size=4),  # type: ignore[arg-type]
     "a list": lambda: [torch.tensor([0]), torch.tensor([1])],
 }

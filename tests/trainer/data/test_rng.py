@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,7 +101,8 @@ def test_an_isolated_block_leaves_no_trace() -> None:
 
 def test_an_isolated_block_restores_loaders_and_sends_workers_home() -> None:
     shared = torch.Generator().manual_seed(1)
-    loader = DataLoader(range(4), shuffle=True, generator=shared, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    numbers: Any = range(4)
+    loader = DataLoader(numbers, shuffle=True, generator=shared, num_workers=1, persistent_workers=True)
     before = shared.get_state()
     with isolated_rng([loader]):
         list(loader)

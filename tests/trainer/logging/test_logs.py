@@ -432,8 +432,9 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> 
             self.mean.update(batch)
             self.log("mean", self.mean)
 
+    loader: Any = DataLoader(numbered(2), batch_size=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
-        Trainer(**quiet).test(Measuring(), [DataLoader(numbered(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
+        Trainer(**quiet).test(Measuring(), [loader, loader])
 
 
 def test_step_and_epoch_come_before_the_index_of_a_loader(quiet: Any) -> None:

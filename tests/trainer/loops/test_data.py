@@ -296,8 +296,9 @@ def test_a_datamodule_hears_of_errors(quiet: Any) -> None:
 
 
 def test_a_datamodule_is_made_of_datasets(quiet: Any) -> None:
-    train, val, more = rows(12)[:8], rows(12)[8:10], rows(12)[10:]
-    data = DataModule.from_datasets(train, val_dataset=[val, more], test_dataset=rows(12)[8:], batch_size=2)  # type: ignore[arg-type]
+    every: Any = rows(12)
+    train, val, more = every[:8], every[8:10], every[10:]
+    data = DataModule.from_datasets(train, val_dataset=[val, more], test_dataset=every[8:], batch_size=2)
 
     class Several(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -478,7 +478,8 @@ def searched_on_ranks() -> list[Any]:
             torch.manual_seed(0)
             module = Falls()
             run = Trainer(strategy=make(), devices=2, max_epochs=1, **QUIET)
-            data = DataLoader(torch.randn(24, 2, generator=torch.Generator().manual_seed(1)), 3, shuffle=True)  # type: ignore[arg-type]
+            numbers: Any = torch.randn(24, 2, generator=torch.Generator().manual_seed(1))
+            data = DataLoader(numbers, 3, shuffle=True)
             if searches:
                 result = Tuner(run).lr_find(module, data, num_training=15, update_attr=False)
                 assert result is not None
