@@ -165,24 +165,41 @@ def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) 
     if not isinstance(outputs[0], dict):
         return loss
     counted = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
-    found: dict[Any, Any] = {}
-    for key in dict.fromkeys(key for output, _ in counted for key in output):
-        lacking = sum(key not in output for output, _ in counted)
+    _check_keys([output for output, _ in counted])
+    values = {key: [output[key] for output, _ in counted] for key in counted[0][0]}
+    trained = [part for _, part in counted]
+    return {key: loss if key == "loss" else _joined(key, found, trained) for key, found in values.items()}
+
+
+def _check_keys(outputs: Sequence[Mapping[Any, Any]]) -> None:
+    """Refuses a key that only some micro-batches have."""
+    for key in dict.fromkeys(key for output in outputs for key in output):
+        lacking = sum(key not in output for output in outputs)
         if lacking:
             raise ConfigurationError(
-                f"training_step returned {key!r} for a micro-batch, and not for {lacking} of the {len(counted)} "
+                f"training_step returned {key!r} for a micro-batch, and not for {lacking} of the {len(outputs)} "
                 "micro-batches of the batch: return the same keys each time."
             )
-        values = [output[key] for output, _ in counted]
-        sizes = [part.rows for _, part in counted]
-        if key == "loss":
-            found[key] = loss
-        elif key == "num_items":
-            found[key] = sum(values[1:], values[0])
-        elif all(isinstance(value, Tensor) and value.ndim for value in values) and [len(v) for v in values] == sizes:
-            found[key] = torch.cat(values)
-        elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim) for value in values):
-            found[key] = sum(value * part.share for value, (_, part) in zip(values, counted, strict=True))
-        else:
-            found[key] = values
-    return found
+
+
+def _joined(key: Any, values: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
+    """What a key stands for in the whole batch."""
+    if key == "num_items":
+        return sum(values[1:], values[0])
+    if _have_rows(values, parts):
+        return torch.cat(list(values))
+    if all(_is_number(value) for value in values):
+        return sum(value * part.share for value, part in zip(values, parts, strict=True))
+    return list(values)
+
+
+def _have_rows(values: Sequence[Any], parts: Sequence[MicroBatch]) -> bool:
+    """True for tensors with an entry for each sample of their micro-batch."""
+    return all(
+        isinstance(value, Tensor) and value.ndim > 0 and len(value) == part.rows
+        for value, part in zip(values, parts, strict=True)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim)

@@ -8,6 +8,7 @@ import ast
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from leyden.trainer.cli.migrate_names import MEMBERS, Found, lookup
@@ -265,11 +266,7 @@ class Script:
         if gone and len(gone) == len(statement.names):
             self._replace(statement, self._joined(statement, added))
             return
-        texts = {
-            alias: self._moved[alias].text if alias in self._moved else _written(alias)
-            for alias in statement.names
-            if alias not in gone
-        }
+        texts = {alias: self._text_of(alias) for alias in statement.names if alias not in gone}
         if gone:
             self._replace(statement, f"import {', '.join(texts.values())}")
         else:
@@ -280,26 +277,32 @@ class Script:
 
     def _import_from(self, statement: ast.ImportFrom) -> None:
         moved = {alias: self._moved[alias] for alias in statement.names if alias in self._moved}
-        added = list(self._added.get(statement, []))
         kept = [alias for alias in statement.names if alias not in moved]
         modules = Counter(one.module for one in moved.values() if one.module is not None)
+        added = list(self._added.get(statement, []))
         if not kept and not modules:
             self._replace(statement, self._joined(statement, added))
             return
+        # The statement becomes the import of the module that most names move to, unless one of them stays.
         main = None if kept else modules.most_common(1)[0][0]
-        stays = [alias for alias in statement.names if alias in kept or moved[alias].module == main is not None]
-        for module in modules:
-            if module != main:
-                texts = [one.text for one in moved.values() if one.module == module]
-                added.append(f"from {module} import {', '.join(texts)}")
-        texts = [moved[alias].text if alias in moved else _written(alias) for alias in stays]
-        segment = self.source[self._at(statement) : self._end(statement)]
-        if len(stays) < len(statement.names) and ("\n" not in segment or "(" not in segment):
+        added += [_from(module, moved.values()) for module in modules if module != main]
+        here = kept or [alias for alias, one in moved.items() if one.module == main]
+        texts = {alias: self._text_of(alias) for alias in here}
+        if len(here) < len(statement.names) and self._is_on_one_line(statement):
             module = main or "." * statement.level + (statement.module or "")
-            self._replace(statement, f"from {module} import {', '.join(texts)}")
+            self._replace(statement, f"from {module} import {', '.join(texts.values())}")
         else:
-            self._edit_from(statement, main, dict(zip(stays, texts, strict=True)))
+            self._edit_from(statement, main, texts)
         self._before(statement, added)
+
+    def _text_of(self, alias: ast.alias) -> str:
+        """What stands for the name in the import."""
+        return self._moved[alias].text if alias in self._moved else _written(alias)
+
+    def _is_on_one_line(self, statement: ast.ImportFrom) -> bool:
+        """True for an import without brackets over several lines, which may be written anew."""
+        text = self.source[self._at(statement) : self._end(statement)]
+        return "\n" not in text or "(" not in text
 
     def _edit_from(self, statement: ast.ImportFrom, main: str | None, stays: dict[ast.alias, str]) -> None:
         """Changes an import in place, with its lines and comments."""
@@ -391,6 +394,11 @@ class Script:
 
 def _written(alias: ast.alias) -> str:
     return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+
+
+def _from(module: str, moved: Iterable[Moved]) -> str:
+    """The import of the names that come from a module now."""
+    return f"from {module} import {', '.join(one.text for one in moved if one.module == module)}"
 
 
 def _exported(tree: ast.Module) -> set[str]:
