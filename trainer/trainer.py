@@ -382,7 +382,7 @@ class Trainer(TrainerView):
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
         what["asynchronous"] = saving.beside(self._run, asynchronous)
         with self._run.heartbeat.during(Phase.SAVING):
-            self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
+            self.last_checkpoint = saving.save(self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
 
     def trial(self, callbacks: Sequence[Callback] = (), **arguments: Any) -> Trainer:
@@ -418,7 +418,7 @@ class Trainer(TrainerView):
 
         All ranks call it in `on_train_batch_end`. `further_batches` are passed over, too. See "Bad steps" in the docs.
         """
-        return roll_back(self, self._run, self._fit, further_batches)
+        return roll_back(self._run, self._fit, further_batches)
 
     def finish_copies(self) -> None:
         """Waits until an asynchronous save has copied its state: call it in a step before you write weights yourself.
@@ -467,7 +467,7 @@ class Trainer(TrainerView):
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
         self.strategy.setup_environment()
-        goal = resuming.settled(self, goal)
+        goal = resuming.settled(self.callbacks, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             watch = self.arguments.hang_timeout, self.arguments.default_root_dir
@@ -556,10 +556,10 @@ class Trainer(TrainerView):
         run.module._join(self, run.traced or run.logs)
         if run.datamodule is not None:
             run.datamodule._join(self)
-        lock = resuming.lock_of(self, goal)
+        lock = resuming.lock_of(run)
         if lock is not None:
             run.hold(lock, alone=goal.path == "auto", each_node=self.saves_on_each_node)
-        return run.setup(*resuming.open_reader(self, goal), goal)
+        return run.setup(*resuming.open_reader(run, goal), goal)
 
     def _last_words(self, run: Run) -> str | None:
         """Why and where the fit ended; None after anything else."""

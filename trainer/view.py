@@ -16,6 +16,7 @@ from leyden.strategies.window import Window
 from leyden.trainer.logging.values import read_back
 from leyden.trainer.profilers import PassThroughProfiler, Profiler
 from leyden.trainer.run.build import loggers_of, with_loggers
+from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
 from leyden.trainer.run.samples import sample_indices
 
 if TYPE_CHECKING:
@@ -310,9 +311,7 @@ class TrainerView:
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        return checkpoint_callbacks(self.callbacks)
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -322,13 +321,12 @@ class TrainerView:
     @property
     def checkpoint_folder(self) -> Path:
         """Where "last" is looked for: the folder of the first ModelCheckpoint."""
-        own = getattr(self.checkpoint_callback, "dirpath", None)
-        return Path(own) if own else Path(self.default_root_dir) / "checkpoints"
+        return folder_of_last(self.callbacks, self.default_root_dir)
 
     @property
     def saves_on_each_node(self) -> bool:
         """True if every machine keeps checkpoints of its own, since they share no folder."""
-        return any(callback.saves_on_each_node for callback in self.checkpoint_callbacks)
+        return are_on_each_node(self.callbacks)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:

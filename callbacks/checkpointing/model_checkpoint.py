@@ -259,9 +259,11 @@ class ModelCheckpoint(Callback):
 
     def folder_of(self, trainer: Trainer) -> str:
         """Returns the folder it saves in during a run of this Trainer."""
-        if self._given_dirpath is not None:
-            return self._given_dirpath
-        return os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
+        return self.folder_below(trainer.default_root_dir)
+
+    def folder_below(self, root: str) -> str:
+        """Returns the folder it saves in during a run whose `default_root_dir` this is."""
+        return self._given_dirpath or os.path.abspath(os.path.join(root, "checkpoints"))
 
     def _ranks(self, trainer: Trainer) -> CheckpointRanks:
         return CheckpointRanks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)

@@ -227,6 +227,11 @@ class Hooks:
         for callback in callbacks:
             callback.setup(self._trainer, self._module, stage)
 
+    def repeat_epoch_start(self, callbacks: Iterable[Callback], epoch: int) -> None:
+        """Has callbacks do again what they did to the optimizers at the start of an epoch, after a run went back."""
+        for callback in callbacks:
+            callback.repeat_epoch_start(self._trainer, self._module, epoch)
+
     def inside(self, event: str) -> Inside:
         """Returns a context in which this hook runs, for steps and hooks that a loop calls directly."""
         return Inside(self, event)

@@ -23,13 +23,15 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import PROGRESS
+from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, depth_of, folder_of_last
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.identity import Difference, Identity
 from leyden.trainer.run.lock import FolderLock
 
 if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback
     from leyden.trainer.arguments.arguments import Arguments
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
 PLACES = "goes_back"
@@ -115,11 +117,11 @@ def goal_of_weights(ckpt_path: str | os.PathLike[str] | None, weights_only: bool
     return Goal(ckpt_path, frozenset({"weights"}), trust, weights_only=weights_only)
 
 
-def settled(trainer: Trainer, goal: Goal) -> Goal:
+def settled(callbacks: Iterable[Callback], goal: Goal) -> Goal:
     """The goal with the path that "best" means now: a new fit starts with an empty ranking."""
     if goal.path != "best":
         return goal
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    best = next((callback.best_model_path for callback in checkpoint_callbacks(callbacks)), "")
     if not best:
         raise ConfigurationError(
             "ckpt_path='best', and no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'."
@@ -127,7 +129,7 @@ def settled(trainer: Trainer, goal: Goal) -> Goal:
     return dataclasses.replace(goal, path=best)
 
 
-def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
+def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
     """Opens and verifies the checkpoint that a run resumes, before anything of the run has changed.
 
     Returns:
@@ -136,17 +138,18 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if goal.path is None:
         return None, "anew"
     if goal.continues:
-        return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
-    ranks = CheckpointRanks(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
-    path = _find(trainer, goal, ranks)
+        return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
+    folder = folder_of_last(run.callbacks, run.arguments.default_root_dir)
+    ranks = CheckpointRanks(run.strategy, folder, are_on_each_node(run.callbacks))
+    path = _find(run, folder, goal, ranks)
     if path is None:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
-        continues = trainer.state.stage == "fit" and goal.parts != {"weights"}
+        continues = run.state.stage == "fit" and goal.parts != {"weights"}
         if continues and weights.holds_run:
             return weights, f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
-        if continues and weights.is_lightning and trainer.strategy.ranks.is_global_zero:
+        if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
             warnings.warn(
                 f"{path} has no {OPTIMIZERS}, as ModelCheckpoint(save_weights_only=True) of Lightning's saves it: fit "
                 "takes its weights, and begins anew. restore='weights' says the same, without this warning.",
@@ -167,7 +170,7 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if goal.parts == {"weights"}:
         return reader, f"weights of {path}"
     readers = len(set(saved_data_ranks(reader)))
-    if "rng" in goal.parts and readers not in (0, trainer.strategy.data_size):
+    if "rng" in goal.parts and readers not in (0, run.strategy.data_size):
         exact += f"; saved by {readers} rank(s): random numbers of ranks from 1 on are seeded anew"
     return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
 
@@ -178,16 +181,16 @@ def progress_of(reader: CheckpointReader) -> Progress:
         return Progress.from_dict(reader.progress())
 
 
-def settle_nodes(trainer: Trainer) -> None:
+def settle_nodes(run: Run) -> None:
     """Finds out where several machines share the folders of checkpoints.
 
     Raises:
         ConfigurationError: if fit would save into folders that are not shared, without `save_on_each_node`.
     """
-    for callback in trainer.checkpoint_callbacks if trainer.strategy.ranks.num_nodes > 1 else ():
-        folder = callback.folder_of(trainer)
-        callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(trainer.strategy, folder))
-        if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":
+    for callback in checkpoint_callbacks(run.callbacks) if run.strategy.ranks.num_nodes > 1 else ():
+        folder = callback.folder_below(run.arguments.default_root_dir)
+        callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(run.strategy, folder))
+        if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
                 "(default_root_dir or dirpath), or give ModelCheckpoint(save_on_each_node=True): every machine then "
@@ -195,10 +198,10 @@ def settle_nodes(trainer: Trainer) -> None:
             )
 
 
-def _find(trainer: Trainer, goal: Goal, ranks: CheckpointRanks) -> Path | None:
-    folder = trainer.checkpoint_folder
+def _find(run: Run, folder: Path, goal: Goal, ranks: CheckpointRanks) -> Path | None:
     if goal.path in ("last", "auto"):
-        found = newest(folder, depth=depth_of(trainer, str(folder)), strict=goal.path == "auto", ranks=ranks)
+        depth = depth_of(run.callbacks, run.arguments.default_root_dir, str(folder))
+        found = newest(folder, depth=depth, strict=goal.path == "auto", ranks=ranks)
         if found is None and goal.path == "last":
             raise CheckpointError(
                 folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
@@ -214,18 +217,13 @@ def _find(trainer: Trainer, goal: Goal, ranks: CheckpointRanks) -> Path | None:
     return path
 
 
-def lock_of(trainer: Trainer, goal: Goal) -> FolderLock | None:
+def lock_of(run: Run) -> FolderLock | None:
     """The lock of the folder that a fit saves in; None if it saves nothing."""
-    settle_nodes(trainer)
-    saves = bool(trainer.checkpoint_callbacks) or trainer.arguments.preemption is not None
-    if trainer.state.stage != "fit" or trainer.fast_dev_run or not saves:
+    settle_nodes(run)
+    saves = bool(checkpoint_callbacks(run.callbacks)) or run.arguments.preemption is not None
+    if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
         return None
-    return FolderLock(trainer.checkpoint_folder)
-
-
-def depth_of(trainer: Trainer, folder: str) -> int:
-    """How many levels of folders the names of checkpoints make below one."""
-    return max((c.depth for c in trainer.checkpoint_callbacks if c.folder_of(trainer) == folder), default=0)
+    return FolderLock(folder_of_last(run.callbacks, run.arguments.default_root_dir))
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:

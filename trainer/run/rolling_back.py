@@ -27,12 +27,12 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import listed
+from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks
 from leyden.trainer.run.restoring import Restorer
 from leyden.trainer.run.resuming import PARTS, Goal, progress_of
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
-    from leyden.trainer.trainer import Trainer
 
 KEPT = frozenset({"loaders", "rng"})
 """Parts of a checkpoint to which a run does not go back."""
@@ -47,11 +47,10 @@ class ReadLoop(Protocol):
         """Draws so many batches of this epoch, or those that are left, and trains none of them."""
 
 
-def roll_back(trainer: Trainer, run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
+def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
     """Takes a fit back to its last whole checkpoint; see `Trainer.roll_back`.
 
     Args:
-        trainer: that hooks are handed.
         run: the fit.
         loop: of the fit; None before the first one.
         further_batches: so many of the epoch are drawn and not trained.
@@ -64,7 +63,7 @@ def roll_back(trainer: Trainer, run: Run, loop: ReadLoop | None, further_batches
     _check_place(run)
     run.finish_saves()
     with run.heartbeat.during(Phase.GOING_BACK):
-        reader = _last(run, trainer.saves_on_each_node)
+        reader = _last(run, are_on_each_node(run.callbacks))
         now, before = Progress.from_dict(run.progress.to_dict()), progress_of(reader)
         restorer = Restorer(run, reader, Goal(str(reader.path), frozenset(PARTS) - KEPT), within=True)
         begun = _epochs_begun(before, now)
@@ -78,7 +77,7 @@ def roll_back(trainer: Trainer, run: Run, loop: ReadLoop | None, further_batches
             states.load("logs", "metrics")
         else:
             _forget_epoch(run)
-        _repeat_epochs(trainer, run, before, now, begun)
+        _repeat_epochs(run, before, now, begun)
         if len(gained) > len(restorer.gained()):
             raise LeydenError(f"the optimizer has lost the groups of {_some(gained)}, which it gained within an epoch.")
         run.strategy.check_trained()
@@ -153,9 +152,7 @@ def places_now(run: Run) -> list[Path]:
 
     Those from before a resume are, if they are in a folder of this run's own.
     """
-    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-
-    folders = [callback.dirpath for callback in run.callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = [callback.dirpath for callback in checkpoint_callbacks(run.callbacks)]
     own = [os.path.realpath(folder) for folder in folders if folder is not None]
     before = [Path(os.path.realpath(path)) for path in run.continued]
     return [*(path for path in before if any(path.is_relative_to(folder) for folder in own)), *run.saved]
@@ -192,7 +189,7 @@ def _forget_epoch(run: Run) -> None:
             part.reset()
 
 
-def _repeat_epochs(trainer: Trainer, run: Run, before: Progress, now: Progress, begun: range) -> None:
+def _repeat_epochs(run: Run, before: Progress, now: Progress, begun: range) -> None:
     """Does what the ends and starts of epochs since the checkpoint have done to the optimizers.
 
     Schedulers that go by epochs step, but for those on a plateau: their metric was of weights that are gone.
@@ -201,8 +198,8 @@ def _repeat_epochs(trainer: Trainer, run: Run, before: Progress, now: Progress, 
     # An epoch's schedulers step with its last window, or with its last hook if a hook has cut it.
     stepped = before.epoch + (before.ended or before.phase == "epoch_end")
     for epoch in range(before.epoch, now.epoch + 1):
-        for callback in run.callbacks if epoch in begun else ():
-            callback.repeat_epoch_start(trainer, run.module, epoch)
+        if epoch in begun:
+            run.hooks.repeat_epoch_start(run.callbacks, epoch)
         if not (steps and stepped <= epoch < now.epoch + now.ended):
             continue
         for config in run.schedulers:

@@ -16,10 +16,11 @@ from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.run.build import saves_asynchronously
+from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
 from leyden.trainer.run.command import FILE as COMMAND
 from leyden.trainer.run.command import Command
 from leyden.trainer.run.identity import FILE as IDENTITY
-from leyden.trainer.run.resuming import PLACES, depth_of
+from leyden.trainer.run.resuming import PLACES
 from leyden.trainer.run.rolling_back import places_now
 from leyden.trainer.run.run_states import rank_owners, step_states_of
 from leyden.trainer.run.user_states import UserStates
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run.state import Run
-    from leyden.trainer.trainer import Trainer
 
 
 class SavedLoop(Protocol):
@@ -46,7 +46,6 @@ class SavedLoop(Protocol):
 
 
 def save(
-    trainer: Trainer,
     run: Run,
     loop: SavedLoop | None,
     path: Path,
@@ -59,7 +58,6 @@ def save(
     """Writes a checkpoint of the run; see `Trainer.save_checkpoint`.
 
     Args:
-        trainer: whose checkpoint callbacks know the folders.
         run: that is saved.
         loop: the fit that runs, or was the last; None without one.
         path: of the checkpoint.
@@ -83,10 +81,10 @@ def save(
         # The loop of an earlier fit: this one has none yet.
         loop = None
     strategy = run.engine.strategy
-    ranks = CheckpointRanks(strategy, path, trainer.saves_on_each_node)
+    ranks = CheckpointRanks(strategy, path, are_on_each_node(run.callbacks))
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
-    home = _home(trainer, Path(os.path.abspath(path)))
+    home = home_of(run.callbacks, run.arguments.default_root_dir, Path(os.path.abspath(path)))
     # One that is saved as the run ends is none that a run without an end would have: nobody goes back to it.
     is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
     is_scheduled = not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
@@ -187,20 +185,8 @@ def check_composable(run: Run) -> None:
 
     It is called after `on_train_start`, in which averages of weights and the like are made.
     """
-    from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-
     states = UserStates(run).compose(run.progress)
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in run.callbacks)
-    for optimizer in run.engine.optimizers if saves else ():
+    for optimizer in run.engine.optimizers if checkpoint_callbacks(run.callbacks) else ():
         run.engine.strategy.master_weights.saved_form(optimizer)
     for name, tree in states.items():
         check_encodable(tree, where=name, sharded=name == "callbacks")
-
-
-def _home(trainer: Trainer, path: Path) -> tuple[Path, int] | None:
-    """The folder whose checkpoints are counted together with a path's, and the levels below it; None if none is."""
-    for callback in trainer.checkpoint_callbacks:
-        folder = callback.folder_of(trainer)
-        if callback.depth and path.parent.is_relative_to(folder):
-            return Path(folder), max(depth_of(trainer, folder), len(path.parent.relative_to(folder).parts))
-    return None
