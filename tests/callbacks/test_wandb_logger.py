@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import struct
 import subprocess
 import sys
 import wave
@@ -20,6 +19,7 @@ import torch
 from models import QUIET, Line
 from PIL import Image
 from ranks.world import run_world
+from wandb_files import config, files, history, records
 
 from leyden import Trainer
 from leyden.callbacks import ModelCheckpoint
@@ -33,47 +33,6 @@ wandb = pytest.importorskip("wandb")
 def no_run_left_over() -> Iterator[None]:
     yield
     wandb.finish()
-
-
-def records(path: Path) -> Iterator[Any]:
-    """The protocol buffers of a .wandb file: a LevelDB log of 32 KiB blocks after 7 bytes of header."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, parts = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield wandb_internal_pb2.Record.FromString(parts)
-            parts = b""
-
-
-def files(root: Path) -> list[Path]:
-    # A run that is finished may still be on its way from wandb's own process to the disk.
-    wandb.teardown()
-    return sorted(root.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-
-
-def history(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for record in records(path):
-        if record.WhichOneof("record_type") == "history":
-            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            rows.append({name: value for name, value in items.items() if not name.startswith("_")})
-    return rows
-
-
-def config(path: Path) -> dict[str, Any]:
-    found = {}
-    for record in records(path):
-        if record.WhichOneof("record_type") == "config":
-            found.update({item.key: json.loads(item.value_json) for item in record.config.update})
-    return found
 
 
 def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
