@@ -1,4 +1,4 @@
-"""Every callback, finder, logger and command has a test that reads back what it wrote; monitors write to all loggers."""
+"""Each callback, finder, logger and command has a test that reads back what it wrote; monitors write to all loggers."""
 
 from __future__ import annotations
 
