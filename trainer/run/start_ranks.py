@@ -12,10 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -59,8 +61,21 @@ def start_ranks(
         )
     from leyden.strategies.launch.functions import run_function
 
-    found: dict[str, Any] = run_function(method, ranks.local_size, on_rank, *args)
+    # A forked process seeds Python's generator anew, and a spawned one all of them.
+    random = (torch.initial_seed(), rng_state(devices=False))
+    found: dict[str, Any] = run_function(method, ranks.local_size, _with_random_numbers, random, on_rank, *args)
     return found
+
+
+def _with_random_numbers(
+    random: tuple[int, dict[str, Any]], on_rank: Callable[..., dict[str, Any] | None], *args: Any
+) -> dict[str, Any] | None:
+    """Calls `on_rank` with the random numbers of the process that starts the ranks, as ranks of a script have them."""
+    seed, state = random
+    # Devices too, of which this process may have used none yet.
+    torch.manual_seed(seed)
+    set_rng_state(state)
+    return on_rank(*args)
 
 
 def sent_back(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpoint: Path | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import QUIET
@@ -20,7 +22,7 @@ from programs import run_program
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import ConfigurationError, DataModule, Trainer, TrainModule
+from leyden import ConfigurationError, DataModule, Trainer, TrainModule, seed_everything
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.functions import packed, unpacked
@@ -84,6 +86,28 @@ def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) 
     with torch.no_grad():
         expected = module.net(next(iter(DataLoader(loader(6).dataset, batch_size=6)))[0])[:, 0]
     assert torch.allclose(torch.cat(predictions), expected)
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64))]
+
+
+class Draws(Module):
+    drawn: Any = None
+
+    def setup(self, stage: str) -> None:
+        # Rank 0 sends back what both have drawn.
+        self.drawn = self.all_gather(torch.tensor(draw(), dtype=torch.float64)).tolist()
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.full)])
+def test_ranks_begin_with_the_random_numbers_of_the_process_that_starts_them(strategy: str, tmp_path: Path) -> None:
+    module = Draws()
+    seed_everything(11)
+    expected = draw()
+    seed_everything(11)
+    make(tmp_path, strategy, max_epochs=1, limit_train_batches=1).fit(module, loader())
+    assert module.drawn == [expected, expected]
 
 
 def test_an_error_is_the_callers_with_the_ranks_traceback_as_its_cause(tmp_path: Path) -> None:
