@@ -1,22 +1,29 @@
 """Kills runs with SIGKILL at random, resumes them, and compares their ends with those of runs that were left alone.
 
-    python benchmarks/faults.py --kills 1000 [--seed 0] [--only "ddp 2"] [--in-place]
+    python benchmarks/faults.py --kills 1000 [--seed 0] [--only "ddp 2" "fsdp 2"] [--in-place] [--folder /tmp]
 
-One process, DDP 2 and FSDP 2 over gloo, each with synchronous and with asynchronous saves. A kill falls at a random
-time, at a call that changes files, or at one of a run that resumes; it takes the whole job, the process that launched
-it, or one rank. What counts: runs whose weights, optimizer, counters or CSV log differ from those of a run without a
-kill; runs that could not go on, as they found a damaged checkpoint or raised; temporary files that the last run left
-behind; processes that a kill left running. `--in-place` writes checkpoints where they stay, without a temporary folder
-and a rename, which this must find out.
+One process, DDP 2 and FSDP 2 over gloo, each with synchronous and with asynchronous saves. A run is a chain of starts:
+each resumes what the one before has left, and is killed in its turn, until one comes to its end. A kill falls at a
+random time of what is left to do, at a call that changes files, or at one of the first of a start that resumes; it
+takes the whole job, the process that launched it, or one rank. Every start is forked from this process, which has
+imported all that it needs.
+
+What counts: runs whose weights, optimizers, random numbers, counters or CSV log differ from those of a run without a
+kill; starts that found a damaged checkpoint, or that raised although nobody was killed; temporary files that the last
+start left behind; processes that a kill left running. `--in-place` writes checkpoints where they stay, without a
+temporary folder and a rename, which this must find out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -26,27 +33,36 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from leyden import Trainer, TrainModule
-from leyden.callbacks import Callback, CSVLogger, ModelCheckpoint
+from leyden import Trainer, TrainModule, seed_everything
+from leyden.callbacks import CSVLogger, ModelCheckpoint
 from leyden.strategies import DDPStrategy, FSDPStrategy
-from leyden.trainer.checkpoint.folder import newest
+from leyden.strategies.launch.processes import started
+from leyden.trainer.checkpoint.folder import all_checkpoints, newest
+from leyden.trainer.checkpoint.owners import rank_file, saved_data_ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format import staging
+from leyden.trainer.format.manifest import read_manifest
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "single": lambda: "auto",
     "ddp 2": lambda: DDPStrategy(start_method="fork"),
     "fsdp 2": lambda: FSDPStrategy(start_method="fork"),
 }
-COUNTS = ("kills", "runs", "differences", "stuck", "behind", "orphans")
-"""What is printed of each kind of run. All but the first two are defects."""
+DEFECTS = ("differences", "stuck", "behind", "orphans")
+COUNTS = ("kills", "starts", "runs", *DEFECTS)
+"""What is printed of each kind of run."""
+MOST_KILLS = 12
+"""Kills of one run; then it is left alone."""
+DAMAGED = re.compile("CheckpointError|skipping a damaged")
+"""What a start prints that finds a checkpoint damaged."""
 LONGEST = 300
 """Seconds after which a run hangs."""
 PATIENCE = 30
@@ -75,21 +91,57 @@ class Net(TrainModule):
 
 @dataclass(frozen=True)
 class Point:
-    """Where a process kills itself: at so many calls that change files, in the launching process (None) or a rank."""
+    """Where a process kills itself: at so many calls that change files. Its number is its rank; see `Board`."""
 
-    rank: int | None
+    process: int
     call: int
 
 
-class Fate(Callback):
-    """Counts the calls of this process that change files, and kills it at its point."""
+class Board:
+    """Memory that the processes of a job share: the calls of each that changed files, and whether one killed itself.
+
+    The ranks come first, then the process that launches them, if it is none itself.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._words = memoryview(mmap.mmap(-1, 8 * (ranks + 2))).cast("Q")
+
+    def clear(self) -> None:
+        for number in range(len(self._words)):
+            self._words[number] = 0
+
+    @property
+    def killed(self) -> bool:
+        return bool(self._words[0])
+
+    @property
+    def calls(self) -> list[int]:
+        return list(self._words[1:])
+
+    def note_kill(self) -> None:
+        self._words[0] = 1
+
+    def count(self) -> Point:
+        """Counts a call of this process, and returns where it stands."""
+        process = 0 if self.ranks == 1 else int(os.environ.get("RANK", self.ranks))
+        # Two threads of an asynchronous save may count two calls as one: that makes no place of a kill impossible.
+        self._words[1 + process] += 1
+        return Point(process, self._words[1 + process])
+
+
+class Fate:
+    """Counts the calls that change files in the process that makes it and those forked from it; kills one at its point.
+
+    Args:
+        board: where they are counted.
+        point: where a process is killed; None to let all live.
+    """
 
     _CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree")
 
-    def __init__(self, point: Point | None) -> None:
-        self._point = point
-        self._rank: int | None = None
-        self.calls = 0
+    def __init__(self, board: Board, point: Point | None) -> None:
+        self._board, self._point = board, point
         fsync = os.fsync
 
         def flush(descriptor: int) -> None:
@@ -99,29 +151,26 @@ class Fate(Callback):
         os.fsync = flush
         sys.addaudithook(self._audit)
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._rank = trainer.global_rank
-
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[1], str) and any(mark in arguments[1] for mark in "wxa+")
         if writes or event in self._CHANGES:
             self._met()
 
     def _met(self) -> None:
-        self.calls += 1
-        if self._point == Point(self._rank, self.calls):
+        if self._board.count() == self._point:
+            self._board.note_kill()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, strategy: str, asynchronous: bool, point: Point | None) -> int:
-    """Trains from the newest checkpoint on; returns the number of rank 0's calls that change files."""
-    torch.manual_seed(0)
+def train(folder: Path, strategy: str, asynchronous: bool, board: Board, point: Point | None) -> None:
+    """Trains from the newest checkpoint on."""
+    Fate(board, point)
+    # Python's random numbers too: a checkpoint holds them, and each fork would begin with others.
+    seed_everything(0)
     data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
-    ranks = 1 if strategy == "single" else 2
-    fate = Fate(point)
     trainer = Trainer(
         accelerator="cpu",
-        devices=ranks,
+        devices=board.ranks,
         strategy=STRATEGIES[strategy](),
         default_root_dir=folder,
         logger=CSVLogger(folder),
@@ -130,17 +179,15 @@ def train(folder: Path, strategy: str, asynchronous: bool, point: Point | None) 
         log_every_n_steps=1,
         max_epochs=3,
         callbacks=[
-            fate,
-            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=2, asynchronous=asynchronous),
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=2, asynchronous=asynchronous)
         ],
     )
-    loader = torch.utils.data.DataLoader(data, 8 // ranks, shuffle=True)
+    loader = torch.utils.data.DataLoader(data, 8 // board.ranks, shuffle=True)
     trainer.fit(Net(), loader, torch.utils.data.DataLoader(data, 8), ckpt_path="auto")
-    return fate.calls
 
 
 def ending(folder: Path) -> dict[str, Any]:
-    """Returns what a finished run has left: the weights, the optimizer, counters and the log."""
+    """Returns what a finished run has left: the weights, the optimizer, random numbers, counters and the log."""
     last = newest(folder / "checkpoints", strict=True)
     if last is None:
         return {}
@@ -152,6 +199,7 @@ def ending(folder: Path) -> dict[str, Any]:
         "name": last.name,
         "weights": reader.model(),
         "optimizers": reader.optimizers(),
+        "ranks": [reader.state(rank_file(rank)) for rank in range(len(saved_data_ranks(reader)))],
         "counters": counters,
         "log": log.read_text(),
     }
@@ -192,7 +240,7 @@ def launch(work: Callable[[], None], log: Path) -> int:
     if child == 0:
         code = 1
         try:
-            with open(log, "ab", 0) as file:
+            with open(log, "wb", 0) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             warnings.simplefilter("ignore")
@@ -237,16 +285,17 @@ class Trial:
 
     def __init__(self, strategy: str, asynchronous: bool, root: Path, rng: random.Random) -> None:
         self._strategy, self._asynchronous, self._root, self._rng = strategy, asynchronous, root, rng
-        self._ranks = (0,) if strategy == "single" else (0, 1)
+        self._board = Board(1 if strategy == "single" else 2)
         self.counts = dict.fromkeys(COUNTS, 0)
         self.notes: list[str] = []
         folder = self._folder("straight")
         began = time.monotonic()
-        code, _ = reap(launch(lambda: self._count(folder), folder / "output"))
+        code, _ = reap(self._start(folder, None))
         if code:
             raise SystemExit((folder / "output").read_text())
         self._seconds = time.monotonic() - began
-        self._calls = int((folder / "calls").read_text())
+        self._calls = self._board.calls
+        self._steps = self._step(folder)
         self._whole = ending(folder)
 
     def _folder(self, name: str) -> Path:
@@ -254,58 +303,75 @@ class Trial:
         (folder / "tmp").mkdir(parents=True)
         return folder
 
-    def _count(self, folder: Path) -> None:
-        calls = train(folder, self._strategy, self._asynchronous, None)
-        (folder / "calls").write_text(str(calls or 300))
-
     def run(self) -> None:
-        """One run that is killed up to three times, and then left alone."""
-        folder = self._folder(f"{self.counts['runs']}")
+        """One run: its starts are killed, each where the one before has left it, until one comes to its end."""
+        folder = self._folder(str(self.counts["runs"]))
         self.counts["runs"] += 1
-        for number in range(self._rng.choice((1, 1, 2, 3))):
-            if not self._killed(folder, resumes=number > 0):
+        for number in range(MOST_KILLS):
+            code = self._killed(folder, resumes=number > 0)
+            if code is not None:
                 break
-        code, orphans = reap(launch(lambda: self._train(folder, None), folder / "output"))
-        self.counts["orphans"] += orphans
-        problem = f"ended with {code}" if code else ""
-        if code:
-            self.counts["stuck"] += 1
         else:
-            if not same(ending(folder), self._whole):
-                self.counts["differences"] += 1
-                problem = "differs"
-            left = [path.name for path in (folder / "checkpoints").iterdir() if staging.is_staging(path.name)]
-            left += [path.name for path in (folder / "tmp").iterdir()]
-            if left:
-                self.counts["behind"] += 1
-                problem = f"{problem} left {left}"
+            code = self._wait(self._start(folder, None))
+        output = (folder / "output").read_text()
+        problem = ""
+        if code or DAMAGED.search(output):
+            self.counts["stuck"] += 1
+            problem = f"ended with {code}"
+        elif not same(ending(folder), self._whole):
+            self.counts["differences"] += 1
+            problem = "differs"
+        left = [path.name for path in (folder / "checkpoints").glob("*") if staging.is_staging(path.name)]
+        left += [path.name for path in (folder / "tmp").iterdir()]
+        # A start that was stuck may leave what the next one sweeps away.
+        if left and not code:
+            self.counts["behind"] += 1
+            problem = f"{problem} left {left}"
         if problem:
-            self.notes.append(f"{folder.name}: {problem}: {(folder / 'output').read_text()[-1500:]}")
+            self.notes.append(f"{folder.name}: {problem}: {output[-1500:]}")
         shutil.rmtree(folder)
 
-    def _train(self, folder: Path, point: Point | None) -> None:
-        train(folder, self._strategy, self._asynchronous, point)
+    def _start(self, folder: Path, point: Point | None) -> int:
+        self.counts["starts"] += 1
+        self._board.clear()
+        work = partial(train, folder, self._strategy, self._asynchronous, self._board, point)
+        return launch(work, folder / "output")
 
-    def _killed(self, folder: Path, resumes: bool) -> bool:
-        """Runs until a kill; returns False if the run came to its end before it."""
-        point = None
-        if self._rng.random() < 0.6:
-            # A run that resumes reads, clears and moves in its first calls.
-            most = 12 if resumes and self._rng.random() < 0.7 else self._calls
-            point = Point(self._rng.choice(self._ranks), self._rng.randrange(1, most + 1))
-        job = launch(lambda: self._train(folder, point), folder / "output")
-        if point is None:
-            time.sleep(self._rng.random() * self._seconds)
-            everyone = [job, *below(job)]
-            for each in everyone if self._rng.random() < 0.5 else [self._rng.choice(everyone)]:
-                try:
-                    os.kill(each, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+    def _wait(self, job: int) -> int:
         code, orphans = reap(job)
         self.counts["orphans"] += orphans
-        self.counts["kills"] += code != 0
-        return code != 0
+        return code
+
+    def _killed(self, folder: Path, resumes: bool) -> int | None:
+        """Starts a run and kills it. If it came to an end of its own before, or found damage: returns its exit code."""
+        left = 1 - self._step(folder) / self._steps
+        point = self._point(left, resumes) if self._rng.random() < 0.6 else None
+        job = self._start(folder, point)
+        was_killed = False
+        if point is None:
+            # What is left to do, and a start, which the straight run had, too.
+            time.sleep(self._rng.random() * self._seconds * (0.1 + 0.9 * left))
+            everyone = [pid for pid in (job, *below(job)) if started(pid) != "gone"]
+            chosen = everyone if self._rng.random() < 0.5 else self._rng.sample(everyone, min(1, len(everyone)))
+            for pid in chosen:
+                was_killed = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        code = self._wait(job)
+        was_killed = code != 0 and (was_killed or self._board.killed)
+        self.counts["kills"] += was_killed
+        return None if was_killed and not DAMAGED.search((folder / "output").read_text()) else code
+
+    def _point(self, left: float, resumes: bool) -> Point:
+        """Chooses a call of what is left to do; often one of the first, by which a start reads, clears and moves."""
+        process = self._rng.choice([number for number, calls in enumerate(self._calls) if calls])
+        most = max(12, round(self._calls[process] * left))
+        return Point(process, self._rng.randint(1, 12 if resumes and self._rng.random() < 0.4 else most))
+
+    def _step(self, folder: Path) -> int:
+        """Returns the step of the newest checkpoint; 0 if there is none."""
+        kept = all_checkpoints(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+        return int(read_manifest(kept[-1]).progress["global_step"]) if kept else 0
 
 
 def write_in_place() -> None:
@@ -325,8 +391,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=STRATEGIES)
+    parser.add_argument("--only", choices=STRATEGIES, nargs="+", default=list(STRATEGIES))
     parser.add_argument("--in-place", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where to train; by default in memory, as kills need no disk")
     args = parser.parse_args()
     adopt_orphans()
     torch.set_num_threads(1)
@@ -337,20 +404,25 @@ def main() -> None:
     gc.freeze()
     if args.in_place:
         write_in_place()
-    kinds = [(name, beside) for name in STRATEGIES if args.only in (None, name) for beside in (False, True)]
+    memory = Path("/dev/shm")
+    place = args.folder or (memory if memory.is_dir() else None)
+    kinds = [(name, beside) for name in args.only for beside in (False, True)]
     rng = random.Random(args.seed)
     bad = 0
-    print("run".ljust(24), *(title.rjust(12) for title in COUNTS))
+    print("run".ljust(24), *(title.rjust(12) for title in (*COUNTS, "s per kill")))
     for strategy, asynchronous in kinds:
-        with tempfile.TemporaryDirectory() as root:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=place) as root:
             trial = Trial(strategy, asynchronous, Path(root), rng)
             counts = trial.counts
             while counts["kills"] < args.kills / len(kinds):
                 trial.run()
+        seconds = (time.monotonic() - began) / counts["kills"]
         name = f"{strategy}{', asynchronous' if asynchronous else ''}"
-        print(name.ljust(24), *(str(counts[title]).rjust(12) for title in COUNTS), flush=True)
+        cells = [*(str(counts[title]) for title in COUNTS), f"{seconds:.2f}"]
+        print(name.ljust(24), *(cell.rjust(12) for cell in cells), flush=True)
         print(*trial.notes[:5], sep="\n", end="\n" if trial.notes else "")
-        bad += sum(counts[title] for title in COUNTS[2:])
+        bad += sum(counts[title] for title in DEFECTS)
     sys.exit(bool(bad))
 
 
