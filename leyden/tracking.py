@@ -1,6 +1,13 @@
 """The names of `accelerate.tracking`, for scripts that import from there."""
 
 from leyden.trainer.accelerator.absent import lacking
+from leyden.trainer.accelerator.service_trackers import (
+    AimTracker,
+    ClearMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+)
 from leyden.trainer.accelerator.tracking import (
     CometMLTracker,
     GeneralTracker,
@@ -9,5 +16,16 @@ from leyden.trainer.accelerator.tracking import (
     WandBTracker,
 )
 
-__all__ = ["CometMLTracker", "GeneralTracker", "MLflowTracker", "TensorBoardTracker", "WandBTracker"]
+__all__ = [
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "MLflowTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+]
 __getattr__ = lacking(__name__)

@@ -58,6 +58,7 @@ LAZY = {
         "click",
     ),
     *(
+        *("aim", "clearml", "dvclive", "swanlab", "trackio"),
         "comet_ml",
         "jsonargparse",
         "mlflow",

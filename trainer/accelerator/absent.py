@@ -49,9 +49,6 @@ INSTEAD = {
         "prepare_data_loader DataLoaderShard DataLoaderDispatcher DataLoaderAdapter DataLoaderStateMixin "
         "BatchSamplerShard IterableDatasetShard SkipBatchSampler SkipDataLoader get_sampler"
     ),
-    "write a subclass of GeneralTracker, whose log(values, step) calls it, and give it to Accelerator(log_with=…)": (
-        "AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker TrackioTracker"
-    ),
     "Accelerator(log_with=…) finds trackers by itself": (
         "filter_trackers get_available_trackers register_tracker_class LOGGER_TYPE_TO_CLASS on_main_process"
     ),

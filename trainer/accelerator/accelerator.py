@@ -72,8 +72,8 @@ class Accelerator:
         megatron_lm_plugin: a `MegatronLMPlugin`: layers are split and blocks dealt out, on a mesh of Leyden's own.
         rng_types: "torch", "cuda", "numpy", "python": set to rank 0's at the start of each pass. "generator" needs
             nothing: all ranks share one order of samples.
-        log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "all", a logger of Leyden's, an object
-            of a `GeneralTracker`, or several.
+        log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "aim", "clearml", "dvclive", "swanlab",
+            "trackio", "all", a logger of Leyden's, an object of a `GeneralTracker`, or several.
         project_dir: folder of the run.
         project_config: a `ProjectConfiguration`.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`, in place of `gradient_accumulation_steps`.

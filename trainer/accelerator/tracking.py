@@ -26,6 +26,15 @@ LOGGERS = {
     "mlflow": ("leyden.callbacks.loggers.mlflow_logger", "MLFlowLogger", "mlflow", "experiment_name"),
 }
 
+# Trackers of services for which Leyden has no logger, in service_trackers.py: name -> class, the package that it needs.
+SERVICES = {
+    "aim": ("AimTracker", "aim"),
+    "clearml": ("ClearMLTracker", "clearml"),
+    "dvclive": ("DVCLiveTracker", "dvclive"),
+    "swanlab": ("SwanLabTracker", "swanlab"),
+    "trackio": ("TrackioTracker", "trackio"),
+}
+
 
 class GeneralTracker(ABC):
     """Base class of your own trackers: pass an instance, or the class, to `Accelerator(log_with=...)`.
@@ -134,6 +143,20 @@ class LoggerTracker(GeneralTracker):
         else:
             raise ConfigurationError(f"the tracker {self.name!r} records no images.")
 
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Records a table of `columns` and rows of `data`, or a pandas DataFrame; for TensorBoard and W&B."""
+        if not hasattr(self.logger, "log_table"):
+            raise ConfigurationError(f"the tracker {self.name!r} records no tables.")
+        self.logger.log_table(table_name, columns, data, dataframe, step, **kwargs)
+
     def finish(self) -> None:
         self.logger.finalize("success")
         if hasattr(self.logger, "finish"):
@@ -209,26 +232,35 @@ class SilentTracker(Silent, GeneralTracker):
         return None
 
 
-def chosen(log_with: Any) -> list[Any]:
-    """Returns the entries of `log_with`: names of loggers, loggers, trackers and classes of trackers.
+def chosen(log_with: Any) -> tuple[list[Any], list[str]]:
+    """Returns the entries of `log_with` (names, loggers, trackers and classes of trackers), and the names that are left
+    out with a warning, since the service's package is not installed.
 
     Raises:
         ConfigurationError: if a name is unknown, or something is none of these.
-        MissingExtraError: if its package is not installed.
+        MissingExtraError: if the package of one of Leyden's loggers is not installed.
     """
     from leyden.callbacks.loggers.logger import Logger
 
     if log_with is None:
-        return []
+        return [], []
     entries = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     found: list[Any] = []
+    absent: list[str] = []
     for entry in entries:
         entry = getattr(entry, "value", entry) if not isinstance(entry, (str, type)) else entry
         if entry == "all":
-            found += [name for name in LOGGERS if _is_installed(name)]
+            found += [name for name in (*LOGGERS, *SERVICES) if _is_installed(name)]
+        elif isinstance(entry, str) and entry in SERVICES and not _is_installed(entry):
+            absent.append(entry)
+            warnings.warn(
+                f"log_with={entry!r} records nothing: its package is not installed. pip install {SERVICES[entry][1]}",
+                stacklevel=4,
+            )
         elif isinstance(entry, str):
-            if entry not in LOGGERS:
-                raise ConfigurationError(f"log_with={entry!r} is not known. {nearest(entry, ('all', *LOGGERS))}")
+            if entry not in LOGGERS and entry not in SERVICES:
+                known = ("all", *LOGGERS, *SERVICES)
+                raise ConfigurationError(f"log_with={entry!r} is not known. {nearest(entry, known)}")
             if not _is_installed(entry):
                 raise MissingExtraError(str(LOGGERS[entry][2]), entry, f"log_with={entry!r}")
             found.append(entry)
@@ -237,10 +269,10 @@ def chosen(log_with: Any) -> list[Any]:
             found.append(entry)
         else:
             raise ConfigurationError(
-                f"log_with holds {entry!r}: give names ({', '.join(LOGGERS)}, 'all'), loggers such as CSVLogger(), or "
-                "objects of a subclass of GeneralTracker."
+                f"log_with holds {entry!r}: give names ({', '.join((*LOGGERS, *SERVICES))}, 'all'), loggers such as "
+                "CSVLogger(), or objects of a subclass of GeneralTracker."
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found)), absent
 
 
 def _check_complete(entry: Any) -> None:
@@ -264,6 +296,7 @@ def build(
     logging_dir: str | os.PathLike[str] | None,
     options: Mapping[str, Any],
     is_writer: bool,
+    absent: Sequence[str] = (),
 ) -> list[GeneralTracker]:
     """Builds the trackers of a run.
 
@@ -273,10 +306,13 @@ def build(
         logging_dir: folder of their files; the working directory if None.
         options: arguments by the trackers' names.
         is_writer: this rank writes.
+        absent: names whose options are ignored, since their packages are missing.
     """
     folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
     built: list[GeneralTracker] = []
     for entry in entries:
+        if isinstance(entry, str) and entry in SERVICES:
+            entry = getattr(importlib.import_module("leyden.trainer.accelerator.service_trackers"), SERVICES[entry][0])
         if isinstance(entry, GeneralTracker):
             built.append(entry)
         elif _is_tracker_class(entry):
@@ -291,7 +327,7 @@ def build(
         _check_complete(tracker)
         if isinstance(tracker, LoggerTracker):
             tracker.logger.is_writer = is_writer
-    unknown = [name for name in options if name not in [tracker.name for tracker in built]]
+    unknown = [name for name in options if name not in [*absent, *(tracker.name for tracker in built)]]
     if unknown:
         raise ConfigurationError(
             f"init_kwargs has the tracker {unknown[0]!r}. {nearest(unknown[0], [tracker.name for tracker in built])}"
@@ -311,7 +347,7 @@ def make_logger(name: str, project_name: str, folder: str, options: Mapping[str,
 
 
 def _is_installed(name: str) -> bool:
-    package = LOGGERS[name][2]
+    package = SERVICES[name][1] if name in SERVICES else LOGGERS[name][2]
     return package is None or importlib.util.find_spec(package) is not None
 
 
@@ -328,10 +364,11 @@ class Trackers:
 
     Attributes:
         running: the trackers themselves, from `begin` on.
+        absent: the names that were asked for, and whose packages are not installed.
     """
 
     def __init__(self, log_with: Any, state: PartialState) -> None:
-        self.log_with = chosen(log_with)
+        self.log_with, self.absent = chosen(log_with)
         self.running: list[GeneralTracker] = []
         self._state = state
 
@@ -343,7 +380,8 @@ class Trackers:
         init_kwargs: Mapping[str, Any],
     ) -> None:
         """Starts the run in every tracker; see `Accelerator.init_trackers`."""
-        self.running = build(self.log_with, project_name, logging_dir, init_kwargs, self._state.is_main_process)
+        is_writer = self._state.is_main_process
+        self.running = build(self.log_with, project_name, logging_dir, init_kwargs, is_writer, self.absent)
         for tracker in self._writing():
             tracker.start()
             if config is not None:
@@ -359,6 +397,8 @@ class Trackers:
                 if tracker not in self._writing():
                     return SilentTracker()
                 return tracker.tracker if unwrap else tracker
+        if name in self.absent:
+            return SilentTracker()
         known = ", ".join(tracker.name for tracker in self.running) or "none: call init_trackers first"
         raise ConfigurationError(f"there is no tracker {name!r}. Known: {known}.")
 

@@ -94,11 +94,13 @@ def test_the_form_of_images_that_could_be_either_is_given_by_name(tmp_path: Path
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run")
     accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(2, 3, 6, 3)}, step=1, dataformats="NHWC")
+    accelerator.get_tracker("tensorboard").log_table("rows", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     image = events.Images("seen")[0]
     assert (image.height, image.width) == (3, 12)
+    assert b"| 1 | 2 |" in events.Tensors("rows/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_a_tracker_of_numbers_refuses_images(tmp_path: Path) -> None:
@@ -106,6 +108,8 @@ def test_a_tracker_of_numbers_refuses_images(tmp_path: Path) -> None:
     accelerator.init_trackers("run")
     with pytest.raises(ConfigurationError, match="the tracker 'csv' records no images"):
         accelerator.get_tracker("csv").log_images({"seen": torch.rand(1, 3, 2, 2)}, step=1)
+    with pytest.raises(ConfigurationError, match="the tracker 'csv' records no tables"):
+        accelerator.get_tracker("csv").log_table("rows", ["a"], [[1]])
 
 
 def test_an_unfinished_tracker_is_refused_before_anything_is_logged() -> None:
