@@ -234,7 +234,7 @@ class ExchangesWeights(Callback):
         Raises:
             ConfigurationError: names the strategy or the other callback.
         """
-        name, why = type(self).__name__, trainer.strategy.refuses_exchange
+        name, why = type(self).__name__, trainer.strategy.refusals.get("exchange")
         if why is not None:
             raise ConfigurationError(
                 f"{name} puts averages in the place of weights, and strategy={trainer.strategy.name!r} cannot have "

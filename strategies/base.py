@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
+Refused: TypeAlias = Literal["compiled", "exchange", "asynchronous", "micro_batches"]
 
 
 # What a strategy once overrode itself, and what would go unheard now.
@@ -146,28 +147,24 @@ class Strategy:
         return [ranks] if self.replicates else [[rank] for rank in ranks]
 
     @property
-    def refuses_compiled(self) -> str | None:
-        """Why it takes no module of `torch.compile`, and what to give instead; None if it takes one."""
-        return None
+    def refusals(self) -> dict[Refused, str]:
+        """What it cannot do for a run: why, and what to do instead; empty if it can do all of it.
 
-    @property
-    def refuses_exchange(self) -> str | None:
-        """Why weights cannot be exchanged for others between two steps, and what to do; None if they can."""
+        - "compiled": take a module of `torch.compile`.
+        - "exchange": have weights exchanged for others between two steps.
+        - "asynchronous": have a checkpoint written beside its training.
+        - "micro_batches": have its batches cut into micro-batches by the loop.
+        """
+        found: dict[Refused, str] = {}
         if self.drives_one:
-            return "its engine steps copies of the weights, which overwrite what is written to them. Use FSDP or DDP"
-        return None
-
-    @property
-    def refuses_asynchronous(self) -> str | None:
-        """Why a checkpoint cannot be written beside its training; None if it can."""
-        return None
-
-    @property
-    def refuses_micro_batches(self) -> str | None:
-        """Why the loop cannot cut its batches into micro-batches, and what to do; None if it can."""
-        if type(self).forward_backward is Strategy.forward_backward:
-            return None
-        return "it runs forward and backward by itself. Set the size of micro-batches in its own settings"
+            found["exchange"] = (
+                "its engine steps copies of the weights, which overwrite what is written to them. Use FSDP or DDP"
+            )
+        if type(self).forward_backward is not Strategy.forward_backward:
+            found["micro_batches"] = (
+                "it runs forward and backward by itself. Set the size of micro-batches in its own settings"
+            )
+        return found
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""

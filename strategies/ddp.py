@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from leyden.strategies.base import shadow_items
+from leyden.strategies.base import Refused, shadow_items
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.own_loop import OwnLoop
@@ -128,13 +128,15 @@ class DDPStrategy(ProcessGroupStrategy):
         return ddp
 
     @property
-    def refuses_micro_batches(self) -> str | None:
-        fixed = self._wrapping.fixed
+    def refusals(self) -> dict[Refused, str]:
+        found, fixed = super().refusals, self._wrapping.fixed
         if fixed is None and self._wrapping.hook is not None:
             fixed = "ddp_comm_hook"
-        if fixed is None:
-            return super().refuses_micro_batches
-        return f"{fixed} belongs to DDP's own exchange of gradients, which they do not use. Leave it out"
+        if fixed is not None:
+            found["micro_batches"] = (
+                f"{fixed} belongs to DDP's own exchange of gradients, which they do not use. Leave it out"
+            )
+        return found
 
     @property
     def _of_manual(self) -> dict[str, Any]:

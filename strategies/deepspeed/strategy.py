@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm, shadow_items
+from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items
 from leyden.strategies.deepspeed.config import ARGUMENTS, OFFLOADS, ZeroConfig
 from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
 from leyden.strategies.deepspeed.engine_state import counters, refresh, release, restore_counters, weights
@@ -166,10 +166,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return self.zero.engine
 
     @property
-    def refuses_asynchronous(self) -> str | None:
-        return (
-            "the engine may move weights and state in any pass, so each checkpoint is written before training goes on"
-        )
+    def refusals(self) -> dict[Refused, str]:
+        return {
+            **super().refusals,
+            "asynchronous": "the engine may move weights and state in any pass, so each checkpoint is written before "
+            "training goes on",
+        }
 
     # environment ------------------------------------------------------------------------------------------------------
     def check_settings(self, settings: RunSettings) -> None:

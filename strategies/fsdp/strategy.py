@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm, shadow_items, stepped_parameters
+from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items, stepped_parameters
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.exchanges import Exchanges
@@ -361,10 +361,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
     @property
-    def refuses_micro_batches(self) -> str | None:
-        if self.copies_along is None:
-            return super().refuses_micro_batches
-        return "it exchanges gradients in two ways, of which one cannot be counted. Use strategy='fsdp' or 'ddp'"
+    def refusals(self) -> dict[Refused, str]:
+        found = super().refusals
+        if self.copies_along is not None:
+            found["micro_batches"] = (
+                "it exchanges gradients in two ways, of which one cannot be counted. Use strategy='fsdp' or 'ddp'"
+            )
+        return found
 
     def begin_pass(self) -> None:
         if self._exchanges is None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm
+from leyden.strategies.base import ClipAlgorithm, Refused
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.options import offload_of
@@ -523,25 +523,20 @@ class MeshStrategy(FSDPStrategy):
         return list(parameters) if self._pipeline is None else self._pipeline.counted(parameters)
 
     @property
-    def refuses_micro_batches(self) -> str | None:
-        if self.layout.pp > 1:
-            return "a pipeline cuts them itself. Give MeshStrategy(microbatches=…)"
-        return "ranks that share a batch exchange parts of each layer. Use strategy='fsdp' or 'ddp'"
-
-    @property
-    def refuses_compiled(self) -> str | None:
+    def refusals(self) -> dict[Refused, str]:
+        found = super().refusals
         if self.layout.pp == 1:
-            return super().refuses_compiled
-        return (
-            "a stage of a pipeline leaves the step where the next one begins. Give the module as it is, and "
-            "MeshStrategy(compile=True), which compiles the blocks"
-        )
-
-    @property
-    def refuses_exchange(self) -> str | None:
-        if self.layout.pp == 1:
-            return super().refuses_exchange
-        return "a rank has the weights of its own stages alone. Use a mesh without pp"
+            found["micro_batches"] = (
+                "ranks that share a batch exchange parts of each layer. Use strategy='fsdp' or 'ddp'"
+            )
+            return found
+        return {
+            **found,
+            "micro_batches": "a pipeline cuts them itself. Give MeshStrategy(microbatches=…)",
+            "compiled": "a stage of a pipeline leaves the step where the next one begins. Give the module as it is, "
+            "and MeshStrategy(compile=True), which compiles the blocks",
+            "exchange": "a rank has the weights of its own stages alone. Use a mesh without pp",
+        }
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from leyden.strategies.base import Strategy
+from leyden.strategies.base import Refused, Strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.empty_init import EmptyInit
@@ -107,10 +107,6 @@ class XLAStrategy(Strategy):
         self.before_forward = self._cut
 
     # its place --------------------------------------------------------------------------------------------------------
-    @property
-    def refuses_asynchronous(self) -> str | None:
-        return "its tensors cannot be copied beside a run, so each checkpoint is written before training goes on"
-
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.check_accelerator(accelerator)
         if self._given is None:
@@ -155,17 +151,18 @@ class XLAStrategy(Strategy):
         self.precision.check(self.root_device)
 
     @property
-    def refuses_micro_batches(self) -> str | None:
-        return "XLA runs out of memory where a program is compiled or run, not in a pass. Give a number of batches"
-
-    @property
-    def refuses_compiled(self) -> str | None:
-        # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, 2.9).
-        return "its engine compiles the whole step by itself. Give the module as it is"
-
-    @property
-    def refuses_exchange(self) -> str | None:
-        return "its tensors are values of a traced step, and writing to them in place is not tried. Use DDP or FSDP"
+    def refusals(self) -> dict[Refused, str]:
+        return {
+            **super().refusals,
+            "asynchronous": "its tensors cannot be copied beside a run, so each checkpoint is written before training "
+            "goes on",
+            "micro_batches": "XLA runs out of memory where a program is compiled or run, not in a pass. Give a number "
+            "of batches",
+            # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, 2.9).
+            "compiled": "its engine compiles the whole step by itself. Give the module as it is",
+            "exchange": "its tensors are values of a traced step, and writing to them in place is not tried. Use DDP "
+            "or FSDP",
+        }
 
     @property
     def details(self) -> str:

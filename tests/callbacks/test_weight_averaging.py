@@ -456,5 +456,6 @@ def test_engines_that_step_copies_are_refused_by_name() -> None:
 
     with pytest.raises(ConfigurationError, match="its engine steps copies of the weights"):
         fit(EMAWeightAveraging(), strategy=Engine())
-    refuses_exchange: Any = XLAStrategy.refuses_exchange
-    assert DeepSpeedStrategy.drives_one and "not tried" in str(refuses_exchange.fget(None))
+    assert DeepSpeedStrategy.drives_one
+    # As it is without torch_xla.
+    assert "not tried" in XLAStrategy.__new__(XLAStrategy).refusals["exchange"]

@@ -24,7 +24,7 @@ _ABANDONED = 5.0
 
 def is_possible(strategy: Strategy) -> bool:
     """Returns False, with one warning, under a strategy whose checkpoints cannot be written beside its training."""
-    reason = strategy.refuses_asynchronous
+    reason = strategy.refusals.get("asynchronous")
     if reason is not None and strategy.ranks.is_global_zero:
         # Python shows a warning of the same words once.
         warnings.warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.", stacklevel=5)

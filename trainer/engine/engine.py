@@ -99,7 +99,7 @@ class Engine:
     # set-up -----------------------------------------------------------------------------------------------------------
     def check_compiled(self) -> None:
         """Raises ConfigurationError if the strategy does not run modules compiled by torch.compile."""
-        reason = self.strategy.refuses_compiled
+        reason = self.strategy.refusals.get("compiled")
         if reason is not None:
             raise ConfigurationError(f"torch.compile with strategy={self.strategy.name!r}: {reason}.")
 

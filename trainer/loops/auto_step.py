@@ -87,7 +87,7 @@ def check_auto(run: Run) -> None:
         ConfigurationError: names the fix.
     """
     module, strategy = run.module, run.strategy
-    refusal = strategy.refuses_micro_batches
+    refusal = strategy.refusals.get("micro_batches")
     if refusal is not None:
         refusal = f"strategy={strategy.name!r}: {refusal}, and accumulate_grad_batches a number"
     elif not module.automatic_optimization:

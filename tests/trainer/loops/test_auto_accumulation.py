@@ -404,14 +404,14 @@ def test_a_key_that_only_some_micro_batches_return_is_named() -> None:
 
 
 def test_strategies_say_what_to_do_instead() -> None:
-    assert DDPStrategy().refuses_micro_batches is None and FSDPStrategy().refuses_micro_batches is None
+    assert DDPStrategy().refusals == {} and FSDPStrategy().refusals == {}
     for strategy, words in (
         (DDPStrategy(static_graph=True), "static_graph=True belongs to DDP's own exchange"),
         (DDPStrategy(ddp_comm_hook="fp16"), "ddp_comm_hook belongs to DDP's own exchange"),
         (MeshStrategy(pp=2), "MeshStrategy(microbatches=…)"),
         (MeshStrategy(tp=2, plan={"a": "colwise"}), "strategy='fsdp' or 'ddp'"),
     ):
-        assert words in str(strategy.refuses_micro_batches)
+        assert words in strategy.refusals["micro_batches"]
 
 
 def trying() -> dict[str, Any]:
