@@ -32,6 +32,7 @@ _HOMES = {
     "Logger": "loggers.logger",
     "MLFlowLogger": "loggers.mlflow_logger",
     "ModelCheckpoint": "checkpointing.model_checkpoint",
+    "ModelPruning": "model_pruning",
     "ModelSummary": "model_summary",
     "NonFiniteError": "non_finite_guard",
     "NonFiniteGuard": "non_finite_guard",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.loggers.wandb_logger import WandbLogger as WandbLogger
     from leyden.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from leyden.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from leyden.callbacks.model_pruning import ModelPruning as ModelPruning
     from leyden.callbacks.model_summary import ModelSummary as ModelSummary
     from leyden.callbacks.non_finite_guard import NonFiniteError as NonFiniteError
     from leyden.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard

@@ -164,7 +164,7 @@ class AveragedWeights:
         average.n_averaged.fill_(count)
         for (name, tensor), local in zip(self._own().items(), self._held(), strict=True):
             if name in held:
-                _fill(name, held[name], local, tensor)
+                fill_part(name, held[name], local, tensor)
         self.in_module = in_module
 
 
@@ -204,7 +204,7 @@ class _Flat(nn.Module):
             tensor.copy_(current._others[name])
 
 
-def _fill(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
+def fill_part(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
     """Copies a saved tensor, or this rank's part of it, to where this rank has its part."""
     part = getattr(saved, "_local_tensor", None)
     if part is not None:

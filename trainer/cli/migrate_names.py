@@ -18,7 +18,7 @@ SAME = {
     "leyden.callbacks": (
         "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder CSVLogger CometLogger "
         "DeviceStatsMonitor EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback "
-        "LearningRateFinder LearningRateMonitor Logger MLFlowLogger ModelCheckpoint ModelSummary "
+        "LearningRateFinder LearningRateMonitor Logger MLFlowLogger ModelCheckpoint ModelPruning ModelSummary "
         "OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme SpikeDetection "
         "StochasticWeightAveraging TQDMProgressBar TensorBoardLogger ThroughputMonitor Timer TrainingSpikeException "
         "WandbLogger WeightAveraging grad_norm measure_flops"
@@ -73,7 +73,6 @@ _TYPE = "it annotates a type, write"
 # What to use instead -> names of Lightning that have no counterpart.
 INSTEAD = {
     "leyden.Accelerator runs a loop of your own (docs/from-accelerate.md)": "Fabric",
-    "call torch.nn.utils.prune in a callback of your own": "ModelPruning",
     "write a subclass of leyden.callbacks.ModelCheckpoint or leyden.Callback": "Checkpoint",
     "write a subclass of leyden.callbacks.Logger, or use one of its loggers": "NeptuneLogger LitLogger DummyLogger",
     "ranks that torchrun, srun or `leyden launch` started are recognised without it": (

@@ -156,14 +156,14 @@ def test_only_what_accelerate_and_lightning_have_is_rewritten() -> None:
             "import leyden\nimport lightning as L\nL.Fabric()\nleyden.Trainer()\n",
         ),
         (
-            "def f():\n    from lightning.pytorch.callbacks import Timer, ModelPruning\n    return Timer\n",
+            "def f():\n    from lightning.pytorch.callbacks import Timer, XLAStatsMonitor\n    return Timer\n",
             "def f():\n    from leyden.callbacks import Timer\n"
-            "    from lightning.pytorch.callbacks import ModelPruning\n    return Timer\n",
+            "    from lightning.pytorch.callbacks import XLAStatsMonitor\n    return Timer\n",
         ),
         (
-            "from lightning.pytorch.callbacks import (\n    ModelPruning,  # one\n    Timer,\n    Checkpoint\n)\n",
+            "from lightning.pytorch.callbacks import (\n    XLAStatsMonitor,  # one\n    Timer,\n    Checkpoint\n)\n",
             "from leyden.callbacks import Timer\n"
-            "from lightning.pytorch.callbacks import (\n    ModelPruning,  # one\n    Checkpoint\n)\n",
+            "from lightning.pytorch.callbacks import (\n    XLAStatsMonitor,  # one\n    Checkpoint\n)\n",
         ),
         (
             "from lightning.pytorch.callbacks import (  # these\n    EarlyStopping,  # stops\n    Timer,\n)\n",
@@ -225,13 +225,20 @@ def test_a_package_keeps_the_names_that_it_exports() -> None:
 
 def test_what_is_left_has_its_line_and_what_to_use_instead() -> None:
     source = (
-        "import lightning as L\nfrom lightning.pytorch.callbacks import ModelPruning\nfrom lightning.pytorch import *\n"
+        "import lightning as L\nfrom lightning.pytorch.callbacks import XLAStatsMonitor\n"
+        "from lightning.pytorch import *\n"
         "class Net(L.LightningModule):\n    def validation_epoch_end(self, outputs): ...\n"
         "trainer = L.Trainer()\ntrainer.test(datamodule=1)\ntrainer.test(Net())\nNet().to_torchscript()\n"
         "patch('pytorch_lightning.Trainer')\nL.pytorch.utilities.move_data_to_device(f)\nL = 3\n"
     )
     left = {one.line: str(one) for one in Script(source).left}
-    words = {1: "something else", 2: "prune", 3: "write out", 5: "on_validation_epoch_end", 7: "ckpt_path='best'"}
+    words = {
+        1: "something else",
+        2: "no counterpart",
+        3: "write out",
+        5: "on_validation_epoch_end",
+        7: "ckpt_path='best'",
+    }
     words |= {9: "to_onnx", 10: "leyden.Trainer"}
     assert left.keys() == words.keys()
     assert all(word in left[line] for line, word in words.items())
@@ -302,12 +309,12 @@ def test_a_folder_is_read_and_a_broken_file_does_not_end_it(tmp_path: Path, here
     (tmp_path / "a.py").write_text("import lightning as L\ndef f(:\n")
     (tmp_path / "c.yaml").write_text(
         "trainer:\n  callbacks:\n  - class_path: lightning.pytorch.callbacks.Timer\n"
-        "    init_args: {duration: '1'}\n  - class_path: lightning.pytorch.callbacks.ModelPruning\n"
+        "    init_args: {duration: '1'}\n  - class_path: lightning.pytorch.callbacks.XLAStatsMonitor\n"
     )
     done = here("migrate", tmp_path)
     assert done.returncode == 2
     assert f"{tmp_path / 'a.py'}:2: not valid Python" in done.stderr
-    assert f"{tmp_path / 'c.yaml'}:5: lightning.pytorch.callbacks.ModelPruning" in done.stderr
+    assert f"{tmp_path / 'c.yaml'}:5: lightning.pytorch.callbacks.XLAStatsMonitor" in done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("+++")] == [
         f"+++ {tmp_path / name}" for name in ("b.py", "c.yaml", "pkg/__init__.py")
     ]

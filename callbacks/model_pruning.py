@@ -1,0 +1,444 @@
+"""ModelPruning, a callback that sets the least important weights to zero during training, and keeps them there."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.optim import Optimizer
+
+from leyden.callbacks.averaged_weights import fill_part
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, StateError, nearest
+from leyden.strategies.local_weights import is_dtensor, local_part, sharded_like
+from leyden.strategies.rank_zero import rank_zero_info
+from leyden.trainer.engine.engine import needs_closure
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+Method: TypeAlias = Any
+"""A subclass of prune.BasePruningMethod. torch leaves what all of them have, such as PRUNING_TYPE, out of its types."""
+
+METHODS: dict[str, Method] = {
+    "l1_unstructured": prune.L1Unstructured,
+    "ln_structured": prune.LnStructured,
+    "random_structured": prune.RandomStructured,
+    "random_unstructured": prune.RandomUnstructured,
+}
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class ModelPruning(Callback):
+    """Sets the least important weights to zero at the end of epochs, by the methods of torch.nn.utils.prune.
+
+    What is pruned stays zero: its gradients are zeroed before they are clipped, and its weights after each step. An
+    epoch prunes a part of what is left, as repeated calls of torch do. The module keeps its parameters and their names,
+    so a checkpoint of any moment loads into the module as it is; the masks are in the callback's state, and a resume
+    goes on exactly. Under FSDP and tensor parallelism the importance is that of the whole weights.
+
+    Args:
+        pruning_fn: "l1_unstructured", "ln_structured", "random_structured", "random_unstructured", the function of
+            torch.nn.utils.prune, or a subclass of `torch.nn.utils.prune.BasePruningMethod`.
+        parameters_to_prune: pairs of a module and the name of its parameter; all that `parameter_names` says if empty.
+        parameter_names: which parameters of each module; those in `PARAMETER_NAMES` if None.
+        use_global_unstructured: compare the weights of all parameters with each other, not within each parameter.
+        amount: the part of the remaining weights, from 0.0 to 1.0, or their number, as an int; or a function of the
+            epoch. 0, None and False prune nothing.
+        apply_pruning: False for never; or a function of the epoch.
+        make_pruning_permanent: False leaves the masks on the module after fit, as torch's pruning does (`weight_orig`
+            and `weight_mask`), so that training it further keeps the zeros.
+        use_lottery_ticket_hypothesis: after pruning, set the other weights back to what they were when the first fit
+            began (Frankle and Carbin, https://arxiv.org/abs/1803.03635); or a function of the epoch. A checkpoint then
+            holds those, too.
+        resample_parameters: set them to new random values instead, by the module's `reset_parameters`.
+        pruning_dim: the dimension whose slices "ln_structured" and "random_structured" prune.
+        pruning_norm: the norm by which "ln_structured" compares slices, such as 2 or "fro".
+        verbose: 1 logs how much is zero after each pruning, 2 also for each parameter.
+        prune_on_train_epoch_end: False prunes at the end of validation.
+
+    Raises:
+        ConfigurationError: for invalid arguments; at the start of fit, if there is nothing to prune, for an optimizer
+            such as LBFGS, which evaluates the loss within its step, and for engines and pipelines that keep weights to
+            themselves.
+
+    Example:
+        >>> def twentieths(epoch):
+        ...     return 0.05 if epoch >= 2 else 0
+        >>> callback = ModelPruning("l1_unstructured", amount=twentieths)
+    """
+
+    PARAMETER_NAMES: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    changes_weights = True
+    state_per_rank = False
+
+    def __init__(
+        self,
+        pruning_fn: str | Callable[..., Any],
+        parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = (),
+        parameter_names: Sequence[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: float | Callable[[int], float] | None = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = False,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: float | Literal["fro", "nuc"] | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        self._method, options = _method_of(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
+        self._new_method = partial(self._method, **options)
+        if isinstance(amount, bool) or not (amount is None or callable(amount) or isinstance(amount, (int, float))):
+            raise ConfigurationError(
+                f"ModelPruning(amount={amount!r}): give a part, a number, or a function of epochs."
+            )
+        if not callable(amount):
+            _check_amount(amount)
+        if verbose not in (0, 1, 2):
+            raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): give 0, 1 or 2.")
+        if resample_parameters and not use_lottery_ticket_hypothesis:
+            raise ConfigurationError("ModelPruning(resample_parameters=True) needs use_lottery_ticket_hypothesis=True.")
+        self.amount = amount
+        self._given = list(parameters_to_prune or ())
+        self._parameter_names = tuple(parameter_names or self.PARAMETER_NAMES)
+        self._is_global = use_global_unstructured
+        self._applies: bool | Callable[[int], bool] = apply_pruning
+        self._is_permanent = make_pruning_permanent
+        self._rewinds, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
+        self._verbose, self._after_training = verbose, prune_on_train_epoch_end
+        self._parameters_to_prune: list[tuple[nn.Module, str]] = []
+        self._names: list[str] = []
+        """Of the parameters, as the whole module knows them."""
+        self._masks: list[Tensor] = []
+        """This rank's parts of the masks: True for what is left. Empty before the first pruning."""
+        self._originals: list[Tensor] = []
+        """This rank's parts of the weights as they were at first; empty unless they are needed."""
+        self._loaded: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+        self._handles: list[Any] = []
+
+    # what a subclass may change ---------------------------------------------------------------------------------------
+    def filter_parameters_to_prune(
+        self, parameters_to_prune: Sequence[tuple[nn.Module, str]] = ()
+    ) -> Sequence[tuple[nn.Module, str]]:
+        """Chooses among the parameters that were found, or adds others."""
+        return parameters_to_prune
+
+    @torch.no_grad()
+    def apply_pruning(self, amount: float) -> None:
+        """Prunes once.
+
+        Args:
+            amount: the part of what is left, or the number of weights (of slices, for structured methods).
+        """
+        _check_amount(amount)
+        wholes = [_whole(parameter) for parameter in self._parameters()]
+        before = [_whole(sharded_like(mask, p)) for mask, p in zip(self._masks, self._parameters(), strict=False)]
+        before = before or [torch.ones_like(whole) for whole in wholes]
+        method = self._new_method(amount=amount)
+        if self._is_global:
+            joined = _further(method, *(torch.cat([t.flatten() for t in some]) for some in (wholes, before)))
+            parts = torch.split(joined, [whole.numel() for whole in wholes])
+            masks = [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
+        else:
+            masks = [_further(method, whole, mask) for whole, mask in zip(wholes, before, strict=True)]
+        masks = self._same_everywhere([mask.bool() for mask in masks])
+        self._masks = [_part(mask, p) for mask, p in zip(masks, self._parameters(), strict=True)]
+        self._zero_weights()
+
+    @torch.no_grad()
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Sets what is not pruned back to the first weights, or to new ones."""
+        if self._resamples:
+            values = [_part(value, p) for value, p in zip(self._resampled(), self._parameters(), strict=True)]
+        else:
+            values = self._originals
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            local_part(parameter).copy_(value)
+        self._zero_weights()
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Removes torch's own pruning from a module and those within, and keeps its zeros."""
+        for part in module.modules():
+            for hook in list(part._forward_pre_hooks.values()):
+                if isinstance(hook, prune.BasePruningMethod):
+                    prune.remove(part, hook._tensor_name)  # type: ignore[no-untyped-call]
+
+    # a fit ------------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if strategy.drives_one or strategy.outputs.are_in_parts:
+            raise ConfigurationError(
+                f"ModelPruning compares all weights of the model, and strategy={strategy.name!r} keeps them to itself: "
+                "train with ddp, fsdp or on one device."
+            )
+        if not strategy.replicates and (self._resamples or not self._is_permanent):
+            raise ConfigurationError(
+                f"ModelPruning with resample_parameters or make_pruning_permanent=False needs whole weights, and "
+                f"strategy={strategy.name!r} shards them: leave these arguments out, or train with ddp."
+            )
+        self._masks, self._originals, self._loaded = [], [], {}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._trainer = trainer
+        self._parameters_to_prune = self._find(module)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        lost = [name for part, name in self._parameters_to_prune if id(getattr(part, name)) not in names]
+        if lost:
+            raise ConfigurationError(
+                f"ModelPruning(parameters_to_prune=…) has {lost[0]!r} of a module that is no part of "
+                f"{type(module).__name__}: give modules of it."
+            )
+        self._names = [names[id(parameter)] for parameter in self._parameters()]
+        self._restore()
+        if self._rewinds and not self._resamples and not self._originals:
+            self._originals = [local_part(parameter).clone() for parameter in self._parameters()]
+        self._release()
+        for optimizer in trainer.optimizers:
+            if needs_closure(optimizer):
+                raise ConfigurationError(
+                    f"ModelPruning zeroes weights after a step, and {type(optimizer).__name__} evaluates the loss "
+                    "within its step: use another optimizer."
+                )
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._zero_weights()))
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        for parameter, mask in zip(self._parameters(), self._masks, strict=False):
+            if parameter.grad is not None:
+                local_part(parameter.grad).mul_(mask)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._after_training:
+            self._run(trainer.current_epoch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not self._after_training and not trainer.sanity_checking and trainer.state.stage == "fit":
+            self._run(trainer.current_epoch)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._release()
+        self._trainer = None
+        if not self._is_permanent:
+            # After the last checkpoint, which has the module's own names.
+            for (part, name), mask in zip(self._parameters_to_prune, self._masks, strict=False):
+                prune.custom_from_mask(part, name, mask.to(getattr(part, name)))  # type: ignore[no-untyped-call]
+            self._masks = []
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # pruning ----------------------------------------------------------------------------------------------------------
+    def _find(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        found = self._given or [
+            (part, name)
+            for part in module.modules()
+            if part is not module and not isinstance(part, CONTAINERS)
+            for name in self._parameter_names
+            if isinstance(getattr(part, name, None), nn.Parameter)
+        ]
+        found = list(self.filter_parameters_to_prune(found))
+        for part, name in found:
+            if not isinstance(getattr(part, name, None), nn.Parameter):
+                raise ConfigurationError(
+                    f"ModelPruning(parameters_to_prune=…): {type(part).__name__} has no parameter {name!r}."
+                )
+        # A tied weight is pruned once.
+        once = {id(getattr(part, name)): (part, name) for part, name in reversed(found)}
+        if not once:
+            raise ConfigurationError(
+                f"ModelPruning found nothing to prune: no module has a parameter named {self._parameter_names}. Give "
+                "parameter_names, or pairs of modules and names as parameters_to_prune."
+            )
+        return list(reversed(once.values()))
+
+    def _parameters(self) -> Iterator[Any]:
+        return (getattr(part, name) for part, name in self._parameters_to_prune)
+
+    def _run(self, epoch: int) -> None:
+        amount = _at(epoch, self.amount)
+        if not _at(epoch, self._applies) or not amount:
+            return
+        self._bring_back()
+        before = self._zeros()
+        self.apply_pruning(amount)
+        if _at(epoch, self._rewinds):
+            self.apply_lottery_ticket_hypothesis()
+        if self._verbose:
+            self._log(before, self._zeros(), amount)
+
+    def _bring_back(self) -> None:
+        """Sharded weights are shards again, where an evaluation has left them whole."""
+        if self._trainer is not None and not self._trainer.strategy.replicates:
+            self._trainer.strategy.local_weights(self._trainer.lightning_module)
+
+    @torch.no_grad()
+    def _zero_weights(self) -> None:
+        for parameter, mask in zip(self._parameters(), self._masks, strict=False):
+            local_part(parameter).mul_(mask)
+
+    def _same_everywhere(self, masks: list[Tensor]) -> list[Tensor]:
+        """Those of rank 0, where ranks draw random numbers of their own."""
+        if self._trainer is None or self._trainer.world_size == 1 or self._method in _BY_VALUE:
+            return masks
+        return [mask.to(own.device) for mask, own in zip(self._broadcast(masks), masks, strict=True)]
+
+    def _broadcast(self, tensors: list[Tensor]) -> list[Tensor]:
+        assert self._trainer is not None
+        return self._trainer.strategy.ranks.broadcast([tensor.cpu() for tensor in tensors])
+
+    def _resampled(self) -> list[Tensor]:
+        """New weights of all parameters; those of modules without `reset_parameters` as they are."""
+        new: dict[int, nn.Module] = {}
+        for part, _ in self._parameters_to_prune:
+            if id(part) not in new:
+                new[id(part)] = copy.deepcopy(part)
+                reset = getattr(new[id(part)], "reset_parameters", None)
+                if callable(reset):
+                    reset()
+        values = [getattr(new[id(part)], name).detach() for part, name in self._parameters_to_prune]
+        return values if self._trainer is None or self._trainer.world_size == 1 else self._broadcast(values)
+
+    # what it says -----------------------------------------------------------------------------------------------------
+    def _zeros(self) -> list[tuple[int, int]]:
+        """Of each parameter, how many weights are zero, and how many there are; nothing is read unless it is logged."""
+        if not self._verbose:
+            return []
+        wholes = [_whole(parameter) for parameter in self._parameters()]
+        return [(int((whole == 0).sum()), whole.numel()) for whole in wholes]
+
+    def _log(self, before: list[tuple[int, int]], after: list[tuple[int, int]], amount: float) -> None:
+        total = sum(count for _, count in after)
+        was, now = (sum(zeros for zeros, _ in some) for some in (before, after))
+        rank_zero_info(
+            f"ModelPruning: {self._method.__name__} made {_share(was, total)} of the weights zero into "
+            f"{_share(now, total)}."
+        )
+        if self._verbose > 1:
+            for name, (was, count), (now, _) in zip(self._names, before, after, strict=True):
+                rank_zero_info(f"  {name}, amount {amount}: {_share(was, count)} -> {_share(now, count)}")
+
+    # in a checkpoint --------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        return {"masks": self._named(self._masks), "originals": self._named(self._originals)}
+
+    def _named(self, parts: list[Tensor]) -> dict[str, Any]:
+        self._bring_back()
+        found = zip(self._names, parts, self._parameters(), strict=False)
+        return {name: sharded_like(part, parameter) for name, part, parameter in found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The parameters are known when training starts.
+        self._loaded = state_dict
+
+    def go_back(self, state: dict[str, Any], step: int) -> None:
+        self._loaded, self._masks = state, []
+        self._restore()
+
+    def _restore(self) -> None:
+        loaded, self._loaded = self._loaded, {}
+        self._masks = self._filled("masks", loaded, torch.bool) or self._masks
+        self._originals = self._filled("originals", loaded, None) or self._originals
+
+    def _filled(self, kind: str, loaded: dict[str, Any], dtype: torch.dtype | None) -> list[Tensor]:
+        saved = loaded.get(kind, {})
+        if not saved:
+            return []
+        if set(saved) != set(self._names):
+            raise StateError(kind, f"has {sorted(saved)}, and this run prunes {sorted(self._names)}")
+        found = []
+        for name, parameter in zip(self._names, self._parameters(), strict=True):
+            local = local_part(parameter)
+            found.append(torch.empty_like(local, dtype=dtype))
+            fill_part(name, saved[name], found[-1], sharded_like(found[-1], parameter))
+        return found
+
+
+_BY_VALUE: tuple[Method, ...] = (prune.L1Unstructured, prune.LnStructured)
+"""Methods that find the same masks on ranks with the same weights."""
+
+
+def _method_of(pruning_fn: Any, is_global: bool, dim: int | None, norm: Any) -> tuple[Method, dict[str, Any]]:
+    """The method that is meant, and what it is made with beside an amount."""
+    if inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod):
+        method: Method = pruning_fn
+    else:
+        name = pruning_fn.lower() if isinstance(pruning_fn, str) else getattr(pruning_fn, "__name__", "")
+        if name not in METHODS or not (isinstance(pruning_fn, str) or pruning_fn is getattr(prune, name)):
+            advice = nearest(name, METHODS) if isinstance(pruning_fn, str) else f"known are {', '.join(METHODS)}"
+            raise ConfigurationError(
+                f"ModelPruning(pruning_fn={pruning_fn!r}): {advice}; or a subclass of "
+                "torch.nn.utils.prune.BasePruningMethod."
+            )
+        method = METHODS[name]
+    options: dict[str, Any] = {}
+    if method.PRUNING_TYPE == "structured" and method in METHODS.values():
+        if dim is None:
+            raise ConfigurationError("ModelPruning prunes slices: give pruning_dim, the dimension that they are of.")
+        options["dim"] = dim
+        if method is prune.LnStructured:
+            if norm is None:
+                raise ConfigurationError("ModelPruning('ln_structured') compares norms: give pruning_norm, such as 2.")
+            options["n"] = norm
+    if is_global and method.PRUNING_TYPE != "unstructured":
+        raise ConfigurationError(
+            f"ModelPruning(use_global_unstructured=True) compares single weights, and {method.__name__} prunes "
+            f"{method.PRUNING_TYPE} parts: give use_global_unstructured=False."
+        )
+    return method, options
+
+
+def _check_amount(amount: Any) -> None:
+    is_part = isinstance(amount, float) and 0.0 <= amount <= 1.0
+    if amount is not None and not is_part and not (isinstance(amount, int) and amount >= 0):
+        raise ConfigurationError(
+            f"ModelPruning(amount={amount!r}): give a part from 0.0 to 1.0, or a number of weights as an int."
+        )
+
+
+def _at(epoch: int, value: T | Callable[[int], T]) -> T:
+    return value(epoch) if callable(value) else value
+
+
+def _further(method: prune.BasePruningMethod, values: Tensor, mask: Tensor) -> Tensor:
+    """The mask after a method has pruned what a mask has left, as torch's own container combines them."""
+    container = prune.PruningContainer()
+    container._tensor_name = method._tensor_name = "weight"
+    container.add_pruning_method(method)  # type: ignore[no-untyped-call]
+    found: Tensor = container.compute_mask(values, mask.to(values.dtype))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.detach()
+    return found.full_tensor() if is_dtensor(found) else found  # type: ignore[attr-defined,no-any-return]
+
+
+def _part(whole: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a whole tensor, that is split as a parameter is."""
+    if not is_dtensor(parameter):
+        return whole.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return local_part(distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part}/{whole} ({part / max(whole, 1):.2%})"

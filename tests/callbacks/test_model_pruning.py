@@ -1,0 +1,269 @@
+"""ModelPruning: torch's own pruning by hand, what stays zero, resumes, and masks of sharded weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Line, Squares
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, prune
+from torch.utils.data import DataLoader
+
+from leyden import ConfigurationError, Trainer
+from leyden.callbacks import ModelCheckpoint, ModelPruning
+from leyden.strategies import MeshStrategy
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Pruned(Squares):
+    """Weight decay, momentum and clipping, each of which would bring pruned weights back."""
+
+    def __init__(self) -> None:
+        super().__init__(net(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1))
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)), 4)  # type: ignore[arg-type]
+
+
+def fit(callback: Any, module: Any = None, ckpt_path: Any = None, **arguments: Any) -> Any:
+    module = module or Pruned()
+    trainer = Trainer(**{**QUIET, "max_epochs": 3, "gradient_clip_val": 0.5, "callbacks": callback, **arguments})
+    trainer.fit(module, data(), ckpt_path=ckpt_path)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, list[float]]:
+    """The whole weights, every bit of them, in a form that travels between processes."""
+    state = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in module.state_dict().items()}
+    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
+
+
+def zeros(module: nn.Module) -> list[int]:
+    return [int((parameter == 0).sum()) for parameter in module.parameters()]
+
+
+def by_hand(prune_once: Any) -> nn.Module:
+    module = Pruned()
+    optimizer, layers = module.configure_optimizers(), (module.net[0], module.net[2])
+    for _ in range(3):
+        for batch in data():
+            optimizer.zero_grad()
+            module.loss(batch).backward()
+            clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+        # torch computes a pruned weight in the forward pass, and compares what the last one has computed.
+        module(torch.zeros(1, 4))
+        prune_once([(layer, name) for layer in layers for name in ("weight", "bias")])
+    for layer in layers:
+        for name in ("weight", "bias"):
+            if hasattr(layer, f"{name}_mask"):
+                prune.remove(layer, name)
+    return module
+
+
+@pytest.mark.parametrize("amount", [0.3, 7])
+def test_global_pruning_is_that_of_torch_bit_for_bit(amount: float) -> None:
+    expected = by_hand(lambda found: prune.global_unstructured(found, prune.L1Unstructured, amount=amount))
+    module = fit(ModelPruning("l1_unstructured", amount=amount))
+    assert weights(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
+    assert sum(zeros(module)) == (38 if amount == 0.3 else 21)
+    assert not prune.is_pruned(module)
+
+
+def test_slices_are_pruned_as_by_torch() -> None:
+    expected = by_hand(lambda found: [prune.ln_structured(found[0][0], "weight", amount=2, n=2, dim=0)])
+    module = Pruned()
+    arguments = {"amount": 2, "pruning_dim": 0, "pruning_norm": 2, "use_global_unstructured": False}
+    fit(ModelPruning("ln_structured", [(module.net[0], "weight")], **arguments), module)
+    assert weights(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
+    assert zeros(module) == [24, 0, 0, 0]
+
+
+class Smallest(prune.BasePruningMethod):
+    """Prunes all weights below a bound."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount: float) -> None:
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        return default_mask * (t.abs() > self.amount)
+
+
+def test_epochs_are_chosen_by_functions_and_parameters_by_a_subclass() -> None:
+    class Weights(ModelPruning):
+        PARAMETER_NAMES = ("weight",)
+
+        def filter_parameters_to_prune(self, parameters_to_prune: Any = ()) -> Any:
+            self.found = list(parameters_to_prune)
+            return self.found[1:]
+
+        def apply_pruning(self, amount: float) -> None:
+            self.amounts = [*getattr(self, "amounts", []), amount]
+            super().apply_pruning(amount)
+
+    module = Pruned()
+    callback = Weights(Smallest, amount=lambda epoch: 0.1 * epoch, apply_pruning=lambda epoch: epoch != 1)
+    fit(callback, module)
+    assert callback.found == [(module.net[0], "weight"), (module.net[2], "weight")]
+    assert callback.amounts == [0.2]
+    assert zeros(module)[2] > 0 == zeros(module)[0]
+    assert zeros(fit(ModelPruning(prune.l1_unstructured, amount=None))) == [0] * 4
+    assert zeros(fit(ModelPruning("random_unstructured", parameter_names=["bias"], amount=0.5)))[::2] == [0, 0]
+
+
+def test_validation_may_prune_but_not_the_sanity_check(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="leyden")
+    module = Pruned()
+    callback = ModelPruning("L1_unstructured", amount=0.5, prune_on_train_epoch_end=False, verbose=2)
+    trainer = Trainer(**QUIET, max_epochs=1, callbacks=callback)
+    trainer.fit(module, data(), data())
+    assert sum(zeros(module)) == 29
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].endswith("made 0/58 (0.00%) of the weights zero into 29/58 (50.00%).")
+    assert len(lines) == 5 and lines[1].startswith("  net.0.weight, amount 0.5: 0/24 (0.00%) -> ")
+
+
+def test_the_lottery_ticket_has_the_first_weights() -> None:
+    first = net().state_dict()
+    module = fit(ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lambda epoch: epoch == 2))
+    for name, tensor in module.net.state_dict().items():
+        assert torch.equal(tensor, torch.where(tensor == 0, 0.0, first[name]))
+    always = ModelPruning("l1_unstructured", use_lottery_ticket_hypothesis=True, resample_parameters=True, amount=0.2)
+    module = fit(always)
+    assert sum(zeros(module)) == 28
+    assert not any(torch.equal(tensor, first[name]) for name, tensor in module.net.state_dict().items())
+
+
+@pytest.mark.parametrize("lottery", [False, True])
+def test_a_resume_goes_on_exactly_and_the_checkpoint_is_that_of_the_module(tmp_path: Path, lottery: bool) -> None:
+    def callback() -> ModelPruning:
+        return ModelPruning("random_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lottery)
+
+    straight = fit(callback())
+    half = Trainer(**QUIET, max_epochs=2, gradient_clip_val=0.5, callbacks=callback())
+    half.fit(Pruned(), data())
+    half.save_checkpoint(tmp_path / "half")
+    plain = Pruned.load_from_checkpoint(tmp_path / "half")
+    assert sum(zeros(plain)) == 21
+    assert weights(fit(callback(), ckpt_path=tmp_path / "half")) == weights(straight)
+
+
+def test_masks_stay_on_the_module_if_they_are_not_permanent() -> None:
+    callback = ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=False)
+    module = fit(callback)
+    assert prune.is_pruned(module) and "net.0.weight_mask" in module.state_dict()
+    effective = module.net[0].weight.clone()
+    callback.make_pruning_permanent(module)
+    assert not prune.is_pruned(module) and torch.equal(module.net[0].weight, effective)
+
+
+def test_a_rollback_takes_back_what_was_pruned_since(tmp_path: Path) -> None:
+    class Back(Pruned):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(sum(zeros(self)))
+            if len(self.seen) == 5:
+                self.trainer.roll_back()
+
+    module = Back()
+    callbacks = [ModelPruning("l1_unstructured", amount=0.5), ModelCheckpoint(tmp_path, every_n_train_steps=3)]
+    fit(callbacks, module, enable_checkpointing=True)
+    # Saved after the third batch, before its epoch was pruned. The batch after the rollback is of the second epoch.
+    assert module.seen[:6] == [0, 0, 0, 29, 29, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pruning_fn": "l2_unstructured"}, "l1_unstructured"),
+        ({"pruning_fn": print}, "subclass of torch.nn.utils.prune.BasePruningMethod"),
+        ({"pruning_fn": "ln_structured", "use_global_unstructured": False}, "give pruning_dim"),
+        ({"pruning_fn": "ln_structured", "pruning_dim": 0, "use_global_unstructured": False}, "give pruning_norm"),
+        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "give use_global_unstructured=False"),
+        ({"pruning_fn": "l1_unstructured", "amount": 1.5}, "from 0.0 to 1.0"),
+        ({"pruning_fn": "l1_unstructured", "amount": True}, "amount=True"),
+        ({"pruning_fn": "l1_unstructured", "verbose": 3}, "give 0, 1 or 2"),
+        ({"pruning_fn": "l1_unstructured", "resample_parameters": True}, "use_lottery_ticket_hypothesis=True"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ModelPruning(**arguments)
+
+
+def test_what_cannot_be_pruned_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ConfigurationError, match="of a module that is no part of Line"):
+        fit(ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weight")]), Line(4))
+    with pytest.raises(ConfigurationError, match="Linear has no parameter 'weights'"):
+        fit(ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weights")]), Line(4))
+    with pytest.raises(ConfigurationError, match="found nothing to prune"):
+        fit(ModelPruning("l1_unstructured", parameter_names=["gain"]), Line(4))
+    module = Line(4)
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="LBFGS evaluates the loss within its step"):
+        fit(ModelPruning("l1_unstructured"), module, gradient_clip_val=None)
+
+
+def on_ranks(folder: str) -> dict[str, Any]:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        for method in ("l1_unstructured", "random_unstructured"):
+            callback = ModelPruning(method, amount=0.2)
+            module = fit(callback, strategy=strategy)
+            found[strategy, method] = weights(module)
+    path = Path(folder) / "half"
+    half = Trainer(
+        **QUIET,
+        strategy="fsdp",
+        max_epochs=2,
+        gradient_clip_val=0.5,
+        callbacks=[ModelPruning("l1_unstructured", amount=0.2)],
+    )
+    half.fit(Pruned(), data())
+    half.save_checkpoint(path)
+    for strategy in ("fsdp", "ddp"):
+        again = fit(ModelPruning("l1_unstructured", amount=0.2), strategy=strategy, ckpt_path=path)
+        found[strategy, "resumed"] = weights(again)
+    return found
+
+
+def test_ranks_prune_the_same_weights_and_shards_those_of_the_whole(tmp_path: Path) -> None:
+    first, second = run_world(2, on_ranks, str(tmp_path))
+    assert first == second
+    flat = {
+        key: torch.tensor([value for values in found.values() for value in values])
+        for key, found in first.items()
+        if isinstance(key, tuple)
+    }
+    assert {int((values == 0).sum()) for values in flat.values()} == {28}
+    expected = flat["ddp", "l1_unstructured"]
+    for key in (("fsdp", "l1_unstructured"), ("fsdp", "resumed"), ("ddp", "resumed")):
+        torch.testing.assert_close(flat[key], expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(flat["fsdp", "resumed"], flat["fsdp", "l1_unstructured"])
+
+
+def sharded() -> None:
+    fit(ModelPruning("l1_unstructured", make_pruning_permanent=False), strategy="fsdp")
+
+
+def in_stages() -> None:
+    fit(ModelPruning("l1_unstructured"), strategy=MeshStrategy(pp=2))
+
+
+@pytest.mark.parametrize(("function", "words"), [(sharded, "needs whole weights"), (in_stages, "keeps them to itself")])
+def test_a_strategy_that_keeps_weights_apart_is_refused(function: Any, words: str) -> None:
+    assert any(words in str(error) for error in run_world(2, function, may_fail=True))
