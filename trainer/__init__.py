@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "Accelerator": "leyden.trainer.accelerator.accelerator",
     "AsyncCheckpointIO": "leyden.trainer.plugins",
+    "CheckpointIO": "leyden.trainer.checkpoint.checkpoint_io",
     "CombinedLoader": "leyden.trainer.data.combined",
     "DataModule": "leyden.trainer.datamodule",
     "Preemption": "leyden.trainer.arguments.preemption",
@@ -43,6 +44,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
     from leyden.trainer.arguments.preemption import Preemption as Preemption
+    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule

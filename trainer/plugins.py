@@ -1,37 +1,123 @@
-"""AsyncCheckpointIO, a plugin of the Trainer's by which checkpoints are written beside the training."""
+"""Plugins of the Trainer's: how checkpoints are stored, and whether that is done beside the training."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_checkpoint_io
 
 
-class AsyncCheckpointIO:
-    """Makes `asynchronous=True` the default of every save of a Trainer, under the name of Lightning's plugin.
+class AsyncCheckpointIO(CheckpointIO):
+    """Writes checkpoints beside the training, under the name of Lightning's plugin.
 
-    Lightning's own object, or the name as a string, is taken too.
+    Alone it makes `asynchronous=True` the default of every save of a Trainer; Lightning's own object, or the name as a
+    string, is taken too. Around another CheckpointIO it calls that one in a thread: one save at a time, in their order.
+    An error is raised at the next save, or at the end of the run, and nothing is removed after one.
 
     Args:
-        checkpoint_io: None. Lightning's plugin wraps another one here, which would write files of its own kind.
+        checkpoint_io: the plugin that stores; None for checkpoint folders.
 
     Raises:
-        ConfigurationError: for another plugin to wrap.
+        ConfigurationError: for a plugin that stores no checkpoints.
 
     Example:
         >>> is_async_plugin(AsyncCheckpointIO()), is_async_plugin("AsyncCheckpointIO")
         (True, True)
     """
 
-    def __init__(self, checkpoint_io: None = None) -> None:
-        if checkpoint_io is not None:
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        if checkpoint_io is not None and not is_checkpoint_io(checkpoint_io):
             raise ConfigurationError(
-                f"AsyncCheckpointIO(checkpoint_io={kind_of(checkpoint_io)}): checkpoints have one form here, so there "
-                "is no other plugin to wrap. Leave it out."
+                f"AsyncCheckpointIO(checkpoint_io={kind_of(checkpoint_io)}): give a CheckpointIO, or leave it out."
             )
+        self.checkpoint_io = checkpoint_io
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Returns once the thread has begun: an earlier save is waited for."""
+        self._wait()
+        self._do(partial(self._inner.save_checkpoint, checkpoint, path, storage_options=storage_options))
+
+    def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:
+        self._wait()
+        return self._inner.load_checkpoint(path, map_location)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        if self._error is None:
+            self._do(partial(self._inner.remove_checkpoint, path))
+
+    def teardown(self) -> None:
+        """Waits for the thread; raises its error."""
+        try:
+            self._wait()
+        finally:
+            self._inner.teardown()
+
+    @property
+    def _inner(self) -> CheckpointIO:
+        assert self.checkpoint_io is not None
+        return self.checkpoint_io
+
+    def _do(self, work: Callable[[], None]) -> None:
+        self._waiting.append(work)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=False)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while self._waiting:
+            try:
+                self._waiting.popleft()()
+            except BaseException as error:
+                self._error = error
+                self._waiting.clear()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        # Added as the thread ended.
+        self._run()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def is_async_plugin(plugin: Any) -> bool:
-    """Returns True for the plugin, for Lightning's of that name, or for the name."""
+    """Returns True for the plugin around no other, for Lightning's of that name, or for the name."""
     names = [plugin] if isinstance(plugin, str) else [kind.__name__ for kind in type(plugin).__mro__]
-    return AsyncCheckpointIO.__name__ in names
+    return AsyncCheckpointIO.__name__ in names and getattr(plugin, "checkpoint_io", None) is None
+
+
+def checkpoint_io_of(plugins: Sequence[Any]) -> CheckpointIO | None:
+    """The plugin that stores checkpoints; None for checkpoint folders.
+
+    Raises:
+        ConfigurationError: if there are two.
+    """
+    found = [plugin for plugin in plugins if is_checkpoint_io(plugin) and not is_async_plugin(plugin)]
+    if len(found) > 1:
+        kinds = " and ".join(type(plugin).__name__ for plugin in found)
+        raise ConfigurationError(f"plugins has two that store checkpoints, {kinds}: give one.")
+    return found[0] if found else None
+
+
+def end_io(plugin: CheckpointIO | None, failed: bool) -> None:
+    """Calls `teardown` of a plugin, if it has one; after an error of the run, its own is passed over."""
+    teardown = getattr(plugin, "teardown", None)
+    try:
+        if callable(teardown):
+            teardown()
+    except Exception:
+        if not failed:
+            raise

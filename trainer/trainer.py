@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from leyden.strategies.precision import Precision
     from leyden.trainer.arguments.preemption import Preemption
-    from leyden.trainer.plugins import AsyncCheckpointIO
+    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any
@@ -82,7 +82,8 @@ class Trainer(TrainerView):
             a short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
-        plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO` to write checkpoints beside the training.
+        plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO` to write checkpoints beside the training;
+            a `CheckpointIO` of your own, which stores them.
         fast_dev_run: True or a number of batches: runs every hook once and writes nothing.
         max_epochs: default 1000 if nothing else ends the run; -1 for no end.
         min_epochs: no early stop before.
@@ -149,7 +150,7 @@ class Trainer(TrainerView):
         precision: Precision | str | int | None = None,
         logger: bool | Logger | Sequence[Logger] | None = True,
         callbacks: Callback | Sequence[Callback] | None = None,
-        plugins: Precision | AsyncCheckpointIO | str | Sequence[Precision | AsyncCheckpointIO | str] | None = None,
+        plugins: Precision | CheckpointIO | str | Sequence[Precision | CheckpointIO | str] | None = None,
         fast_dev_run: bool | int = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -359,6 +360,7 @@ class Trainer(TrainerView):
         exact: bool = True,
         overwrite: bool = True,
         asynchronous: bool | None = None,
+        storage_options: Any = None,
     ) -> Path:
         """Writes a checkpoint: a folder, complete or absent.
 
@@ -370,6 +372,7 @@ class Trainer(TrainerView):
             asynchronous: a thread writes it beside the training, of which it holds this very step; see
                 `docs/checkpoints.md`. An error is raised at the next step, and the end of fit waits. Outside of fit it
                 is written before this returns. None means False, or True with the plugin `AsyncCheckpointIO`.
+            storage_options: for a `CheckpointIO`, which is handed it.
 
         Returns:
             The path that was written, or will be.
@@ -381,8 +384,9 @@ class Trainer(TrainerView):
         """
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
         what["asynchronous"] = saving.beside(self._run, asynchronous)
+        path = Path(os.path.expanduser(filepath))
         with self._run.heartbeat.during(Phase.SAVING):
-            self.last_checkpoint = saving.save(self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
+            self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **what)
         return self.last_checkpoint
 
     def trial(self, callbacks: Sequence[Callback] = (), **arguments: Any) -> Trainer:

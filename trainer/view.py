@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.background import PendingSave
+    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
@@ -317,6 +318,11 @@ class TrainerView:
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """The first ModelCheckpoint."""
         return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO | None:
+        """The plugin that stores checkpoints; None where they are folders."""
+        return self._run.checkpoint_io
 
     @property
     def checkpoint_folder(self) -> Path:

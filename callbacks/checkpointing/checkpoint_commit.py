@@ -18,7 +18,56 @@ from leyden.trainer.format.errors import CheckpointError
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.trainer.checkpoint.background import PendingSave
+    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.trainer import Trainer
+
+
+class Folders:
+    """Checkpoints that are folders: how the old ones are recognised and deleted."""
+
+    def identity(self, path: str) -> str | None:
+        """Returns a text that differs between checkpoints of the same name; None for one that is not deleted."""
+        return identity(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def delete(self, path: str) -> None:
+        """Deletes a checkpoint.
+
+        Raises:
+            CheckpointError: if it cannot be deleted.
+        """
+        delete(path)
+
+
+class Stored(Folders):
+    """Checkpoints that a plugin has stored, wherever it may be.
+
+    Args:
+        plugin: that removes them, too.
+    """
+
+    def __init__(self, plugin: CheckpointIO) -> None:
+        self._plugin = plugin
+
+    def identity(self, path: str) -> str | None:
+        return ""
+
+    def exists(self, path: str) -> bool:
+        return True
+
+    def delete(self, path: str) -> None:
+        try:
+            self._plugin.remove_checkpoint(path)
+        except Exception as error:
+            raise CheckpointError(path, f"{type(self._plugin).__name__} cannot remove it ({error}).") from error
+
+
+def kept_in(trainer: Trainer) -> Folders:
+    """What a Trainer's checkpoints are kept in."""
+    plugin = trainer.checkpoint_io
+    return Folders() if plugin is None else Stored(plugin)
 
 
 @dataclass
@@ -32,6 +81,7 @@ class Following:
         doomed: checkpoints to delete after its commit, by path; later those that could not be deleted.
         link: that is to point to it; None for no link.
         is_keeper: this rank deletes and links.
+        place: what checkpoints are kept in.
     """
 
     save: PendingSave
@@ -40,26 +90,31 @@ class Following:
     doomed: dict[str, str | None]
     link: Path | None
     is_keeper: bool
+    place: Folders
 
     def follow(self, written: Path) -> None:
         """Links and deletes, now that the checkpoint is committed."""
-        self.doomed = after_commit(str(written), self.link, self.doomed) if self.is_keeper else {}
+        self.doomed = after_commit(str(written), self.link, self.doomed, self.place) if self.is_keeper else {}
 
 
-def after_commit(written: str, link: Path | None, doomed: Mapping[str, str | None]) -> dict[str, str | None]:
+def after_commit(
+    written: str, link: Path | None, doomed: Mapping[str, str | None], place: Folders
+) -> dict[str, str | None]:
     """Links the new checkpoint, then deletes old ones.
 
     Args:
         written: the path of the new one.
         link: that is to point to it; None for no link.
         doomed: the old ones by path, each with its identity.
+        place: what they are kept in.
 
     Returns:
         Those that could not be deleted, which the next save tries again.
     """
-    if link is not None:
+    # A plugin may keep it elsewhere.
+    if link is not None and os.path.lexists(written):
         _point(link, written)
-    return delete_each(doomed)
+    return delete_each(doomed, place)
 
 
 def tell_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
@@ -68,14 +123,23 @@ def tell_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
         logger.after_save_checkpoint(checkpoint)
 
 
-def delete_each(doomed: Mapping[str, str | None]) -> dict[str, str | None]:
+def report_of(checkpoint: ModelCheckpoint, path: str, step: int, ranks: bool, verb: str) -> str:
+    """The line that `verbose=True` prints of a checkpoint that is saved."""
+    monitor, score, best = checkpoint.monitor, checkpoint.current_score, checkpoint.save_top_k
+    if monitor is None or score is None:
+        return f"step {step}: {verb} {path}"
+    place = "not among the best" if not ranks else f"among the best {best}" if best > 0 else "kept"
+    return f"step {step}: {monitor} = {float(score):.5f}, {place}: {verb} {path}"
+
+
+def delete_each(doomed: Mapping[str, str | None], place: Folders) -> dict[str, str | None]:
     """Deletes checkpoints, unless another run has used the name for another one; returns those that it could not."""
     left: dict[str, str | None] = {}
     for path, who in doomed.items():
-        if who is None or identity(path) != who:
+        if who is None or place.identity(path) != who:
             continue
         try:
-            delete(path)
+            place.delete(path)
         except CheckpointError as error:
             warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
             left[path] = who

@@ -19,14 +19,21 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.checkpoint_arguments import check_arguments, triggers
 from leyden.callbacks.checkpointing.checkpoint_books import number_of, read_books, score_of
-from leyden.callbacks.checkpointing.checkpoint_commit import Following, after_commit, delete_each, tell_loggers
+from leyden.callbacks.checkpointing.checkpoint_commit import (
+    Folders,
+    Following,
+    after_commit,
+    delete_each,
+    kept_in,
+    report_of,
+    tell_loggers,
+)
 from leyden.callbacks.checkpointing.checkpoint_name import check_template, folders_in, format_name, metrics_in
 from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.arguments.given import checks_names
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.folder import identity
 from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -122,7 +129,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
-        self.dirpath = self._given_dirpath
+        self.dirpath, self._place = self._given_dirpath, Folders()
         self.filename = "{epoch}-{step}" if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
@@ -221,9 +228,9 @@ class ModelCheckpoint(Callback):
         self.best_k_models: dict[str, Tensor] = {
             path: torch.tensor(score, dtype=torch.float64)
             for path, score in books.ranked.items()
-            if os.path.exists(path)
+            if self._place.exists(path)
         }
-        self._recent: list[str] = [path for path in books.recent if os.path.exists(path)]
+        self._recent: list[str] = [path for path in books.recent if self._place.exists(path)]
         self._doomed: dict[str, str | None] = dict(books.doomed)
         self._saved_step, self._saved_batch = books.saved_step, books.saved_batch
         self._seen_step = 0
@@ -242,7 +249,7 @@ class ModelCheckpoint(Callback):
 
     # when -------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        chosen = self.folder_of(trainer)
+        chosen, self._place = self.folder_of(trainer), kept_in(trainer)
         self.dirpath = chosen if self.saves_on_each_node else trainer.strategy.ranks.broadcast(chosen)
         if stage == "fit" and not trainer.fast_dev_run:
             self._ranks(trainer).keep(self._make_folder)
@@ -281,7 +288,7 @@ class ModelCheckpoint(Callback):
             self._saved_at = time.monotonic()
         self._seen_step = trainer.global_step
         if self._ranks(trainer).is_keeper:
-            self._doomed = delete_each(self._doomed)
+            self._doomed = delete_each(self._doomed, self._place)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -400,12 +407,13 @@ class ModelCheckpoint(Callback):
                 self._rename(path, written)
         is_keeper, save, link = self._ranks(trainer).is_keeper, trainer.pending_save, self._link(values)
         if self.verbose:
-            trainer.print(self._report(written, trainer.global_step, ranks, "saving" if save is not None else "saved"))
+            verb = "saved" if save is None else "saving"
+            trainer.print(report_of(self, written, trainer.global_step, ranks, verb))
         if save is not None:
-            self._following = Following(save, written, before, dict(self._doomed), link, is_keeper)
+            self._following = Following(save, written, before, dict(self._doomed), link, is_keeper, self._place)
             save.follow(self._following.follow)
         else:
-            self._doomed = after_commit(written, link, self._doomed) if is_keeper else {}
+            self._doomed = after_commit(written, link, self._doomed, self._place) if is_keeper else {}
             tell_loggers(trainer, self)
 
     def _follow_up(self, trainer: Trainer) -> None:
@@ -496,7 +504,7 @@ class ModelCheckpoint(Callback):
         kept = self.kept_checkpoints()
         for old in before:
             if old not in kept:
-                self._doomed[old] = identity(old)
+                self._doomed[old] = self._place.identity(old)
 
     def kept_checkpoints(self) -> set[str]:
         """Returns the paths of all checkpoints that it keeps."""
@@ -585,15 +593,3 @@ class ModelCheckpoint(Callback):
         assert self.dirpath is not None
         name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
         return Path(self.dirpath, name) if self.save_last else None
-
-    def _report(self, path: str, step: int, ranks: bool, verb: str) -> str:
-        if self.monitor is None or self.current_score is None:
-            return f"step {step}: {verb} {path}"
-        place = (
-            f"among the best {self.save_top_k}"
-            if ranks and self.save_top_k > 0
-            else "kept"
-            if ranks
-            else "not among the best"
-        )
-        return f"step {step}: {self.monitor} = {float(self.current_score):.5f}, {place}: {verb} {path}"

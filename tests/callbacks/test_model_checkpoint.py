@@ -574,10 +574,10 @@ from leyden.callbacks.checkpointing import checkpoint_commit
 delete_each = checkpoint_commit.delete_each
 checkpoint = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True, asynchronous=sys.argv[4] == "asynchronous")
 
-def killed(doomed):
+def killed(doomed, place):
     if checkpoint._saved_step == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return delete_each(doomed)
+    return delete_each(doomed, place)
 
 checkpoint_commit.delete_each = killed
 fit(Path(sys.argv[1]), checkpoint)

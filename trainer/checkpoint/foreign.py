@@ -91,11 +91,21 @@ def _loaded(path: Path, weights_only: bool) -> Any:
 
 
 class ForeignWeights:
-    """The weights in a file of another trainer."""
+    """The weights in a file of another trainer.
 
-    def __init__(self, path: Path, trust: bool, weights_only: bool | None = None) -> None:
+    Args:
+        path: the file.
+        trust: as of `load_foreign`.
+        weights_only: True reads it by torch's safe loader alone, False in full if need be.
+        loaded: what somebody else has read of it.
+    """
+
+    def __init__(self, path: Path, trust: bool, weights_only: bool | None = None, loaded: Any = None) -> None:
         self.path = self.weights_file = path
         self._weights = "state_dict"
+        if loaded is not None:
+            self._loaded = loaded
+            return
         # torch's safe loader runs no code, trusted or not.
         self._loaded = (
             load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)

@@ -27,7 +27,7 @@ SAME = {
         "DDPStrategy DeepSpeedStrategy DoublePrecision FSDPStrategy ModelParallelStrategy Precision "
         "SingleDeviceStrategy Strategy TransformerEnginePrecision XLAStrategy"
     ),
-    "leyden.trainer": "AsyncCheckpointIO",
+    "leyden.trainer": "AsyncCheckpointIO CheckpointIO",
     "leyden.trainer.cli": (
         "ArgsType LRSchedulerCallable LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable ReduceLROnPlateau "
         "SaveConfigCallback instantiate_class"
@@ -85,7 +85,7 @@ INSTEAD = {
     _PLUGIN: "HalfPrecision MixedPrecision FSDPPrecision DeepSpeedPrecision XLAPrecision BitsandbytesPrecision",
     "Trainer(sync_batchnorm=True) does it": "LayerSync TorchSyncBatchNorm",
     "a checkpoint is a folder without pickles, which Leyden writes itself (docs/checkpoints.md)": (
-        "CheckpointIO TorchCheckpointIO XLACheckpointIO"
+        "TorchCheckpointIO XLACheckpointIO"
     ),
     "write a subclass of leyden.strategies.Strategy (docs/strategies.md)": "ParallelStrategy",
     "Trainer(strategy='xla') chooses it": "SingleDeviceXLAStrategy",

@@ -22,14 +22,16 @@ from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments.arguments import Arguments
 from leyden.trainer.arguments.replay import replay_of
+from leyden.trainer.checkpoint.checkpoint_io import is_checkpoint_io
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
-from leyden.trainer.plugins import is_async_plugin
+from leyden.trainer.plugins import checkpoint_io_of, is_async_plugin
 from leyden.trainer.run.callback_list import check_callbacks
 
 if TYPE_CHECKING:
+    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.run.state import Run
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -37,12 +39,14 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 def precision_of(arguments: Arguments) -> Any:
     """The precision, from its own argument or from plugins; None leaves the one that a given strategy has."""
-    plugins = [plugin for plugin in _as_list(arguments.plugins) if not is_async_plugin(plugin)]
+    checkpoint_io(arguments)
+    others = _as_list(arguments.plugins)
+    plugins = [plugin for plugin in others if not (is_async_plugin(plugin) or is_checkpoint_io(plugin))]
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
                 f"plugins: {kind_of(plugin)} is no plugin that this version knows: "
-                f"{ported(plugin, 'give a Precision, or an AsyncCheckpointIO')}."
+                f"{ported(plugin, 'give a Precision or a CheckpointIO')}."
             )
     if len(plugins) + (arguments.precision is not None) > 1:
         raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
@@ -56,6 +60,22 @@ def precision_of(arguments: Arguments) -> Any:
 def saves_asynchronously(arguments: Arguments) -> bool:
     """Whether a plugin asks for asynchronous saves."""
     return any(is_async_plugin(plugin) for plugin in _as_list(arguments.plugins))
+
+
+def checkpoint_io(arguments: Arguments) -> CheckpointIO | None:
+    """The plugin that stores checkpoints; None for checkpoint folders.
+
+    Raises:
+        ConfigurationError: if there are two, or the run is to look for checkpoints, which a plugin cannot list.
+    """
+    plugin = checkpoint_io_of(_as_list(arguments.plugins))
+    for name, value in (("resume", arguments.resume), ("preemption", arguments.preemption)):
+        if plugin is not None and value:
+            raise ConfigurationError(
+                f"{name}={value!r} looks for the newest checkpoint of the run, and {type(plugin).__name__} cannot list "
+                "those that it has: leave it out, and give fit the path."
+            )
+    return plugin
 
 
 def build_callbacks(arguments: Arguments) -> list[Callback]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.arguments.replay import replay_of
+from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_packed, unpack
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import OPTIMIZERS, ForeignWeights
@@ -22,7 +26,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
-from leyden.trainer.format.manifest import PROGRESS
+from leyden.trainer.format.manifest import MANIFEST, PROGRESS
 from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, depth_of, folder_of_last
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.identity import Difference, Identity
@@ -141,21 +145,24 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
         return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
     folder = folder_of_last(run.callbacks, run.arguments.default_root_dir)
     ranks = CheckpointRanks(run.strategy, folder, are_on_each_node(run.callbacks))
+    plugin = run.checkpoint_io
+    if plugin is not None and not _is_folder(goal.path):
+        name = os.path.expanduser(os.fspath(goal.path))
+        if name in ("auto", "last"):
+            raise ConfigurationError(
+                f"ckpt_path={name!r}: {type(plugin).__name__} cannot list its checkpoints: give the path of one, as "
+                "trainer.last_checkpoint has it."
+            )
+        found = _through(plugin, name, run, ranks)
+        if isinstance(found, ForeignWeights):
+            return found, _words_of(run, goal, found)
+        return found, _words(run, goal, found, Path(name))
     path = _find(run, folder, goal, ranks)
     if path is None:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
-        continues = run.state.stage == "fit" and goal.parts != {"weights"}
-        if continues and weights.holds_run:
-            return weights, f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
-        if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
-            warnings.warn(
-                f"{path} has no {OPTIMIZERS}, as ModelCheckpoint(save_weights_only=True) of Lightning's saves it: fit "
-                "takes its weights, and begins anew. restore='weights' says the same, without this warning.",
-                stacklevel=2,
-            )
-        return weights, f"weights of {path}"
+        return weights, _words_of(run, goal, weights)
     if HuggingFaceFolder.is_one(path):
         return HuggingFaceFolder(path), f"weights of {path}"
     if goal.weights_only and goal.parts != {"weights"}:
@@ -165,14 +172,61 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
             stacklevel=2,
         )
     reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
+    return reader, _words(run, goal, reader, path)
+
+
+def _words(run: Run, goal: Goal, reader: CheckpointReader, path: Path) -> str:
+    """What names a checkpoint to the user."""
     progress = progress_of(reader)
     exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     if goal.parts == {"weights"}:
-        return reader, f"weights of {path}"
+        return f"weights of {path}"
     readers = len(set(saved_data_ranks(reader)))
     if "rng" in goal.parts and readers not in (0, run.strategy.data_size):
         exact += f"; saved by {readers} rank(s): random numbers of ranks from 1 on are seeded anew"
-    return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+    return f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+
+
+def _words_of(run: Run, goal: Goal, weights: ForeignWeights) -> str:
+    """What names another trainer's file to the user; warns of one that holds no more than weights."""
+    path = weights.path
+    continues = run.state.stage == "fit" and goal.parts != {"weights"}
+    if continues and weights.holds_run:
+        return f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
+    if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
+        warnings.warn(
+            f"{path} has no {OPTIMIZERS}, as ModelCheckpoint(save_weights_only=True) of Lightning's saves it: fit "
+            "takes its weights, and begins anew. restore='weights' says the same, without this warning.",
+            stacklevel=2,
+        )
+    return f"weights of {path}"
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    """Returns True for a checkpoint folder, which is read as such by whatever plugin."""
+    return os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
+
+
+def _through(plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks) -> CheckpointReader | ForeignWeights:
+    """Reads a checkpoint that a plugin has stored: the first rank makes a folder of it, which all ranks read."""
+    root = Path(run.arguments.default_root_dir)
+    loaded: list[dict[str, Any]] = []
+
+    def made() -> str | None:
+        loaded.append(plugin.load_checkpoint(path))
+        if not is_packed(loaded[0]):
+            return None
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
+        return str(unpack(loaded.pop(), path, folder))
+
+    folder = ranks.first(made)
+    if folder is None:
+        return ForeignWeights(Path(path), True, loaded=loaded[0] if loaded else plugin.load_checkpoint(path))
+    reader = open_verified(folder, ranks)
+    if ranks.rank == 0:
+        weakref.finalize(reader, shutil.rmtree, Path(folder).parent, ignore_errors=True)
+    return reader
 
 
 def progress_of(reader: CheckpointReader) -> Progress:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from leyden.strategies.errors import LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.background import is_possible
+from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, pack
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import collect_rank, write_rank
+from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.run.build import saves_asynchronously
@@ -45,6 +50,21 @@ class SavedLoop(Protocol):
         """What the loop keeps on this rank."""
 
 
+def store(run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool) -> Path:
+    """Saves a checkpoint of the run, as a folder or by the plugin that there is for it; see `save_through`.
+
+    Raises:
+        ConfigurationError: for options that no plugin takes.
+    """
+    if run.checkpoint_io is not None:
+        return save_through(run.checkpoint_io, run, loop, path, options, **what)
+    if options is not None:
+        raise ConfigurationError(
+            f"storage_options={options!r} is for a CheckpointIO in Trainer(plugins=…), and there is none."
+        )
+    return save(run, loop, path, **what)
+
+
 def save(
     run: Run,
     loop: SavedLoop | None,
@@ -55,7 +75,7 @@ def save(
     overwrite: bool,
     asynchronous: bool,
 ) -> Path:
-    """Writes a checkpoint of the run; see `Trainer.save_checkpoint`.
+    """Writes a checkpoint folder of the run; see `Trainer.save_checkpoint`.
 
     Args:
         run: that is saved.
@@ -127,6 +147,47 @@ def save(
         return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, noted).path
 
 
+def save_through(
+    plugin: CheckpointIO, run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool
+) -> Path:
+    """Stores a checkpoint of the run by a plugin, on the first rank; see `save` for the other arguments.
+
+    All ranks write a folder, which is read back as a dict, and deleted.
+
+    Args:
+        options: `storage_options` of the plugin.
+    """
+    if replay_of(run.arguments) is not None:
+        return path
+    ranks = CheckpointRanks(run.engine.strategy, path)
+    if not what["overwrite"]:
+        path = ranks.first(lambda: _free(path))
+    folder = ranks.first(lambda: _temporary(run))
+    try:
+        what |= {"asynchronous": False, "overwrite": False}
+        written = save(run, loop, folder / "checkpoint", **what)
+        # It cannot be gone back to.
+        run.note_weights(written)
+        ranks.first(lambda: plugin.save_checkpoint(pack(CheckpointReader(written)), str(path), storage_options=options))
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return path
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first with a number that is not taken."""
+    names = (path.with_name(f"{path.name}-v{number}") for number in itertools.count(1))
+    return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
+
+
+def _temporary(run: Run) -> Path:
+    """A folder that all ranks see."""
+    root = Path(run.arguments.default_root_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
+
+
 def _relative(places: Iterable[Path], folder: Path) -> list[str]:
     """The paths, seen from a folder, of those that are still there."""
     return [os.path.relpath(os.path.realpath(place), folder) for place in places if os.path.lexists(place)]
@@ -166,6 +227,11 @@ def beside(run: Run, asked: bool | None) -> bool:
         run: that is saved.
         asked: what the caller gave; None for what the Trainer's plugins say.
     """
+    if asked and run.checkpoint_io is not None:
+        raise ConfigurationError(
+            f"asynchronous=True, and {type(run.checkpoint_io).__name__} stores checkpoints itself: give "
+            "plugins=AsyncCheckpointIO(…) around it, which calls it in a thread."
+        )
     if asked is None:
         asked = saves_asynchronously(run.arguments)
     if not asked or run.state.stage != "fit" or run.saves.is_over:

@@ -26,8 +26,9 @@ from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
+from leyden.trainer.plugins import end_io
 from leyden.trainer.run.advice import checked_for_nan
-from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
+from leyden.trainer.run.build import accumulation_of, check_steps, checkpoint_io, loggers_of, warn_if_untrained
 from leyden.trainer.run.differences import check_module, check_optimizers
 from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.loggers.logger import Logger
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments.arguments import Arguments
+    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
@@ -196,6 +198,11 @@ class Run:
         return loggers_of(self.callbacks)
 
     @property
+    def checkpoint_io(self) -> CheckpointIO | None:
+        """The plugin that stores checkpoints; None for checkpoint folders."""
+        return checkpoint_io(self.arguments)
+
+    @property
     def log_dir(self) -> str | None:
         """Folder of the first logger that has one; without loggers `default_root_dir`.
 
@@ -279,7 +286,8 @@ class Run:
         """
         stage, module, strategy = self.state.stage, self.module, self.strategy
         assert stage is not None
-        self.origin, self.ckpt_path = origin, None if reader is None else str(reader.path)
+        place = goal.path if self.checkpoint_io is not None else getattr(reader, "path", None)
+        self.origin, self.ckpt_path = origin, None if reader is None else str(place)
         if stage == "fit" and not goal.continues:
             self.identity = Identity.of(module, self.datamodule)
             check_same_run(self.identity, reader, goal, strategy.ranks.is_global_zero)
@@ -387,6 +395,7 @@ class Run:
         finally:
             self.saves.close()
             self.engine.teardown()
+            end_io(self.checkpoint_io, error is not None)
             self.state = RunState()
             self.logs.end_batch()
             self.module._leave()

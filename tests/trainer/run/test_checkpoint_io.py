@@ -1,0 +1,215 @@
+"""Checkpoints that a plugin stores: the run, its ranking and its resume are as with folders."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Regression
+from ranks.world import run_world
+from samples import pairs
+from torch import nn
+from torch.utils.data import DataLoader
+
+from leyden import ConfigurationError, LeydenError, Trainer
+from leyden.callbacks import EMAWeightAveraging, ModelCheckpoint
+from leyden.trainer import AsyncCheckpointIO, CheckpointIO
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+
+class Shelf(CheckpointIO):
+    """Keeps each checkpoint as one file in a folder of its own, and notes what it is asked to do.
+
+    Args:
+        folder: where.
+        broken: the names of those that it cannot save.
+    """
+
+    def __init__(self, folder: Path, broken: tuple[str, ...] = ()) -> None:
+        self.folder, self.broken, self.done = folder, broken, list[str]()
+        folder.mkdir(exist_ok=True)
+
+    def _file(self, path: Any) -> Path:
+        return self.folder / f"{Path(path).name}.pt"
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        name = Path(path).name
+        if name in self.broken:
+            raise OSError("the shelf is full")
+        torch.save(checkpoint, self._file(path))
+        self.done.append(f"save {name}" + (f" {storage_options}" if storage_options else ""))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:
+        self.done.append(f"load {Path(path).name}")
+        return torch.load(self._file(path), map_location=map_location, weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.done.append(f"remove {Path(path).name}")
+        self._file(path).unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        self.done.append("teardown")
+
+
+class Duck:
+    """Has the methods, and no base class: as a plugin of Lightning's."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.kept[str(path)] = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:
+        return self.kept[str(path)]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        del self.kept[str(path)]
+
+
+def regression() -> Regression:
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    return Regression(net, lambda module: torch.optim.Adam(module.parameters(), lr=0.05))
+
+
+def fit(plugin: Any, callbacks: Any, epochs: int, path: Any = None, **arguments: Any) -> tuple[Trainer, Regression]:
+    module = regression()
+    torch.manual_seed(7)
+    own = {"enable_checkpointing": bool(callbacks), "callbacks": callbacks, "plugins": plugin, "max_epochs": epochs}
+    trainer = Trainer(**{**QUIET, **own, **arguments})
+    trainer.fit(module, DataLoader(pairs(16), 4, shuffle=True), ckpt_path=path)
+    return trainer, module
+
+
+def same(module: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(own, theirs) for own, theirs in zip(module.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_plugin_saves_ranks_removes_and_resumes_bit_for_bit(tmp_path: Path, beside: bool) -> None:
+    _, straight = fit(None, [EMAWeightAveraging(decay=0.5)], 3, enable_checkpointing=False)
+    shelf = Shelf(tmp_path / "shelf")
+    saving = ModelCheckpoint(tmp_path / "runs", filename="{step}", every_n_train_steps=3, save_top_k=2)
+    plugin = AsyncCheckpointIO(shelf) if beside else shelf
+    trainer, _ = fit(plugin, [saving, EMAWeightAveraging(decay=0.5)], 3, default_root_dir=tmp_path)
+    saves = [f"save step={step}" for step in (3, 6, 9, 12)]
+    removals = [f"remove step={step}" for step in (3, 6)]
+    assert [one for one in shelf.done if one.startswith("save")] == saves and shelf.done[-1] == "teardown"
+    assert [one for one in shelf.done if one.startswith("remove")] == removals
+    # The old one goes once the new one is there.
+    assert shelf.done.index("remove step=3") > shelf.done.index("save step=9")
+    assert sorted(file.name for file in shelf.folder.iterdir()) == ["step=12.pt", "step=9.pt"]
+    assert saving.best_model_path == saving.last_model_path == str(tmp_path / "runs" / "step=12")
+    # Nothing else is left, not even a temporary folder.
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["runs", "shelf"] and not any(
+        (tmp_path / "runs").iterdir()
+    )
+
+    again = ModelCheckpoint(tmp_path / "runs", filename="{step}", every_n_train_steps=3, save_top_k=2)
+    place = tmp_path / "runs" / "step=9"
+    trainer, module = fit(plugin, [again, EMAWeightAveraging(decay=0.5)], 3, place, default_root_dir=tmp_path)
+    assert same(module, straight) and trainer.global_step == 12 and str(trainer.ckpt_path) == str(place)
+    # The ranking goes on: 6 was kept beside 9, and goes as 12 comes.
+    assert shelf.done.count("remove step=6") == 2
+    module = regression()
+    trainer.validate(module, DataLoader(pairs(4), 4), ckpt_path="best", verbose=False)
+    assert same(module, straight)
+
+
+def test_the_dict_holds_the_weights_by_name_and_may_change(tmp_path: Path) -> None:
+    duck = Duck()
+    trainer, module = fit(duck, [], 1, default_root_dir=tmp_path)
+    path = trainer.save_checkpoint(tmp_path / "one")
+    found = duck.kept[str(path)]
+    assert {"epoch", "global_step", "leyden_version", "state_dict", "files"} == set(found)
+    assert (found["epoch"], found["global_step"]) == (0, 4)
+    assert all(torch.equal(found["state_dict"][name], tensor) for name, tensor in module.state_dict().items())
+    torch.save(found, tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt", weights_only=True)["global_step"] == 4
+    # The weights are those of the dict, whatever was done to them.
+    found["state_dict"] = {name: torch.zeros_like(tensor) for name, tensor in found["state_dict"].items()}
+    trainer, module = fit(duck, [], 1, path, default_root_dir=tmp_path)
+    assert all(not parameter.any() for parameter in module.parameters())
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    assert not any(name.startswith("optimizer") for name in duck.kept[str(tmp_path / "weights")]["files"])
+    for name in ("../x.json", "model.safetensors"):
+        duck.kept["bad"] = {**found, "files": {**found["files"], name: torch.zeros(1, dtype=torch.uint8)}}
+        with pytest.raises(LeydenError, match="bad: files has .*which is no file of a checkpoint's"):
+            fit(duck, [], 1, "bad", default_root_dir=tmp_path)
+    # What is in no form of Leyden's is another trainer's.
+    duck.kept["plain"] = {"state_dict": regression().state_dict()}
+    assert fit(duck, [], 1, "plain", default_root_dir=tmp_path)[0].global_step == 4
+    # A folder is read as one.
+    fit(None, [ModelCheckpoint(tmp_path / "folders", filename="{step}")], 1)
+    fit(duck, [], 2, tmp_path / "folders" / "step=4", default_root_dir=tmp_path)
+
+
+def test_an_error_of_the_plugin_ends_the_run_and_removes_nothing(tmp_path: Path) -> None:
+    for beside in (False, True):
+        shelf = Shelf(tmp_path / str(beside), broken=("step=8",))
+        saving = ModelCheckpoint(tmp_path / "runs", filename="{step}", every_n_train_steps=4, save_top_k=1)
+        with pytest.raises(OSError, match="the shelf is full"):
+            fit(AsyncCheckpointIO(shelf) if beside else shelf, [saving], 2, default_root_dir=tmp_path)
+        assert [file.name for file in shelf.folder.iterdir()] == ["step=4.pt"]
+        assert not any(one.startswith("remove") for one in shelf.done)
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+
+
+def test_what_a_plugin_cannot_do_is_refused(tmp_path: Path) -> None:
+    duck = Duck()
+    with pytest.raises(ConfigurationError, match="plugins has two that store checkpoints, Duck and Duck: give one"):
+        Trainer(**QUIET, plugins=[duck, Duck()])
+    with pytest.raises(ConfigurationError, match="resume='auto' looks for the newest checkpoint.*Duck cannot list"):
+        Trainer(**QUIET, plugins=duck, resume="auto")
+    for word in ("auto", "last"):
+        with pytest.raises(ConfigurationError, match=f"ckpt_path='{word}': Duck cannot list its checkpoints"):
+            fit(duck, [], 1, word, default_root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match="give plugins=AsyncCheckpointIO"):
+        fit(duck, [ModelCheckpoint(tmp_path, every_n_train_steps=1, asynchronous=True)], 1)
+    with pytest.raises(ConfigurationError, match=r"storage_options=\{'a': 1\} is for a CheckpointIO"):
+        fit(None, [], 1)[0].save_checkpoint(tmp_path / "x", storage_options={"a": 1})
+    with pytest.raises(ConfigurationError, match="checkpoint_io=.*give a CheckpointIO"):
+        AsyncCheckpointIO(object())  # type: ignore[arg-type]
+    shelf = Shelf(tmp_path / "shelf")
+    trainer, _ = fit(shelf, [], 1, default_root_dir=tmp_path)
+    trainer.save_checkpoint(tmp_path / "y", storage_options={"a": 1})
+    assert shelf.done[-1] == "save y {'a': 1}"
+
+
+def sharded(folder: str, path: str | None, epochs: int) -> Any:
+    """Fits on these ranks, and returns the plugin's record and the last weights."""
+    shelf = Shelf(Path(folder) / "shelf")
+    saving = ModelCheckpoint(Path(folder) / "runs", filename="{step}", every_n_train_steps=2, save_top_k=1)
+    _trainer, module = fit(shelf, [saving], epochs, path, strategy="fsdp", devices=2, default_root_dir=folder)
+    return shelf.done, [getattr(one, "full_tensor", lambda t=one: t)().tolist() for one in module.parameters()]
+
+
+def both(folder: str) -> Any:
+    first = sharded(folder, None, 1)
+    return first, sharded(folder, f"{folder}/runs/step=2", 2), sharded(folder + "-straight", None, 2)
+
+
+def test_two_fsdp_ranks_store_one_dict_and_resume_through_it(tmp_path: Path) -> None:
+    Path(f"{tmp_path}/run").mkdir()
+    Path(f"{tmp_path}/run-straight").mkdir()
+    (first, resumed, straight), (other_first, other_resumed, _) = run_world(2, both, f"{tmp_path}/run")
+    assert first[0] == ["save step=2", "teardown"] and other_first[0] == ["teardown"]
+    assert resumed[0][0] == "load step=2" and other_resumed[0] == ["teardown"]
+    assert resumed[1] == straight[1] == other_resumed[1]
+    whole = torch.load(tmp_path / "run" / "shelf" / "step=4.pt", weights_only=True)["state_dict"]
+    assert [tensor.tolist() for tensor in whole.values()] == resumed[1]
+
+
+def test_a_folder_that_was_made_of_a_dict_verifies(tmp_path: Path) -> None:
+    from leyden.trainer.checkpoint.checkpoint_io import unpack
+
+    duck = Duck()
+    trainer, _ = fit(duck, [], 1, default_root_dir=tmp_path)
+    path = str(trainer.save_checkpoint(tmp_path / "one"))
+    reader = CheckpointReader(unpack(duck.kept[path], path, tmp_path / "made"))
+    reader.verify()
+    assert reader.progress()["global_step"] == 4 and reader.manifest.strategy == "single_device"
