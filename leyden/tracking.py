@@ -14,6 +14,7 @@ from leyden.trainer.accelerator.tracking import (
     MLflowTracker,
     TensorBoardTracker,
     WandBTracker,
+    on_main_process,
 )
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "TensorBoardTracker",
     "TrackioTracker",
     "WandBTracker",
+    "on_main_process",
 ]
 __getattr__ = lacking(__name__)

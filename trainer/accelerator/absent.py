@@ -50,7 +50,7 @@ INSTEAD = {
         "BatchSamplerShard IterableDatasetShard SkipBatchSampler SkipDataLoader get_sampler"
     ),
     "Accelerator(log_with=…) finds trackers by itself": (
-        "filter_trackers get_available_trackers register_tracker_class LOGGER_TYPE_TO_CLASS on_main_process"
+        "filter_trackers get_available_trackers register_tracker_class LOGGER_TYPE_TO_CLASS"
     ),
     "use `leyden merge <checkpoint> <folder>`": "merge_fsdp_weights",
     "use accelerator.save_state and load_state, whose checkpoints load on any number of ranks": (

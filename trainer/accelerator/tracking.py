@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from leyden.callbacks.loggers.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
+from leyden.strategies.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
     from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.accelerator.ranks import PartialState
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Name -> module, class, the package that it needs, the argument for the project: "name" is a folder in the run's.
 LOGGERS = {
@@ -34,6 +38,28 @@ SERVICES = {
     "swanlab": ("SwanLabTracker", "swanlab"),
     "trackio": ("TrackioTracker", "trackio"),
 }
+
+
+def on_main_process(function: F) -> F:
+    """Decorates a method of a tracker: the main rank alone runs it, unless the tracker has `main_process_only = False`.
+
+    The Accelerator calls trackers by that rule anyway; a script that calls a tracker's methods itself needs it.
+
+    Example:
+        >>> class Noted(GeneralTracker):
+        ...     name = "noted"
+        ...     @on_main_process
+        ...     def log(self, values, step=None, **kwargs):
+        ...         self.last = values
+    """
+
+    @functools.wraps(function)
+    def by_rank(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        if self.main_process_only and rank_zero_only.rank != 0:
+            return None
+        return function(self, *args, **kwargs)
+
+    return cast(F, by_rank)
 
 
 class GeneralTracker(ABC):

@@ -24,6 +24,7 @@ from leyden import (
     set_seed,
 )
 from leyden.callbacks import CSVLogger
+from leyden.tracking import on_main_process
 
 
 class Noted(GeneralTracker):
@@ -76,6 +77,25 @@ class Unfinished(GeneralTracker):
 class Nameless(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Nothing."""
+
+
+class Decorated(GeneralTracker):
+    name = "decorated"
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> str:
+        return "logged"
+
+
+@pytest.mark.parametrize(("rank", "main_only", "found"), [(0, True, "logged"), (1, True, None), (1, False, "logged")])
+def test_a_method_for_the_main_process_leaves_other_ranks_out(
+    rank: int, main_only: bool, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(Decorated, "main_process_only", main_only)
+    assert Decorated().log({}) == found
+    assert Decorated.log.__name__ == "log"
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 6), (2, 1, 8, 6), (2, 8, 6, 3)])
