@@ -98,8 +98,9 @@ class GradientAccumulationScheduler(GradientAccumulation):
         scheduling: {epoch: batches}, as `GradientAccumulation`'s `steps`.
 
     Example:
-        >>> GradientAccumulationScheduler(scheduling={0: 8, 4: 4}).length(5)
-        4
+        >>> schedule = GradientAccumulationScheduler(scheduling={0: 8, 4: 4})
+        >>> schedule.get_accumulate_grad_batches(5), schedule.going_to_accumulate_grad_batches()
+        (4, True)
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
@@ -109,6 +110,14 @@ class GradientAccumulationScheduler(GradientAccumulation):
                 "GradientAccumulation for one number."
             )
         super().__init__(scheduling)
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Lightning's name of `length`."""
+        return self.length(epoch)
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """True if a window of any epoch has several batches."""
+        return self.longest > 1
 
 
 class AutoAccumulation(GradientAccumulation):

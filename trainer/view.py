@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.loggers.logger import Logger
+    from leyden.strategies.precision.base import Precision
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.background import PendingSave
     from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
@@ -130,6 +131,16 @@ class TrainerView:
     def precision(self) -> str:
         """The full name of the precision."""
         return self.strategy.precision.name
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's name of `strategy.precision`."""
+        return self.strategy.precision
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler; None unless the precision has one."""
+        return getattr(self.strategy.precision, "scaler", None)
 
     @property
     def world_size(self) -> int:

@@ -122,6 +122,11 @@ class ProgressBar(Callback):
         """Batches of the prediction loader that runs now."""
         return self._of_loader(self.trainer.num_predict_batches)
 
+    @property
+    def total_val_batches(self) -> float:
+        """Batches of all validation loaders."""
+        return sum(self.trainer.num_val_batches)
+
     def _of_loader(self, sizes: Sequence[float]) -> float:
         index = self.trainer.logs.dataloader_idx or 0
         return sizes[index] if index < len(sizes) else 0

@@ -192,8 +192,8 @@ class RichProgressBar(PacedProgressBar):
         number = self._task(stage)
         return next(task for task in self.progress.tasks if task.id == number)
 
-    def refresh(self) -> None:
-        """Draws the bars as they are now."""
+    def refresh(self, hard: bool = False) -> None:
+        """Draws the bars as they are now; `hard`, which Lightning's needs in a notebook, changes nothing."""
         if self._screen is not None:
             self._screen.refresh()
 

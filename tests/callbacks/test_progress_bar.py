@@ -180,7 +180,7 @@ def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> 
     run = trainer(tmp_path, bar, logger=CSVLogger(tmp_path), max_epochs=1, num_sanity_val_steps=2)
     with Terminal() as terminal:
         run.fit(Net(), DATA, loaders)
-        assert bar.trainer is run and bar.total_train_batches == 10
+        assert bar.trainer is run and (bar.total_train_batches, bar.total_val_batches) == (10, 7)
         run.test(Net(), DATA[:1], verbose=False)
         run.predict(Net(), DATA[:3])
     assert seen == [

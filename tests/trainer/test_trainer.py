@@ -309,7 +309,9 @@ def test_print_takes_what_print_takes(quiet: Any, capfd: pytest.CaptureFixture[s
 
 
 def test_init_module_builds_in_the_precision_of_the_trainer(quiet: Any) -> None:
-    with Trainer(**quiet, precision="64-true").init_module():
+    trainer = Trainer(**quiet, precision="64-true")
+    assert trainer.precision_plugin.name == "64-true" and trainer.scaler is None
+    with trainer.init_module():
         module = Tiny()
     assert module.net.weight.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
 

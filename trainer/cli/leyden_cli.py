@@ -122,6 +122,7 @@ class LeydenCLI:
         self._seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
+        self.after_instantiate_classes()
         if self.subcommand is not None:
             self._run(self.subcommand)
 
@@ -224,6 +225,9 @@ class LeydenCLI:
         self.datamodule: DataModule | None = own.get("data")
         self._give_optimizers(own)
         self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Override this for what must happen once all is built, and before anything runs."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer; `kwargs` take precedence over the configuration."""

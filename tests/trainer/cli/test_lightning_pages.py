@@ -751,6 +751,9 @@ class Own(LightningCLI):
         super().instantiate_classes()
         seen.append(type(self.model).__name__)
 
+    def after_instantiate_classes(self):
+        seen.append(("after", type(self.trainer).__name__))
+
     def setup_parser(self, add_subcommands, main_kwargs, subparser_kwargs):
         seen.append((add_subcommands, sorted(main_kwargs), subparser_kwargs))
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
@@ -772,7 +775,8 @@ cli = Own(OwnNet, Points, trainer_defaults=SHORT,
     assert found["cli"].trainer.max_epochs == 3
     first, *others = found["seen"]
     assert first == (True, ["description"], {"test": {"exit_on_error": True}})
-    assert others == ["init_parser", "init_parser", "defaults", "core", "parse", ("before", "test"), "OwnNet"]
+    made = [("before", "test"), "OwnNet", ("after", "Trainer")]
+    assert others == ["init_parser", "init_parser", "defaults", "core", "parse", *made]
 
 
 def test_a_parser_is_used_without_a_cli() -> None:

@@ -1,0 +1,112 @@
+"""What of Lightning's public surface has the same name and the same default here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+SURFACE: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "frozen" / "lightning.json").read_text())
+"""Arguments with their defaults, methods with theirs, and properties of the classes of Lightning 2.6."""
+NAMES = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule", "LightningCLI": "LeydenCLI"}
+NAMES |= {"LightningArgumentParser": "LeydenArgumentParser"}
+PLACES = ("leyden", "leyden.callbacks", "leyden.strategies", "leyden.trainer.profilers", "leyden.trainer.cli")
+# Of hooks, which are called by position.
+RENAMED = {"pl_module": "module", "lightning_module": "module", "state_dict": "state", "model": "module"}
+RENAMED |= {"lightning_class": "leyden_class"}
+# The values of defaults that Lightning writes by a name of its own.
+VALUES = {
+    "Interval.step": "step",
+    "RunningStage.TRAINING": "train",
+    "torch.device('cpu')": "cpu",
+    "multiplicative": "multiplicative",
+    "LRSchedulerTypeTuple": "LRScheduler",
+    "(Optimizer,)": "Optimizer",
+    "SaveConfigCallback": "SaveConfigCallback",
+    "Trainer": "Trainer",
+    "logging.WARN": 30,
+    "default_pg_timeout": "0:30:00",
+}
+
+
+def counterpart(name: str) -> Any:
+    """The class here; None without one."""
+    for place in PLACES:
+        found = getattr(importlib.import_module(place), NAMES.get(name, name), None)
+        if found is not None:
+            return found
+    return None
+
+
+def parameters(call: Any) -> dict[str, Any]:
+    """The arguments of a class or function, with those that it passes on to its base classes, and their defaults."""
+    found: dict[str, Any] = {}
+    owners = [vars(owner).get("__init__") for owner in call.__mro__] if isinstance(call, type) else [call]
+    for function in owners:
+        if not inspect.isfunction(function) and not inspect.ismethod(function):
+            continue
+        own = inspect.signature(function).parameters
+        found = {**{name: _default(parameter) for name, parameter in own.items()}, **found}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+            break
+    return found
+
+
+def is_same(theirs: dict[str, str], mine: dict[str, Any]) -> bool:
+    """True if each argument is there with its default, whatever else is there."""
+    named = {name if name in mine else RENAMED.get(name, name): default for name, default in theirs.items()}
+    return all(
+        name.startswith("*") or (name in mine and _is_default(default, mine[name])) for name, default in named.items()
+    )
+
+
+def same(name: str) -> dict[str, list[str]]:
+    """The arguments, methods and properties of a class that are the same here."""
+    mine = counterpart(name)
+    if mine is None:
+        return {"arguments": [], "methods": [], "properties": []}
+    given, surface = parameters(mine), SURFACE[name]
+    by_hand = {"log_dict": parameters(getattr(mine, "log", None))} if hasattr(mine, "log_dict") else {}
+    if name == "LambdaCallback":
+        given |= dict.fromkeys(importlib.import_module("leyden.callbacks.lambda_callback").HOOKS)
+    return {
+        "arguments": [
+            key
+            for key, default in surface["arguments"].items()
+            if key.startswith("*") or is_same({key: default}, given)
+        ],
+        "methods": [
+            key
+            for key, theirs in surface["methods"].items()
+            if callable(getattr(mine, key, None))
+            and is_same(theirs, {**by_hand.get(key, {}), **parameters(getattr(mine, key))})
+        ],
+        "properties": [key for key in surface["properties"] if _has(mine, key)],
+    }
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    return "required" if parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def _is_default(theirs: str, mine: Any) -> bool:
+    if theirs == "required":
+        # What need not be given may be given.
+        return True
+    if theirs in VALUES:
+        text = getattr(mine, "__name__", None) or str(mine)
+        return bool(mine == VALUES[theirs]) or str(VALUES[theirs]) in text
+    try:
+        value = eval(theirs, {"timedelta": importlib.import_module("datetime").timedelta})
+    except NameError:
+        return False
+    return isinstance(value, bool) is isinstance(mine, bool) and bool(value == mine)
+
+
+def _has(mine: type, name: str) -> bool:
+    if hasattr(mine, name):
+        return True
+    # Set by __init__.
+    return mine.__name__ == "TrainModule" and hasattr(mine(), name)

@@ -1,0 +1,46 @@
+"""docs/lightning-reference.md: every name of Lightning's classes is there, and what it calls the same is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from lightning_surface import SURFACE, same
+
+PAGE = (Path(__file__).parents[1] / "docs" / "lightning-reference.md").read_text(encoding="utf-8")
+SECTIONS = {text.split("`")[1]: text for text in PAGE.split("\n## ")[1:]}
+KINDS = ("arguments", "methods", "properties")
+
+
+def listed(section: str, kind: str) -> list[str]:
+    """What a section calls the same."""
+    found = re.search(rf"^{kind.capitalize()}, the same: (.*?)\.$", section, re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`]+)`", found[1]) if found else []
+
+
+def rows(section: str) -> dict[str, str]:
+    """What a section says of each other name."""
+    found = re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE)
+    return {name: text for names, text in found for name in re.findall(r"`([^`]+)`", names)}
+
+
+def test_every_class_has_a_section() -> None:
+    assert list(SECTIONS) == list(SURFACE)
+    assert sum(len(SURFACE[name][kind]) for name in SURFACE for kind in KINDS) > 700
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_every_name_of_a_class_is_there_and_what_is_the_same_has_the_same_default(name: str) -> None:
+    if name in ("LightningCLI", "LightningArgumentParser", "SaveConfigCallback"):
+        pytest.importorskip("jsonargparse")
+    section, found = SECTIONS[name], same(name)
+    others = rows(section)
+    for kind in KINDS:
+        names = [one for one in SURFACE[name][kind] if not one.startswith("*")]
+        assert set(listed(section, kind)) <= set(found[kind]), kind
+        assert set(names) <= set(listed(section, kind)) | set(others), kind
+    known = {one for kind in KINDS for one in SURFACE[name][kind]}
+    assert set(others) <= known
+    for one, text in others.items():
+        assert re.match(r"(the same|differs: |not here|not in this version: |as a property differs: )", text), one
