@@ -1,0 +1,99 @@
+"""Uploads beside the training: their order, their failures, and copies that outlive a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from leyden.callbacks.loggers.background_uploads import BackgroundUploads, LinkedCopy, Task
+from leyden.strategies.errors import LeydenError
+from leyden.trainer.format.staging import is_staging
+
+
+def test_tasks_are_carried_out_in_order_beside_the_caller() -> None:
+    uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
+
+    def first() -> None:
+        assert go.wait(60)
+        done.append(("first", threading.current_thread().name))
+
+    uploads.put(Task("first", first, lambda: done.append("end")))
+    uploads.put(Task("second", lambda: done.append("second")))
+    assert done == []
+    go.set()
+    uploads.wait()
+    assert done == [("first", "leyden-uploads"), "end", "second"]
+    # The thread has ended, and another one begins.
+    uploads.put(Task("third", lambda: done.append("third")))
+    uploads.wait()
+    uploads.report(raises=True)
+    assert done[-1] == "third"
+    copy = pickle.loads(pickle.dumps(uploads))
+    copy.put(Task("fourth", lambda: done.append("fourth")))
+    copy.wait()
+    assert done[-1] == "fourth"
+
+
+def test_a_failure_is_reported_once_and_stops_no_other_task() -> None:
+    uploads, done = BackgroundUploads("Mine"), []
+
+    def fails() -> None:
+        raise OSError("no network")
+
+    for needed in (False, True, True):
+        uploads.put(Task("a file", fails, lambda: done.append("end"), is_needed=needed))
+    uploads.put(Task("another", lambda: done.append("another")))
+    uploads.wait()
+    with (
+        pytest.warns(UserWarning, match="Mine could not upload a file: OSError: no network") as warned,
+        pytest.raises(LeydenError, match="Mine could not upload a file: OSError: no network"),
+    ):
+        uploads.report(raises=True)
+    assert len(warned) == 2 and done == ["end", "end", "end", "another"]
+    uploads.report(raises=True)
+    uploads.put(Task("a file", fails))
+    uploads.wait()
+    with pytest.warns(UserWarning, match="could not upload"):
+        uploads.report(raises=False)
+
+
+def test_an_interrupted_run_gives_up_what_is_left_with_a_warning() -> None:
+    uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
+    uploads.put(Task("one", lambda: done.append(go.wait(60)), lambda: done.append("end of one")))
+    uploads.put(Task("two", lambda: done.append("two"), lambda: done.append("end of two")))
+    with pytest.warns(UserWarning, match="Mine has not uploaded one, two: the run was interrupted"):
+        uploads.wait(0.01)
+    assert done == ["end of two"]
+    go.set()
+    uploads.wait()
+    assert done == ["end of two", True, "end of one"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_copy_stays_when_the_checkpoint_goes(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "step=1"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a").write_text("a")
+    (folder / "inner/b").write_text("b")
+    (tmp_path / "last").symlink_to(folder)
+    if not links:
+
+        def refused(source: str, target: str) -> None:
+            raise PermissionError("no hard links here")
+
+        monkeypatch.setattr(os, "link", refused)
+    copy = LinkedCopy(tmp_path / "last")
+    assert ((folder / "a").stat().st_ino == (copy.path / "a").stat().st_ino) is links
+    shutil.rmtree(folder)
+    assert copy.path.parent == tmp_path and is_staging(copy.path.name)
+    assert ((copy.path / "a").read_text(), (copy.path / "inner/b").read_text()) == ("a", "b")
+    copy.remove()
+    assert os.listdir(tmp_path) == ["last"]
+    with pytest.raises(OSError, match="missing"):
+        LinkedCopy(tmp_path / "missing")
+    assert os.listdir(tmp_path) == ["last"]
