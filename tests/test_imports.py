@@ -220,6 +220,19 @@ def test_files_can_be_read() -> None:
         )
 
 
+def test_no_line_is_too_long() -> None:
+    """ruff leaves out what a comment such as `# type: ignore` adds."""
+    folders = (*ROOMS, "tests", "examples", "benchmarks", "scripts")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not wrong
+
+
 def test_the_package_folder_holds_nothing_else() -> None:
     package = ROOT / "leyden"
     found = {path for folder in (package, package / "utils") for path in folder.iterdir() if path.name != "__pycache__"}
@@ -264,6 +277,18 @@ def test_importing_loads_no_optional_package() -> None:
     ).split()
     assert "leyden.trainer.trainer" in loaded
     assert not {name for name in loaded if any(within(name, package) for package in LAZY)}
+
+
+def test_importing_the_trainer_loads_only_leyden_and_the_standard_library() -> None:
+    """Neither another package, nor a part of torch that `import torch` leaves out: some take half a second."""
+    loaded = run(
+        "import sys, torch; before = set(sys.modules); from leyden import Trainer, TrainModule; "
+        "print(*(name for name in sys.modules if name not in before))"
+    ).split()
+    packages = {name.partition(".")[0] for name in loaded}
+    assert packages - sys.stdlib_module_names == {"leyden"}
+    rooms = ("accelerator", "cli", "tuning")
+    assert not {name for name in loaded if any(within(name, f"leyden.trainer.{room}") for room in rooms)}
 
 
 def test_importing_leyden_alone_loads_no_trainer() -> None:

@@ -48,10 +48,10 @@ class Logs(Line):
 
 
 def of_tensorboard(logger: TensorBoardLogger) -> Rows:
-    events = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0})  # type: ignore[no-untyped-call]
-    events.Reload()  # type: ignore[no-untyped-call]
-    names = events.Tags()["scalars"]  # type: ignore[no-untyped-call]
-    return {(name, event.step): event.value for name in names for event in events.Scalars(name)}  # type: ignore[no-untyped-call]
+    untyped: Any = EventAccumulator
+    events = untyped(str(logger.log_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    return {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
 
 
 def of_csv(logger: CSVLogger) -> Rows:

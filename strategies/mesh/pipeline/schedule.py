@@ -99,11 +99,6 @@ class Schedule:
         """The stages that a rank of the pipeline holds."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
-    @property
-    def is_single(self) -> bool:
-        """True if each rank holds one stage."""
-        return self.name in SINGLE
-
     def __str__(self) -> str:
         return f"{self.name} of {self.micro_batches} micro-batches"
 
