@@ -1,15 +1,19 @@
-"""What of Lightning's public surface has the same name and the same default here."""
+"""What of Lightning's public surface has the same name and the same default here, and what the page on it says."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 SURFACE: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "frozen" / "lightning.json").read_text())
 """Arguments with their defaults, methods with theirs, and properties of the classes of Lightning 2.6."""
+PAGE = (Path(__file__).parents[1] / "docs" / "lightning-reference.md").read_text(encoding="utf-8")
+SECTIONS = {text.split("`")[1]: text for text in PAGE.split("\n## ")[1:]}
+"""What the page says of each class."""
 NAMES = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule", "LightningCLI": "LeydenCLI"}
 NAMES |= {"LightningArgumentParser": "LeydenArgumentParser"}
 PLACES = ("leyden", "leyden.callbacks", "leyden.strategies", "leyden.trainer.profilers", "leyden.trainer.cli")
@@ -85,6 +89,12 @@ def same(name: str) -> dict[str, list[str]]:
         ],
         "properties": [key for key in surface["properties"] if _has(mine, key)],
     }
+
+
+def rows(section: str) -> dict[str, str]:
+    """What a section says of each name that is not the same."""
+    found = re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE)
+    return {name: text for names, text in found for name in re.findall(r"`([^`]+)`", names)}
 
 
 def _default(parameter: inspect.Parameter) -> Any:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-from lightning_surface import SURFACE, same
+from lightning_surface import SECTIONS, SURFACE, rows, same
 
-PAGE = (Path(__file__).parents[1] / "docs" / "lightning-reference.md").read_text(encoding="utf-8")
-SECTIONS = {text.split("`")[1]: text for text in PAGE.split("\n## ")[1:]}
 KINDS = ("arguments", "methods", "properties")
 
 
@@ -17,12 +14,6 @@ def listed(section: str, kind: str) -> list[str]:
     """What a section calls the same."""
     found = re.search(rf"^{kind.capitalize()}, the same: (.*?)\.$", section, re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`]+)`", found[1]) if found else []
-
-
-def rows(section: str) -> dict[str, str]:
-    """What a section says of each other name."""
-    found = re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE)
-    return {name: text for names, text in found for name in re.findall(r"`([^`]+)`", names)}
 
 
 def test_every_class_has_a_section() -> None:
