@@ -48,7 +48,8 @@ def weights(root: Path) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in CheckpointReader(path).model().items()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_run_of_two_ranks_resumes_exactly(tmp_path: Path, strategy: str) -> None:
     straight = finished(start(tmp_path / "straight", strategy))
     assert "2 × cpu, 2 ranks" in straight

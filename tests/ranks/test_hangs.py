@@ -164,7 +164,7 @@ def test_set_up_validation_and_saving_have_more_time(tmp_path: Path) -> None:
     ("how", "typed"),
     [
         ("debug", "import time; time.sleep(2.5)\nc\n"),
-        ("suspend", None),
+        pytest.param("suspend", None, marks=pytest.mark.full),
     ],
 )
 def test_a_job_that_somebody_holds_is_not_ended(how: str, typed: str | None, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.full
 def test_tries_around_a_fit_that_starts_its_ranks_restart_them(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BY_TRAINER)
     done = run(tmp_path, "train.py")
