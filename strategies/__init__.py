@@ -1,4 +1,4 @@
-"""Strategies: where the model lives and how ranks talk. `find_strategy` turns a name into one.
+"""Strategies: where the model lives and how ranks communicate. `find_strategy` turns a name into one.
 
     from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, DeepSpeedStrategy, XLAStrategy
 

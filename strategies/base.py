@@ -1,4 +1,4 @@
-"""Strategy: where a model lives, how a batch goes forward and backward, and how ranks talk."""
+"""Strategy: where a model lives, how a batch goes forward and backward, and how ranks communicate."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class Strategy:
         """Follows, at an epoch's start, which parameters are trained now; ConfigurationError if it cannot."""
 
     def explain(self, error: BaseException) -> str | None:
-        """What to do about an error of torch's whose words do not say it; None for what is none of this strategy's."""
+        """What to do about an error of torch's whose message does not say it; None for any other error."""
         return None
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class Strategy:
         """Begins the pass of a micro-batch, which may run out of memory: `abandon_pass` is called then."""
 
     def abandon_pass(self, rest: Callable[[], None]) -> None:
-        """Drops what a pass has left half done that ran out of memory on this rank.
+        """Drops what is left half done by a pass that ran out of memory on this rank.
 
         Args:
             rest: runs it, and the micro-batches after it, with one sample each. For a strategy whose passes exchange
@@ -449,7 +449,7 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
     def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of which this rank has a part that counts in a norm over all ranks."""
+        """Returns the parameters of which this rank's part counts in a norm over all ranks."""
         return list(parameters)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:

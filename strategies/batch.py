@@ -1,4 +1,4 @@
-"""Batches of any nested structure: brought to a device, converted in dtype, and measured."""
+"""Batches of any nested structure: moves them to a device, converts their dtypes, and counts their samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIES_BESIDE = ("cuda", "xpu")
 
 
 def move_to_device(batch: T, device: torch.device | str) -> T:
-    """Brings every tensor of a batch to a device.
+    """Moves every tensor of a batch to a device.
 
     Structure and types are kept: dicts and other mappings, lists, tuples, named tuples, sets, dataclasses, and
     subclasses of these. An object of another kind is moved if it has a method `to(device)`, as graphs and encodings do;

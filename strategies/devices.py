@@ -48,7 +48,7 @@ def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch
 
 
 def parse_devices(devices: Any) -> int | list[int] | None:
-    """What `devices=` says, whatever the machine: a number, indices, or None for all there are.
+    """Parses `devices=`, whatever the machine: a number, indices, or None for all devices.
 
     Raises:
         ConfigurationError: if it is none of these.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class LocalWeights:
-    """This rank's part of a module's tensors: of a sharded one its shard, of a tied one one name.
+    """This rank's part of a module's tensors: the shard of a sharded one, and one name for a tied one.
 
     What is written to them, the module has. `Strategy.local_weights` makes it, between two steps.
 
@@ -27,7 +27,7 @@ class LocalWeights:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, parameters first."""
+        """All tensors, parameters first."""
         return {**self.parameters, **self.buffers}
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches: a batch is cut into parts of its samples, and what a step returned for each is put together again."""
+"""Micro-batches: cuts a batch into parts of its samples, and joins what a step returned for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MicroBatch:
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """The shapes and dtypes in the batch, on which depends what passes between the stages of a pipeline."""
+        """The shapes and dtypes in the batch, which decide what passes between the stages of a pipeline."""
         leaves = tree_leaves(self.batch)
         return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
@@ -183,7 +183,7 @@ def _check_keys(outputs: Sequence[Mapping[Any, Any]]) -> None:
 
 
 def _joined(key: Any, values: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
-    """What a key stands for in the whole batch."""
+    """Joins what the micro-batches returned under a key."""
     if key == "num_items":
         return sum(values[1:], values[0])
     if _have_rows(values, parts):

@@ -31,7 +31,7 @@ class OwnLoop:
         """Clips each step to a norm, as a launch's configuration asks of an engine; other loops clip themselves."""
 
     def end_turn(self) -> None:
-        """Ends one turn of the loop: it asks for the next batch, or an optimizer has stepped without a prepared loader.
+        """Ends one turn of the loop: the next batch is drawn, or an optimizer has stepped without a prepared loader.
 
         A strategy that collects operations hands them to the device.
         """

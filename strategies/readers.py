@@ -1,4 +1,4 @@
-"""Readers: the ranks that see different samples, and exchanges in which what a tp group has in common counts once."""
+"""Readers: the ranks that see different samples; in their exchanges a tensor-parallel group counts once."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Readers:
         self._are_all = len(self.ranks) == len(of_all)
 
     def of(self, found: Sequence[T]) -> list[T]:
-        """Their values, in the order of data ranks, of those of all ranks."""
+        """Picks the readers' values, in the order of data ranks, from those of all ranks."""
         return list(found) if self._are_all else [found[rank] for rank in self.ranks]
 
     def all_gather(self, tensor: Tensor, on_host: bool = False, sync_grads: bool = False) -> Tensor:
-        """Stacks their tensors: (data_size, *tensor.shape).
+        """Stacks the readers' tensors: (data_size, *tensor.shape).
 
         Args:
             tensor: of the same shape on every rank.
@@ -60,16 +60,16 @@ class Readers:
         return stacked if self._are_all else torch.stack([stacked[rank] for rank in self.ranks])
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Their objects, on every rank."""
+        """Returns the readers' objects, on every rank."""
         return self.of(self._ranks.all_gather_object(obj))
 
     def gather_object(self, obj: T) -> list[T] | None:
-        """Their objects on rank 0; None on the others."""
+        """Returns the readers' objects on rank 0; None on the others."""
         found = self._ranks.gather_object(obj)
         return None if found is None else self.of(found)
 
     def reduce(self, tensor: Tensor, on_host: bool = False, reduction: str = "mean") -> Tensor:
-        """Reduces their tensors by "mean", "sum", "max" or "min"; every rank gets the result."""
+        """Reduces the readers' tensors by "mean", "sum", "max" or "min"; every rank gets the result."""
         group = self._ranks.host_group if on_host else None
         if self._are_all or reduction in ("max", "min"):
             return self._ranks.reduce(tensor, group, reduction)

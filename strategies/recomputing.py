@@ -1,4 +1,4 @@
-"""Activation checkpointing: modules that compute their activations again in backward, in place of keeping them."""
+"""Activation checkpointing: modules recompute their activations in backward instead of keeping them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Recomputed:
-    """The forward pass of a module, whose activations are computed again in backward.
+    """The forward pass of a module whose activations are recomputed in backward.
 
     It stands in the module as its attribute `forward`: the names of modules and parameters stay, torch.compile takes it
     (the composable `checkpoint` fails there, tried), and hooks that gather parameters or split inputs run around it,
@@ -35,7 +35,7 @@ class Recomputed:
 
 
 def recompute(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Has modules compute their activations again in backward; returns those that did not do so before."""
+    """Has modules recompute their activations in backward; returns those that did not do so before."""
     found = [module for module in modules if not isinstance(vars(module).get("forward"), Recomputed)]
     for module in found:
         module.forward = Recomputed(module)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Reading saved state: its owner takes each entry by name, kind and range, before it uses any of them."""
+"""Reads saved state: its owner takes each entry by name, kind and range, before it uses any of them."""
 
 from __future__ import annotations
 

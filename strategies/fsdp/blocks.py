@@ -13,7 +13,7 @@ from leyden.strategies.recomputing import recompute
 
 
 def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
-    """Lets modules compute their activations again in backward, in place of keeping them. Their names stay.
+    """Has modules recompute their activations in backward instead of keeping them. Their names stay.
 
     Args:
         root: the whole model.

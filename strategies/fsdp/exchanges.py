@@ -32,19 +32,19 @@ class Exchanges:
                 part.set_custom_reduce_scatter(Counted(self, group._reduce_scatter_comm))  # type: ignore[arg-type]
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         self._done = self._left_out = 0
 
     def begin_again(self) -> None:
-        """The pass begins again, after it has failed: it leaves out what has been exchanged."""
+        """Begins the failed pass again: it leaves out what has been exchanged."""
         self._done, self._left_out = 0, self._done
 
     def is_next_left_out(self) -> bool:
-        """True if the next exchange has been already."""
+        """True if the next exchange has already happened."""
         return self._done < self._left_out
 
     def count(self) -> None:
-        """An exchange has been, or was left out."""
+        """Counts an exchange, which happened or was left out."""
         self._done += 1
 
 

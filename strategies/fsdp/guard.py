@@ -37,7 +37,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def guard_shards() -> None:
-    """From here on pickle, and so torch.save, refuses tensors of which this process has only a part.
+    """Makes pickle, and so torch.save, refuse tensors of which this process has only a part.
 
     It goes by the type, since state dicts, `.cpu()` and optimizers hand out ever new tensors.
     """
@@ -57,7 +57,7 @@ def _reduce(tensor: Any) -> Any:
 
 
 def _remove_begun_file() -> None:
-    """torch.save opens its file before it pickles, and would leave it there, empty: it loses its name now."""
+    """Deletes the empty file that torch.save opens before it pickles."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.save.__code__:
         frame = frame.f_back

@@ -150,7 +150,7 @@ class Replaced:
         self._pairs: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
     def before(self, root: nn.Module) -> dict[str, weakref.ref[Tensor]]:
-        """What the parameters are before they are sharded."""
+        """Notes the parameters before they are sharded."""
         return {name: weakref.ref(p) for name, p in root.named_parameters(remove_duplicate=False)}
 
     def after(self, root: nn.Module, old: dict[str, weakref.ref[Tensor]]) -> None:

@@ -168,7 +168,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return 0 if self.shard_mesh is not None and self.shard_mesh.ndim == 2 else None
 
     def make_mesh(self) -> DeviceMesh | None:
-        """The mesh over which parameters are sharded; None for none, where each rank keeps what it has."""
+        """The mesh over which parameters are sharded; None if each rank keeps what it has."""
         shape = self._shape()
         names = ("replicate", "shard")[-len(shape) :]
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)

@@ -94,7 +94,7 @@ def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """A task of srun. A batch script or shell is no rank: it has no step, or a step of a single task."""
+    """Reads a task of srun. A batch script or shell is no rank: it has no step, or a step of a single task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     size = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
@@ -140,7 +140,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def ranks_in_words(numbers: list[int]) -> str:
-    """Numbers of ranks as one writes them.
+    """Numbers of ranks in words, such as "ranks 0 and 2".
 
     Example:
         >>> ranks_in_words([1]), ranks_in_words([1, 2, 3, 7])

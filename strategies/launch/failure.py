@@ -134,7 +134,7 @@ class FirstFailure:
             self._looks = True
 
     def end_run(self) -> None:
-        """Looks no more, so that rank 0, which may hold the store, can go."""
+        """Stops looking for errors, so that rank 0, which may hold the store, can end."""
         # The thread holds it while it looks, and for ever if the store does not answer.
         held = self._looking.acquire(timeout=ANSWER)
         looked, self._looks = self._looks, False
@@ -280,7 +280,7 @@ class FirstFailure:
                 return
 
     def _at_exit(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An error outside of any run ends the script: it is reported as one of a run is."""
+        """Reports an error outside of any run, which ends the script, as one within a run."""
         if self.report(error):
             self._hook(kind, error, trace)
 
@@ -330,7 +330,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _show(error: BaseException, place: str, others: str) -> None:
-    """Has the user see, with the error, which rank it was and where the others were."""
+    """Adds to the error which rank it was and where the others were."""
     of_these = f" Of these, {others}" if others else ""
     add_note(error, f"leyden: this was {place}; the other ranks are ended.{of_these}")
     if isinstance(error, SystemExit) and not (starts_again() and error.code == GIVEN_UP):

@@ -254,7 +254,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Unpacks it with tensors on the CPU: loaded to another process's GPU, they would take memory there."""
+    """Unpacks what `packed` returned, with tensors on the CPU: on another process's GPU they would take memory."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 

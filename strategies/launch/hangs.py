@@ -69,7 +69,7 @@ class Sight:
 
     @property
     def is_debugged(self) -> bool:
-        """A debugger holds it: Python's own and its like, or one from outside."""
+        """True if a debugger holds it: one in Python, or one attached from outside."""
         tracer = status_of(self.process).get("TracerPid", "0")
         return tracer != "0" or any(thread.is_debugged for thread in self.threads or ())
 
@@ -84,7 +84,7 @@ class Sight:
         return f"step {self.words[STEP]} (epoch {self.words[EPOCH]}, batch {batch}), {PHASES[self.phase]}"
 
     def words_for(self) -> str:
-        """What it does, to follow its number."""
+        """What the rank does, in words that follow its number."""
         if self.is_stopped:
             return f"is stopped (/proc says {self.state}: somebody has sent it SIGSTOP, and SIGCONT continues it)"
         main = self.main
@@ -143,7 +143,7 @@ class Hang:
 
     @property
     def waits(self) -> bool:
-        """Every rank here waits for one that is not here."""
+        """True if every rank here waits for one that is not here."""
         return not self.odd
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class Slot:
 
     @property
     def beats_here(self) -> bool:
-        """A run of this process beats in it, so that another one here is within a hook of that one."""
+        """True if a run of this process beats in it: another run here is within one of its hooks."""
         return self.words[PROCESS] == os.getpid() and self.words[PHASE] != Phase.OUTSIDE
 
     @property
@@ -165,7 +165,7 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """The phase of the block, and after it the one before."""
+        """Marks a phase for the block, and restores the one before."""
         before = Phase(self.words[PHASE])
         self.mark(phase)
         try:
@@ -174,11 +174,11 @@ class Heartbeat:
             self.mark(before)
 
     def begin_fit(self, batches: int) -> None:
-        """Training begins, or goes on, behind so many batches: the first ones may take long."""
+        """Begins or continues training after this many batches: the first ones may take long."""
         self.words[FIT_BEGAN] = self.words[BATCHES] = batches
 
     def begin_epoch(self, epoch: int, batch: int, batches: int, step: int) -> None:
-        """The batches of an epoch begin.
+        """Begins the batches of an epoch.
 
         Args:
             epoch: from 0.

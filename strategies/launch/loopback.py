@@ -71,7 +71,7 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> str:
-    """Makes it known to torch's engine.
+    """Registers this rendezvous with torch's engine.
 
     Returns:
         The name by which a LaunchConfig asks for it.

@@ -70,7 +70,7 @@ def gloo_on_loopback() -> dict[str, str]:
 
 
 def meet(environment: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
-    """Waits until all ranks are there. After a few seconds a rank says for whom.
+    """Waits until all ranks are there. After a few seconds a rank prints which ones it waits for.
 
     Args:
         environment: of this rank.
@@ -121,7 +121,7 @@ def _await_store(environment: RankEnvironment, host: str, port: int) -> None:
 
 
 def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta) -> None:
-    """Every rank writes that it is there; rank 0 waits for all, and the others for its word."""
+    """Has every rank report that it is there; rank 0 waits for all, and the others for rank 0."""
     keys = [f"here/{rank}" for rank in range(environment.world_size)]
     wanted, missing = (keys if environment.rank == 0 else ["all here"]), ""
 

@@ -1,4 +1,4 @@
-"""Which process something belongs to, and whether that one still runs: by its place, its number and its start."""
+"""Identifies a process by its host, number and start time, and finds out whether it still runs."""
 
 from __future__ import annotations
 

@@ -86,12 +86,12 @@ class Thread:
 
     @property
     def loads(self) -> bool:
-        """It waits for a loader's worker."""
+        """True if it waits for a loader's worker."""
         return any("torch/utils/data/" in frame.file.replace(os.sep, "/") for frame in self.frames[:12])
 
     @property
     def is_debugged(self) -> bool:
-        """A debugger holds it, and waits for a person."""
+        """True if a debugger holds it and waits for a person."""
         return any(frame.function in DEBUGGERS.get(os.path.basename(frame.file), ()) for frame in self.frames)
 
 
@@ -110,7 +110,7 @@ class StackFile:
                 faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def close(self) -> None:
-        """Answers no more."""
+        """Stops answering."""
         if self._file is not None and SIGNAL is not None:
             faulthandler.unregister(SIGNAL)
             self._file.close()
@@ -166,7 +166,7 @@ def catches(process: int, number: int) -> bool:
 
 
 def lines_of(thread: Thread) -> list[str]:
-    """A stack as it is read, the innermost line last."""
+    """Formats a stack for reading, the innermost line last."""
     lines = []
     for frame in reversed(thread.frames):
         lines.append(f'    File "{frame.file}", line {frame.line}, in {frame.function}')

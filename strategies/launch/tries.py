@@ -34,7 +34,7 @@ class Tries:
         self._seen = _read(path)
 
     def variables(self) -> dict[str, str]:
-        """What ranks find in their environment."""
+        """The environment variables of the ranks."""
         return {FILE: str(self.path)}
 
     def again(self) -> bool:
@@ -57,7 +57,7 @@ def starts_again() -> bool:
 
 
 def given_up(name: str) -> int:
-    """How many sizes of what has this name were given up, by ranks before this one."""
+    """How many sizes were given up under this name by ranks before this one."""
     return _read(Path(os.environ[FILE])).get(name, 0) if starts_again() else 0
 
 

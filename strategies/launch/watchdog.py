@@ -96,7 +96,7 @@ class Pulse:
 
     @property
     def is_there(self) -> bool:
-        """A run has begun in it, and its process lives."""
+        """True if a run has begun in it, and its process lives."""
         process = self.process
         return process != 0 and is_running(process) and not self.state.startswith(("Z", "X"))
 
@@ -128,7 +128,7 @@ class Pulse:
         return True
 
     def forgive(self, now: float) -> None:
-        """Counts from now."""
+        """Counts the time without a sign of life from now."""
         self.since = now
 
     def limit(self, phase: Phase) -> float:
@@ -187,11 +187,11 @@ class Watchdog:
 
     @property
     def slot(self) -> Slot:
-        """Of the first rank."""
+        """The slot of the first rank."""
         return self._shared.slots[0]
 
     def variables(self) -> dict[str, str]:
-        """What ranks find in their environment."""
+        """The environment variables of the ranks."""
         return {HEARTBEATS: self._shared.path}
 
     def has_ended(self, process: int) -> bool:
@@ -352,7 +352,7 @@ class OwnWatchdog(Watchdog):
 
 @contextmanager
 def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None, folder: str) -> Iterator[None]:
-    """A run that is watched: by who started this rank, or else by a thread of this process.
+    """Has the run watched, by the process that started this rank, or else by a thread of this one.
 
     A run within a hook of another one is a part of that one, whose limit holds unless it has its own.
 

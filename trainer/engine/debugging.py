@@ -1,4 +1,4 @@
-"""Debug mode: what ranks hand to a collective is compared before it, so that a mismatch is an error and not a hang."""
+"""Debug mode: compares what ranks pass to a collective before it, so that a mismatch is an error and not a hang."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_debugging() -> bool:
 
 
 class Checker:
-    """Compares collectives over the ranks, through the store at which they met: that needs no collective itself.
+    """Compares collectives over the ranks, through the store at which they met, which needs no collective.
 
     Args:
         strategy: of the ranks.
@@ -139,7 +139,7 @@ def call_site() -> str:
 
 
 def begin(engine: Engine, accumulation: int) -> None:
-    """At the start of a run: each rank says what it is, and from then on collectives are compared.
+    """Begins a run: each rank prints what it is, and from here on collectives are compared.
 
     Args:
         engine: of the Trainer, or the Accelerator itself.
@@ -162,7 +162,7 @@ def report(facts: str | None) -> None:
 
 
 def model_facts(rank: int, prepared: nn.Module, bare: nn.Module) -> str:
-    """One line of what a model became on a rank.
+    """Describes a model as it is on this rank, in one line.
 
     Args:
         rank: this one.
@@ -176,7 +176,7 @@ def model_facts(rank: int, prepared: nn.Module, bare: nn.Module) -> str:
 
 
 def loader_facts(rank: int, loader: Any) -> str:
-    """One line of what a rank reads.
+    """Describes the data that a rank reads, in one line.
 
     Args:
         rank: this one.

@@ -136,11 +136,11 @@ class Engine:
             self.strategy.scale_gradients(window.length / count)
 
     def begin_batch(self, share: Share) -> None:
-        """A batch of sharded data begins; `end_batch` ends it."""
+        """Begins a batch of sharded data; `end_batch` ends it."""
         self.share = share
 
     def end_batch(self) -> None:
-        """The batch of sharded data is done: until the next one nothing is known of the ranks' parts."""
+        """Ends the batch of sharded data: until the next one nothing is known of the ranks' parts."""
         self.share = None
 
     # steps ------------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Engine:
         self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
 
     def begin_step(self) -> None:
-        """Call before code that may step optimizers; afterwards `has_stepped` says whether any did."""
+        """Begins code that may step optimizers; afterwards `has_stepped` says whether any did."""
         self.has_stepped = False
         self._went_backward = not self._needs_manual_backward
 

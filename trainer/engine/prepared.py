@@ -114,11 +114,11 @@ class PreparedOptimizer(Optimizer):
         raise TypeError("a prepared optimizer cannot be pickled or copied: use its state_dict().")
 
     def train(self) -> None:
-        """For optimizers with two modes (schedule-free ones)."""
+        """Switches an optimizer with two modes, such as a schedule-free one, to training."""
         self._mode("train")
 
     def eval(self) -> None:
-        """See `train`."""
+        """Switches an optimizer with two modes to evaluation."""
         self._mode("eval")
 
     def _mode(self, name: str) -> None:

@@ -149,7 +149,7 @@ class Hooks:
         self.listen(callbacks)
 
     def listen(self, callbacks: Iterable[Callback]) -> None:
-        """Lets these callbacks and the module listen. Loops look up once who does, so not to be called in one."""
+        """Lets these callbacks and the module listen. Loops look up listeners once, so do not call it inside one."""
         trainer, module, base, profiler = self._trainer, self._module, self._base, self._profiler
         ordered = list(in_order(list(callbacks)))
         self._main.clear()
@@ -262,7 +262,7 @@ class Hooks:
         return result
 
     def fire_each(self, event: str, *args: Any) -> list[Exception]:
-        """Calls everyone, in order, also after one has raised; returns what was raised."""
+        """Calls everyone, in order, even after one has raised; returns what was raised."""
         errors: list[Exception] = []
         for call in self._all(event):
             try:

@@ -178,7 +178,7 @@ class Progress:
         return dataclasses.replace(start, batches=self.batches - self.batch + batch, phase="settled", exact=False)
 
     def go_back(self, now: Progress, before: Progress) -> None:
-        """Goes back in the steps, and stays where it is in the data. No plateau is judged by a step that is undone.
+        """Goes back in the steps but not in the data. No plateau is judged by a step that is undone.
 
         Args:
             now: where the run stands.
@@ -198,7 +198,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Reads what `to_dict` wrote; entries of a later version are passed over.
+        """Reads what `to_dict` wrote; entries of a later version are ignored.
 
         Raises:
             StateError: if an entry is of another kind, or out of range; names it.

@@ -107,7 +107,7 @@ class Signals:
         return self._none if pending is None else tuple(kind == pending for kind in self.kinds)
 
     def agree(self, came: Sequence[bool]) -> None:
-        """Receives what came to any rank, by the `pending_here` of all: it has come to every one of them."""
+        """Receives the signals that came to any rank, by the `pending_here` of all of them."""
         if self.received is None and any(came):
             self.received = self.kinds[list(came).index(True)]
 
@@ -118,7 +118,7 @@ class Signals:
 
     @property
     def preempting(self) -> int | None:
-        """The signal that preempts the run, be it that the other ranks do not know of it yet; None if none does."""
+        """The signal that preempts the run, even if the other ranks do not know of it yet; None without one."""
         first = self.pending if self.received is None else self.received
         return first if first in self._preempting else None
 

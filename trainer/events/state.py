@@ -24,12 +24,12 @@ class RunState:
     is_set_up: bool = False
 
     def settle(self) -> None:
-        """Everybody is set up: from here on nobody joins or leaves the run."""
+        """Records that everybody is set up: from here on nobody joins or leaves the run."""
         self.is_set_up = True
 
     @contextmanager
     def evaluating(self, pass_of: str) -> Iterator[None]:
-        """An evaluation runs within the block."""
+        """Records that an evaluation runs within the block."""
         self.pass_of = pass_of
         yield
         # Not after an error, which is reported as one from here. The next run has a state of its own.
@@ -37,7 +37,7 @@ class RunState:
 
     @contextmanager
     def checking_sanity(self) -> Iterator[None]:
-        """The evaluations within the block are the sanity check; after an error they remain so, as above."""
+        """Records that the block is the sanity check; after an error it remains recorded, as in `evaluating`."""
         self.sanity_checking = True
         yield
         self.sanity_checking = False

@@ -103,7 +103,7 @@ class Pass:
         self._answer: Answer | None = None
 
     def breaks_off(self) -> bool:
-        """Before each batch: true if the pass is interrupted here. What is sent now is read before the next batch."""
+        """Called before each batch: True if the pass is interrupted here. What is sent is read before the next one."""
         if self._answer is not None:
             self._take()
         if self._signals.received is not None:
@@ -112,7 +112,7 @@ class Pass:
         return False
 
     def ends(self) -> bool:
-        """After the last batch of this rank: waits for the others; true if the pass was interrupted."""
+        """Called after this rank's last batch: waits for the others; True if the pass was interrupted."""
         goes_on = True
         if self._answer is not None:
             self._take()

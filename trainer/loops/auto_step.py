@@ -238,7 +238,7 @@ class AutoStep(AutomaticStep):
             self.strategy.synchronize_buffers()
 
     def open_micro(self, length: int) -> None:
-        """The window of a batch's micro-batches begins."""
+        """Begins the window of a batch's micro-batches."""
         self.micro.open(length)
         share = self.engine.share
         if self.several and not self.late:
@@ -246,7 +246,7 @@ class AutoStep(AutomaticStep):
             self.micro.divide_by(share.total / self.strategy.data_size if known and share is not None else 1.0)
 
     def begin_micro(self, place: int, weight: float) -> None:
-        """The micro-batch at that place begins, whose mean loss has this weight."""
+        """Begins the micro-batch at a place, whose mean loss has this weight."""
         self.micro.place(place, place == self.micro.length - 1 and not self.late, weight)
         self.memory.begin("forward", self.measures)
         self.strategy.begin_pass()
@@ -479,7 +479,7 @@ class Attempt:
         return False
 
     def _abandon(self, own: Failure) -> None:
-        """Leaves the passes of this try; where the other ranks go on with theirs, so does this one."""
+        """Abandons the passes of this try, after those that the other ranks wait for."""
         step = self._step
         if own.reason and not step.late:
             # The others are in the middle of their passes, and are ended.
@@ -524,7 +524,7 @@ class Quiet:
 
 
 def free(error: BaseException) -> None:
-    """Frees what a pass that has failed still holds: its frames hold what it had made."""
+    """Frees the tensors that the frames of a failed pass still hold."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

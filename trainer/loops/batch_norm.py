@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def update_batch_norm(run: Run) -> bool:
-    """Computes the running statistics of batch norm anew, for the weights as they are now.
+    """Recomputes the running statistics of batch norm, for the current weights.
 
     As torch's `update_bn`, it takes their mean over all batches of the training data. `training_step` runs without
     gradients; what it logs is dropped, and random numbers are as before. Over several ranks it is the mean over the
@@ -99,7 +99,7 @@ def _pass(run: Run, cursor: LoaderCursor) -> bool:
 
 @contextmanager
 def _accumulating(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
-    """Within the block the layers take the mean over all batches, beginning with none."""
+    """Has the layers average over all batches of the block, starting from none."""
     modes = [(part, part.training) for part in module.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
     module.train()

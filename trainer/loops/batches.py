@@ -42,11 +42,11 @@ class Count:
         """Samples, and bad ones, before the open window of several batches."""
 
     def begin_loader(self, shares: bool) -> None:
-        """Another loader is read, whose batches come with a `Share` or not."""
+        """Begins another loader, whose batches come with a `Share` or not."""
         self.shares = shares
 
     def begin_epoch(self) -> None:
-        """The batches that are left of an epoch begin."""
+        """Begins the batches that are left of an epoch."""
         progress, heartbeat = self._progress, self._heartbeat
         if not self._has_begun:
             self._has_begun = True
@@ -55,7 +55,7 @@ class Count:
         self._words = heartbeat.words
 
     def end_epoch(self) -> None:
-        """They are over."""
+        """Ends the batches of an epoch."""
         self._heartbeat.mark(Phase.EPOCH)
 
     def begin_window(self) -> None:
@@ -74,12 +74,12 @@ class Count:
         return progress.at_window_start(batch, *counts)
 
     def passed_over(self, batch: Any) -> None:
-        """A batch is drawn that is not trained."""
+        """Counts a batch that is drawn and not trained on."""
         self.batch(batch)
         self._progress.count_passed_over()
 
     def batch(self, batch: Any) -> None:
-        """A batch is done (or, where the step draws by itself, drawn)."""
+        """Counts a batch as done (or, where the step draws by itself, as drawn)."""
         samples = 0
         if self._knows_size and self.shares:
             share = self._engine.share
@@ -124,7 +124,7 @@ class Draws(Iterator[tuple[Any, int, int]]):
 
 
 def pass_over(left: Iterator[tuple[Any, bool]], number: int, count: Count, engine: Engine) -> bool:
-    """Draws batches that are not trained; returns True if none is left of the epoch.
+    """Draws batches without training on them; returns True if the epoch has none left.
 
     Args:
         left: the batches that are left, each with whether it is the last one.

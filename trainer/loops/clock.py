@@ -23,7 +23,7 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Counts from now on: what came before was set-up."""
+        """Starts to count: what came before was set-up."""
         self._noted = time.perf_counter()
 
     def note(self) -> None:

@@ -158,7 +158,7 @@ class EvaluationLoop:
             run.strategy.evaluate(self.step, filler, self._extra(batch_idx, index))
 
     def _extra(self, batch_idx: int, index: int) -> tuple[int, ...]:
-        """What the step takes beside the batch."""
+        """The arguments of the step after the batch."""
         return (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
 
     def snapshot(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class EvaluationLoop:
         return {"loaders": self.loader_states(), "metrics": metrics, "rng": rng_state()}
 
     def undoing(self, before: dict[str, Any]) -> Callable[[], None]:
-        """Returns what brings all of that back to now, when `before` was taken: an interrupted pass is run again."""
+        """Returns what restores all that `snapshot` took, for an interrupted pass that is run again."""
         metrics = MetricStates(self._run.module)
         undo_rng = undoing([cursor.loader for cursor, _ in self.loaders])
 
@@ -183,7 +183,7 @@ class EvaluationLoop:
         return [cursor.rest_state(ended=limit is None) for cursor, limit in self.loaders]
 
     def load_loader_states(self, states: list[dict[str, Any]]) -> None:
-        """Takes back what `loader_states` gave, where there are as many loaders."""
+        """Restores what `loader_states` returned, if there are as many loaders."""
         if len(states) == len(self.loaders):
             for (cursor, _), state in zip(self.loaders, states, strict=True):
                 cursor.load_rest_state(state)
@@ -233,7 +233,7 @@ class EvaluationLoop:
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        """Everything in eval mode, and afterwards back in the mode that it was in: frozen parts stay as they are."""
+        """Puts everything in eval mode, and afterwards each part back in its own mode."""
         module, stage = self._run.module, self.stage
         modes = [(part, part.training) for part in module.modules()]
         if stage == "validation" and self._run.state.stage == "fit":
@@ -258,7 +258,7 @@ class EvaluationLoop:
 
 
 class PredictionLoop(EvaluationLoop):
-    """A pass of prediction.
+    """One pass of prediction.
 
     Args:
         run: of which it is a pass.

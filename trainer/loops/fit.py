@@ -191,7 +191,7 @@ class FitLoop:
         return True
 
     def _drawn_epoch(self) -> bool:
-        """As `_epoch`, by a `training_step(dataloader_iter)` that draws its batches itself: each call is a window."""
+        """Trains an epoch with a `training_step(dataloader_iter)`, which draws batches itself: a call is a window."""
         progress, window = self.progress, self.engine.window
         self._left = self._batches()
         draws = Draws(self._left, progress, self.count, self._bring)
@@ -317,7 +317,7 @@ class FitLoop:
             next(iterator, None)
 
     def pass_over(self, batches: int) -> None:
-        """Draws so many batches of this epoch, or those that are left, and trains none of them."""
+        """Draws this many batches of the epoch, or those that are left, and trains on none of them."""
         if pass_over(self._left, batches, self.count, self.engine) and not self.progress.ended:
             # The window has turned out to be the epoch's last one: its validation is due by what it has passed, too.
             self.progress.cut_short()
@@ -395,7 +395,7 @@ class FitLoop:
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:
-        """Ends a window after its step; returns whether the epoch ends here, be it at another rank's request."""
+        """Ends a window after its step; returns whether the epoch ends here, also at another rank's request."""
         if self._agreement is not None:
             self._cut = self._agreement.read(self._cut)
         is_last = is_last or self._cut
@@ -448,7 +448,7 @@ class FitLoop:
             progress.settle()
 
     def _step_on_plateau(self, interval: str, count: int) -> None:
-        """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
+        """Steps the schedulers that depend on a monitored value, and sends what they log to the loggers."""
         due = self.schedulers.due_on_plateau(interval, count)
         if not due:
             return
@@ -493,7 +493,7 @@ class FitLoop:
         return not is_limited and not self.progress.cut
 
     def progress_to_save(self) -> Progress:
-        """The progress that a checkpoint of now holds; inside a fit, loggers and clock are brought up to it."""
+        """The progress that a checkpoint saved now holds; inside a fit, loggers and clock are brought up to it."""
         if self._run.state.stage == "fit":
             self._send_ahead()
             self.clock.note()
@@ -580,7 +580,7 @@ class FitLoop:
                 self._end_epoch(complete=progress.ended)
 
     def _go_to(self, loader: dict[str, Any] | None) -> bool:
-        """Brings the loaders to where they stood, unless `restore=` left them out; True inside an epoch."""
+        """Takes the loaders back to where they stood, unless `restore=` left them out; True inside an epoch."""
         progress, inside = self.progress, self.progress.is_inside
         assert self.cursor is not None
         if inside and loader is not None:

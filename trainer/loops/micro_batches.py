@@ -1,4 +1,4 @@
-"""Steps of a pipeline, which run once for each micro-batch: what they log is that of the batch."""
+"""Steps of a pipeline, which run once for each micro-batch and log the values of the whole batch."""
 
 from __future__ import annotations
 

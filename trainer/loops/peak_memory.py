@@ -34,7 +34,7 @@ class PeakMemory:
         self.phase = ""
 
     def begin(self, phase: str, measures: bool) -> None:
-        """A phase begins, and the one before ends; "" for none.
+        """Begins a phase, and ends the one before; "" begins none.
 
         Args:
             phase: "forward", "backward" or "step".
@@ -62,7 +62,7 @@ class PeakMemory:
         return used if sys.platform == "darwin" else used * 1024
 
     def failed(self) -> str:
-        """What is known of each phase, as the one that is under way has failed."""
+        """The peaks of each phase, after the current one has failed."""
         self._note()
         found = ", ".join(f"{phase} {size_of(peak)}" for phase, peak in self._peaks.items() if peak)
         total = ""

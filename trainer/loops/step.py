@@ -51,21 +51,21 @@ class Step(ABC):
 
     @property
     def was_skipped(self) -> bool:
-        """There was something to step when the last window closed, and a gradient scaler skipped it."""
+        """True if a gradient scaler skipped the step when the last window closed."""
         return bool(self.engine.prepared_optimizers) and not self.has_stepped
 
     def _is_empty(self) -> bool:
-        """No rank has a sample of the current global batch."""
+        """True if no rank has a sample of the current global batch."""
         share = self.engine.share
         return share is not None and not share.total
 
     def begin(self) -> None:
-        """Training begins: no batch of it has been drawn yet."""
+        """Begins training, before its first batch is drawn."""
 
     @property
     @abstractmethod
     def is_counted(self) -> bool:
-        """The window that closed last counts as a global step."""
+        """True if the window that closed last counts as a global step."""
 
     @abstractmethod
     def run(self, batch: Any, batch_idx: int) -> Any:
@@ -353,7 +353,7 @@ class ManualStep(Step):
         self.close(batch_idx)
 
     def close(self, batch_idx: int) -> None:
-        """Schedulers are the module's own business here."""
+        """Steps nothing: in manual optimisation the module steps optimizers and schedulers."""
         self.strategy.end_step()
         self.has_stepped = self.engine.has_stepped
         if self.has_stepped:

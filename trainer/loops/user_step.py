@@ -34,7 +34,7 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
-    """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
+    """Has a step that shadows the other ranks leave no buffer, metric state or random number changed."""
     undo = undoing_steps(module)
     try:
         yield
@@ -43,7 +43,7 @@ def without_trace(module: nn.Module) -> Iterator[None]:
 
 
 def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | None = None) -> Callable[[], None]:
-    """Notes what steps leave behind, and returns a function that takes it back.
+    """Notes what steps change, and returns a function that undoes it.
 
     A step may change a buffer in place, or give the module another tensor by its name: both are taken back.
 

@@ -173,7 +173,7 @@ class Validation:
 
     @contextmanager
     def _remembering(self) -> Iterator[dict[str, Any]]:
-        """Keeps what a pass changes as it is now, for what is saved inside the block."""
+        """Keeps what a pass changes as it was before, for checkpoints saved inside the block."""
         assert self.loop is not None
         self._before = before = self.loop.snapshot()
         try:
@@ -188,7 +188,7 @@ class Validation:
 
     @property
     def _runs_again(self) -> bool:
-        """A resume begins before the pass that runs."""
+        """True if a resume begins before the pass that runs."""
         return self._run.state.sanity_checking or self._aside or self._progress.phase == "stepped"
 
     def loader_states(self) -> list[dict[str, Any]]:
@@ -199,6 +199,6 @@ class Validation:
         return [] if self.loop is None else self.loop.loader_states()
 
     def load_loader_states(self, states: list[dict[str, Any]]) -> None:
-        """Takes back what `loader_states` returned."""
+        """Restores what `loader_states` returned."""
         if self.loop is not None:
             self.loop.load_loader_states(states)

@@ -1,4 +1,4 @@
-"""Adds to an error that ends a run where it happened, with which batch, and what to try."""
+"""Notes for an error that ends a run: where it happened, in which batch, and what to try."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _suggestion(error: Exception) -> str | None:
 
 
 def out_of_memory(run: Run, error: BaseException) -> BaseException:
-    """The same kind of error, saying where it happened and what to try."""
+    """Returns the same kind of error, with where it happened and what to try."""
     device = run.strategy.root_device
     use = ""
     if device.type == "cuda":
@@ -180,7 +180,7 @@ def _hint(error: BaseException) -> str | None:
 
 
 def checked_for_nan(training_step: Callable[..., Any], progress: Progress, strategy: Strategy) -> Callable[..., Any]:
-    """The training step, followed by a look at its loss, which waits for the device: for detect_anomaly alone."""
+    """Wraps the training step for detect_anomaly: its loss is checked for nan, which waits for the device."""
 
     def checked(*args: Any) -> Any:
         outputs = training_step(*args)

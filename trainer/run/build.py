@@ -141,7 +141,7 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
 
 
 def check_loggers(loggers: Sequence[Any], where: str) -> None:
-    """Refuses what is no logger.
+    """Refuses anything but loggers.
 
     Raises:
         ConfigurationError: names the first one.

@@ -39,11 +39,11 @@ class CallbackList:
         self._own: type[Callback] = Callback
 
     def take_only(self, kind: type[Callback]) -> None:
-        """From here on only callbacks of a kind take part, of those that a module's `configure_callbacks` returns."""
+        """Limits what a module's `configure_callbacks` may add to callbacks of one kind."""
         self._own = kind
 
     def begin(self, own: Any, replay: Replay | None = None) -> None:
-        """A run begins.
+        """Begins a run, with the callbacks that its module configures.
 
         Args:
             own: what the module's `configure_callbacks` returned.
@@ -71,7 +71,7 @@ class CallbackList:
         return added
 
     def replace(self, callbacks: list[Callback]) -> None:
-        """Another list takes the place of the one that the user sees."""
+        """Replaces the list that the user sees."""
         self.now = callbacks
 
     def join(self, module: TrainModule) -> None:
@@ -80,7 +80,7 @@ class CallbackList:
             callback._log_through(module)
 
     def leave(self) -> None:
-        """The run is over: a callback's `log` does nothing any more."""
+        """Ends the run: a callback's `log` does nothing from here on."""
         for callback in self._seen:
             callback._log_through(None)
 

@@ -41,7 +41,7 @@ class FitLimits:
         self._skips_training = arguments.limit_train_batches == 0
 
     def begin(self, max_epochs: int | None, max_steps: int | None) -> None:
-        """A fit begins, with limits of its own; None for the lasting ones."""
+        """Begins a fit, with limits of its own; None keeps the lasting ones."""
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None:
                 _check(f"fit({name}={value!r})", value, -1)
@@ -95,7 +95,7 @@ class FitLimits:
         self._min_steps = value
 
     def epochs_reached(self, epochs: int) -> bool:
-        """True if so many epochs reach `max_epochs`."""
+        """True if this many epochs reach `max_epochs`."""
         return self._max_epochs not in (None, -1) and epochs >= (self._max_epochs or 0)
 
     def reached(self, progress: Progress) -> list[str]:
@@ -134,12 +134,12 @@ class FitLimits:
         return min(limit, sum(math.ceil(num_batches / accumulation.batches(at, samples)) for at in range(epochs)))
 
     def past_minimum(self, epochs: int, steps: int) -> bool:
-        """True if so many epochs and steps are enough for `should_stop` to have its effect."""
+        """True if `should_stop` has an effect after this many epochs and steps."""
         return epochs >= (self._min_epochs or 0) and steps >= (self._min_steps or 0)
 
 
 def _steps_by_step(epochs: int, num_batches: int, accumulation: GradientAccumulation, samples: int | None) -> int:
-    """Steps of so many epochs, counted from one change of the schedule to the next and not one by one."""
+    """Counts the steps of a number of epochs, from one change of the schedule to the next rather than one by one."""
     changes, steps = [*accumulation.scheduling][1:], 0
     for epoch in range(epochs):
         left = num_batches

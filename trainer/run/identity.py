@@ -70,7 +70,7 @@ class Identity:
 
     @classmethod
     def of(cls, module: TrainModule, datamodule: Hyperparameters | None) -> Identity:
-        """The identity of a run that begins with these."""
+        """The identity of a run that begins with this module and DataModule."""
         owners = {"module": module, "datamodule": datamodule}
         hparams: dict[str, dict[str, Any]] = {}
         for name, owner in owners.items():
@@ -85,7 +85,7 @@ class Identity:
         return dataclasses.replace(self, optimizers=[_described(optimizer) for optimizer in optimizers])
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is saved."""
+        """Returns the identity as checkpoints hold it."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -143,7 +143,7 @@ class FolderLock:
         self._await_end()
 
     def check_held(self) -> None:
-        """Raises if somebody else has taken the folder since, as after a long sleep of this process."""
+        """Raises if another run has taken the folder since, for instance while this process slept."""
         found = None if self._content is None else self._read()
         if found is not None and found != self._content:
             raise LeydenError(

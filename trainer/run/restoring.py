@@ -1,4 +1,4 @@
-"""Restoring a run: a checkpoint is read and checked as a whole, then taken back as its parts are made."""
+"""Restores a run: a checkpoint is read and checked as a whole, then loaded part by part as these are made."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Restorer:
         self._users.take_lightning(file.path, file.loaded, callbacks)
 
     def gained(self) -> list[str]:
-        """The parameters that are in groups which the optimizers have gained since the checkpoint."""
+        """The parameters in groups that the optimizers have gained since the checkpoint."""
         pairs = zip(self._run.engine.optimizers, self._optimizers or (), strict=False)
         return [name for optimizer, own in pairs for name in names_gained(optimizer, own, self._run.module)]
 

@@ -1,4 +1,4 @@
-"""Going back to the last checkpoint within a fit, and on in the data: steps that went wrong are not taken again.
+"""Goes back to the last checkpoint within a fit, but not in the data: steps that went wrong are not repeated.
 
 It is what was done by hand in the training of PaLM: "we re-started training from a checkpoint roughly 100 steps before
 the spike started, and skipped roughly 200–500 data batches" (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1).
@@ -44,7 +44,7 @@ class ReadLoop(Protocol):
     """What going back asks of a `FitLoop`."""
 
     def pass_over(self, batches: int) -> None:
-        """Draws so many batches of this epoch, or those that are left, and trains none of them."""
+        """Draws this many batches of the epoch, or those that are left, and trains on none of them."""
 
 
 def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
@@ -179,7 +179,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _forget_epoch(run: Run) -> None:
-    """Drops what the epoch has summed up: the checkpoint is from before it."""
+    """Drops the sums of the epoch: the checkpoint is from before it."""
     run.logs.forget("train")
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
@@ -190,7 +190,7 @@ def _forget_epoch(run: Run) -> None:
 
 
 def _repeat_epochs(run: Run, before: Progress, now: Progress, begun: range) -> None:
-    """Does what the ends and starts of epochs since the checkpoint have done to the optimizers.
+    """Repeats what the ends and starts of epochs since the checkpoint did to the optimizers.
 
     Schedulers that go by epochs step, but for those on a plateau: their metric was of weights that are gone.
     """

@@ -85,7 +85,7 @@ class StepRows:
         self.send()
 
     def send(self) -> None:
-        """Sends what has been kept."""
+        """Sends the rows kept so far."""
         rows, self._rows = self._rows, []
         if rows:
             send_rows(self._loggers, rows, self._progress.epoch, self._logs.nans)

@@ -22,7 +22,7 @@ def step_states_of(run: Run) -> StepStates:
 
 
 def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
-    """What each rank has of its own, beside the loop's place in the data. Random numbers are last: others may draw."""
+    """What each rank has of its own, beside the loop's place in the data. Random numbers come last: others may draw."""
     return {
         "buffers": Buffers(run.module, ranks),
         "logs": run.logs,

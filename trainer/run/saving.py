@@ -1,4 +1,4 @@
-"""Saving a run: what a checkpoint holds of it, file by file."""
+"""Saves a run: what a checkpoint holds of it, file by file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SavedLoop(Protocol):
     progress: Progress
 
     def progress_to_save(self) -> Progress:
-        """The progress that a checkpoint of now holds."""
+        """The progress that a checkpoint saved now would hold."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop keeps on this rank."""
@@ -240,7 +240,7 @@ def beside(run: Run, asked: bool | None) -> bool:
 
 
 def steppers(engine: Engine) -> list[Optimizer]:
-    """The optimizers whose own steps change the weights, and nothing else does; none under an engine that steps."""
+    """The optimizers, if their own steps are all that changes the weights; none under an engine that steps."""
     strategy = engine.strategy
     methods = (type(strategy).step, type(strategy).forward_backward, type(strategy.precision).step)
     return engine.optimizers if all(method.__module__.startswith("leyden.") for method in methods) else []

@@ -408,7 +408,7 @@ class Run:
         self.should_stop = asked
 
     def rest_schedulers(self) -> None:
-        """From here on the run's schedulers do not step, since another sets the learning rates."""
+        """Stops the run's schedulers from stepping: a callback sets the learning rates."""
         self.resting = True
 
     def schedulers_rest(self) -> bool:
@@ -426,21 +426,21 @@ class Run:
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
 
     def note_save(self, path: Path) -> None:
-        """A checkpoint from which it can be resumed is committed."""
+        """Notes a committed checkpoint from which the run can be resumed."""
         self.saved.pop(path, None)
         self.saved[path] = None
 
     def note_weights(self, path: Path) -> None:
-        """A checkpoint of weights alone is committed, be it in the place of one from which it could be resumed."""
+        """Notes a committed checkpoint of weights alone, which may have replaced one that could be resumed."""
         self.saved.pop(path, None)
 
     def finish_saves(self) -> None:
-        """Waits until the checkpoint that is written beside it is there; raises what has kept it from being."""
+        """Waits for the checkpoint that is written beside the run; raises the error if that failed."""
         with self.heartbeat.during(Phase.SAVING):
             self.saves.wait()
 
     def end_saves(self) -> None:
-        """Waits as `finish_saves` does; what is saved from here on is saved at once."""
+        """Waits as `finish_saves` does; from here on saves are synchronous."""
         self.finish_saves()
         self.saves.end()
 
@@ -489,7 +489,7 @@ class Run:
             self._end_profiler()
 
     def _end_profiler(self) -> None:
-        """Ends it once, also where another end fails. What it cannot tell is no reason for a run to fail."""
+        """Ends the profiler once, whatever else fails at the end. An error of the profiler's only warns."""
         profiler, stage = self.profiler, self.state.stage
         if profiler is None or not self.is_profiled or stage is None:
             return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def result_lines(results: Sequence[Mapping[str, float]]) -> str:
-    """What an evaluation prints: a line for each value, those of each loader after another."""
+    """What an evaluation prints: a line for each value, loader by loader."""
     rows = [(name, f"{value:.6g}") for values in results for name, value in values.items()]
     return "\n".join(aligned(rows)) if rows else ""
 

@@ -115,7 +115,7 @@ class UserStates:
 
     # restoring --------------------------------------------------------------------------------------------------------
     def classes(self, reader: CheckpointReader, files: Sequence[str], progress: Progress) -> list[Any]:
-        """Live state in which the classes of values in some files of a checkpoint are found, for the reader.
+        """Live state from which the reader takes the classes of values in a checkpoint's files.
 
         These are the attributes of callbacks, module and DataModule. Only for a class that is in none of them the state
         of the run is composed, before any hook of the run has made it.
@@ -224,7 +224,7 @@ class UserStates:
         return {name: tensor for callback in self._callbacks for name, tensor in callback.saved_weights().items()}
 
     def end_weights(self) -> None:
-        """Tells callbacks that a resume has loaded the weights, and their states."""
+        """Calls the hook of callbacks that follows the loading of weights and states."""
         for callback in self._callbacks:
             callback.weights_loaded()
 
