@@ -228,6 +228,11 @@ class ModelPruning(Callback):
         if not self._after_training and not trainer.sanity_checking and trainer.state.stage == "fit":
             self._run(trainer.current_epoch)
 
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        # Averages have taken the place of the weights, if a callback keeps any.
+        self._bring_back()
+        self._zero_weights()
+
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return

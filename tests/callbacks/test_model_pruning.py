@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
-from leyden.callbacks import ModelCheckpoint, ModelPruning
+from leyden.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from leyden.strategies import MeshStrategy
 
 
@@ -157,6 +157,13 @@ def test_a_resume_goes_on_exactly_and_the_checkpoint_is_that_of_the_module(tmp_p
     plain = Pruned.load_from_checkpoint(tmp_path / "half")
     assert sum(zeros(plain)) == 21
     assert weights(fit(callback(), ckpt_path=tmp_path / "half")) == weights(straight)
+
+
+@pytest.mark.parametrize(
+    "averages", [EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+)
+def test_averages_that_take_the_place_of_weights_are_pruned_too(averages: Any) -> None:
+    assert sum(zeros(fit([ModelPruning("l1_unstructured", amount=0.5), averages]))) == 51
 
 
 def test_masks_stay_on_the_module_if_they_are_not_permanent() -> None:
