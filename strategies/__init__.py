@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.launch.cluster import ClusterEnvironment as ClusterEnvironment
+    from leyden.strategies.launch.cluster import KubeflowEnvironment as KubeflowEnvironment
+    from leyden.strategies.launch.cluster import LightningEnvironment as LightningEnvironment
+    from leyden.strategies.launch.cluster import LSFEnvironment as LSFEnvironment
+    from leyden.strategies.launch.cluster import MPIEnvironment as MPIEnvironment
+    from leyden.strategies.launch.cluster import SLURMEnvironment as SLURMEnvironment
+    from leyden.strategies.launch.cluster import TorchElasticEnvironment as TorchElasticEnvironment
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from leyden.strategies.mesh.strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.precision.transformer_engine import (
@@ -35,6 +42,13 @@ if TYPE_CHECKING:
     from leyden.strategies.xla.strategy import XLAStrategy as XLAStrategy
 
 _HOMES = {
+    **dict.fromkeys(
+        (
+            *("ClusterEnvironment", "KubeflowEnvironment", "LSFEnvironment", "LightningEnvironment", "MPIEnvironment"),
+            *("SLURMEnvironment", "TorchElasticEnvironment"),
+        ),
+        "leyden.strategies.launch.cluster",
+    ),
     "DDPStrategy": "leyden.strategies.ddp",
     "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",
     "FSDPStrategy": "leyden.strategies.fsdp.strategy",

@@ -7,10 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.launch.cluster import ClusterEnvironment
+from leyden.strategies.precision import Precision
 from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_checkpoint_io
+
+Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment | str
+"""What a Trainer takes as one of its `plugins`."""
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -112,12 +117,13 @@ def checkpoint_io_of(plugins: Sequence[Any]) -> CheckpointIO | None:
     return found[0] if found else None
 
 
-def end_io(plugin: CheckpointIO | None, failed: bool) -> None:
-    """Calls `teardown` of a plugin, if it has one; after an error of the run, its own is passed over."""
-    teardown = getattr(plugin, "teardown", None)
-    try:
-        if callable(teardown):
-            teardown()
-    except Exception:
-        if not failed:
-            raise
+def end_plugins(plugins: Sequence[Any], failed: bool) -> None:
+    """Calls `teardown` of plugins that have one; after an error of the run, theirs is passed over."""
+    for plugin in plugins:
+        teardown = getattr(plugin, "teardown", None)
+        try:
+            if callable(teardown):
+                teardown()
+        except Exception:
+            if not failed:
+                raise

@@ -38,6 +38,7 @@ from leyden.trainer.run import ending, resuming, saving, summary
 from leyden.trainer.run.build import (
     build_callbacks,
     check_datamodule,
+    enter_cluster,
     precision_of,
     runtime_settings,
     to_evaluate,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
     from leyden.strategies.precision import Precision
     from leyden.trainer.arguments.preemption import Preemption
-    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
+    from leyden.trainer.plugins import Plugin
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any
@@ -83,7 +84,7 @@ class Trainer(TrainerView):
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
         plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO` to write checkpoints beside the training;
-            a `CheckpointIO` of your own, which stores them.
+            a `CheckpointIO` of your own, which stores them; a `ClusterEnvironment`, which says which rank this is.
         fast_dev_run: True or a number of batches: runs every hook once and writes nothing.
         max_epochs: default 1000 if nothing else ends the run; -1 for no end.
         min_epochs: no early stop before.
@@ -150,7 +151,7 @@ class Trainer(TrainerView):
         precision: Precision | str | int | None = None,
         logger: bool | Logger | Sequence[Logger] | None = True,
         callbacks: Callback | Sequence[Callback] | None = None,
-        plugins: Precision | CheckpointIO | str | Sequence[Precision | CheckpointIO | str] | None = None,
+        plugins: Plugin | Sequence[Plugin] | None = None,
         fast_dev_run: bool | int = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -195,6 +196,7 @@ class Trainer(TrainerView):
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments
+        enter_cluster(arguments)
         self.accelerator = Engine(
             arguments.strategy, arguments.accelerator, precision_of(arguments), arguments.devices, arguments.num_nodes
         )

@@ -14,6 +14,8 @@ from leyden.strategies.errors import ConfigurationError
 
 STARTER = "LEYDEN_STARTER"
 """Set by our own launchers: "script", "spawn", "fork"."""
+CLUSTER = "LEYDEN_CLUSTER"
+"""The class of the ClusterEnvironment that has set torch's variables."""
 CUDA_IN_USE = (
     "CUDA is in use already by this process, and cannot be forked: restart the kernel, and touch no GPU before fit (no "
     "tensor.cuda(), no torch.cuda.is_available() or other call that asks the device); or use strategy='ddp_spawn'."
@@ -30,8 +32,8 @@ class RankEnvironment:
         world_size: ranks on all machines.
         local_world_size: ranks on this machine.
         node_rank: which machine this is.
-        starter: who started it: "torchrun", "slurm", "script", "spawn", "fork", or "hand" where only the four variables
-            that torch itself needs are set.
+        starter: who started it: "torchrun", "slurm", "script", "spawn", "fork", the class of a ClusterEnvironment, or
+            "hand" where only the four variables that torch itself needs are set.
         address: host and port of rank 0; None if torch's own variables have them.
     """
 
@@ -89,7 +91,7 @@ def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
             f"the environment says RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of "
             f"LOCAL_WORLD_SIZE={local_size}, which cannot be: unset them, or start the script with torchrun."
         )
-    starter = environ.get(STARTER, "torchrun" if started else "hand")
+    starter = environ.get(STARTER) or environ.get(CLUSTER) or ("torchrun" if started else "hand")
     return RankEnvironment(rank, local_rank, size, local_size, node_rank, starter)
 
 

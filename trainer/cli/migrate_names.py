@@ -24,8 +24,9 @@ SAME = {
         "WandbLogger WeightAveraging grad_norm measure_flops"
     ),
     "leyden.strategies": (
-        "DDPStrategy DeepSpeedStrategy DoublePrecision FSDPStrategy ModelParallelStrategy Precision "
-        "SingleDeviceStrategy Strategy TransformerEnginePrecision XLAStrategy"
+        "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
+        "TorchElasticEnvironment DDPStrategy DeepSpeedStrategy DoublePrecision FSDPStrategy ModelParallelStrategy "
+        "Precision SingleDeviceStrategy Strategy TransformerEnginePrecision XLAStrategy"
     ),
     "leyden.trainer": "AsyncCheckpointIO CheckpointIO",
     "leyden.trainer.cli": (
@@ -75,10 +76,7 @@ INSTEAD = {
     "leyden.Accelerator runs a loop of your own (docs/from-accelerate.md)": "Fabric",
     "write a subclass of leyden.callbacks.ModelCheckpoint or leyden.Callback": "Checkpoint",
     "write a subclass of leyden.callbacks.Logger, or use one of its loggers": "NeptuneLogger LitLogger DummyLogger",
-    "ranks that torchrun, srun or `leyden launch` started are recognised without it": (
-        "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
-        "TorchElasticEnvironment XLAEnvironment"
-    ),
+    "Trainer(strategy='xla') finds the ranks of XLA": "XLAEnvironment",
     "Trainer(accelerator='cpu', 'cuda', 'mps' or 'xla') chooses the device": (
         "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices"
     ),

@@ -18,6 +18,8 @@ from leyden.callbacks.loggers.silent import DummyLogger
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.launch.cluster import is_cluster, publish
+from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments.arguments import Arguments
@@ -40,13 +42,13 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 def precision_of(arguments: Arguments) -> Any:
     """The precision, from its own argument or from plugins; None leaves the one that a given strategy has."""
     checkpoint_io(arguments)
-    others = _as_list(arguments.plugins)
-    plugins = [plugin for plugin in others if not (is_async_plugin(plugin) or is_checkpoint_io(plugin))]
+    kinds = (is_async_plugin, is_checkpoint_io, is_cluster)
+    plugins = [plugin for plugin in _as_list(arguments.plugins) if not any(is_one(plugin) for is_one in kinds)]
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
                 f"plugins: {kind_of(plugin)} is no plugin that this version knows: "
-                f"{ported(plugin, 'give a Precision or a CheckpointIO')}."
+                f"{ported(plugin, 'give a Precision, a CheckpointIO or a ClusterEnvironment')}."
             )
     if len(plugins) + (arguments.precision is not None) > 1:
         raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
@@ -60,6 +62,30 @@ def precision_of(arguments: Arguments) -> Any:
 def saves_asynchronously(arguments: Arguments) -> bool:
     """Whether a plugin asks for asynchronous saves."""
     return any(is_async_plugin(plugin) for plugin in _as_list(arguments.plugins))
+
+
+def cluster_of(arguments: Arguments) -> Any:
+    """The ClusterEnvironment among the plugins; None without one.
+
+    Raises:
+        ConfigurationError: if there are two.
+    """
+    found = [plugin for plugin in _as_list(arguments.plugins) if is_cluster(plugin)]
+    if len(found) > 1:
+        kinds = " and ".join(type(plugin).__name__ for plugin in found)
+        raise ConfigurationError(f"plugins has two that say which rank this is, {kinds}: give one.")
+    return found[0] if found else None
+
+
+def enter_cluster(arguments: Arguments) -> None:
+    """Has this process become the rank that a ClusterEnvironment among the plugins says it is."""
+    plugin = cluster_of(arguments)
+    if plugin is None:
+        return
+    publish(plugin, arguments.devices, arguments.num_nodes)
+    if isinstance(arguments.strategy, Strategy):
+        # It was made before.
+        arguments.strategy.ranks.become_rank(rank_environment())
 
 
 def checkpoint_io(arguments: Arguments) -> CheckpointIO | None:

@@ -26,9 +26,16 @@ from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
-from leyden.trainer.plugins import end_io
+from leyden.trainer.plugins import end_plugins
 from leyden.trainer.run.advice import checked_for_nan
-from leyden.trainer.run.build import accumulation_of, check_steps, checkpoint_io, loggers_of, warn_if_untrained
+from leyden.trainer.run.build import (
+    accumulation_of,
+    check_steps,
+    checkpoint_io,
+    cluster_of,
+    loggers_of,
+    warn_if_untrained,
+)
 from leyden.trainer.run.differences import check_module, check_optimizers
 from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
@@ -395,7 +402,7 @@ class Run:
         finally:
             self.saves.close()
             self.engine.teardown()
-            end_io(self.checkpoint_io, error is not None)
+            end_plugins((self.checkpoint_io, cluster_of(self.arguments)), error is not None)
             self.state = RunState()
             self.logs.end_batch()
             self.module._leave()

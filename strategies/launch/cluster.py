@@ -1,0 +1,363 @@
+"""ClusterEnvironment, which tells a process its place among ranks that a cluster has started; and those of Lightning's
+names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from leyden.strategies.devices import parse_devices
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.environment import CLUSTER, STARTER, first_host, rank_environment
+
+CONTRACT = ("creates_processes_externally", "main_address", "main_port", "world_size", "global_rank", "local_rank")
+
+
+class ClusterEnvironment(ABC):
+    """A process's place among ranks that somebody else starts: a plugin of the Trainer's, with Lightning's contract.
+
+    torchrun, srun and `leyden launch` are recognised without it. What it says is published in torch's variables (RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …), before the Trainer looks for devices. Objects with these methods, such as
+    Lightning's own, are taken, too.
+
+    Example:
+        >>> class Farm(ClusterEnvironment):
+        ...     creates_processes_externally = True
+        ...     main_address, main_port = "127.0.0.1", 23456
+        ...     def world_size(self):
+        ...         return int(os.environ.get("FARM_SIZE", 1))
+        ...     def global_rank(self):
+        ...         return int(os.environ.get("FARM_RANK", 0))
+        ...     def local_rank(self):
+        ...         return self.global_rank()
+        >>> is_cluster(Farm())
+        True
+    """
+
+    @property
+    @abstractmethod
+    def creates_processes_externally(self) -> bool:
+        """True if the ranks are there already; False has the Trainer start those of this machine."""
+
+    @property
+    @abstractmethod
+    def main_address(self) -> str:
+        """The host of rank 0."""
+
+    @property
+    @abstractmethod
+    def main_port(self) -> int:
+        """A port of it that is free, the same on all ranks."""
+
+    @staticmethod
+    def detect() -> bool:
+        """Returns True in a process that such a cluster has started. Nobody calls it but you."""
+        return False
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """The number of ranks on all machines."""
+
+    def set_world_size(self, size: int) -> None:
+        """Is told how many ranks the Trainer's arguments ask for."""
+
+    @abstractmethod
+    def global_rank(self) -> int:
+        """This process's number among all ranks."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Is told which rank this is, by `node_rank`, `local_rank` and the Trainer's arguments."""
+
+    @abstractmethod
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its machine."""
+
+    def node_rank(self) -> int:
+        """The number of its machine."""
+        return 0
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raises if the Trainer's arguments do not fit.
+
+        Args:
+            num_devices: ranks of a machine.
+            num_nodes: machines.
+        """
+
+    def teardown(self) -> None:
+        """Called when a run ends."""
+
+
+def is_cluster(plugin: Any) -> bool:
+    """Returns True for an object with the contract of a ClusterEnvironment."""
+    return not isinstance(plugin, type) and all(hasattr(type(plugin), name) for name in CONTRACT)
+
+
+def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
+    """Sets torch's variables to what a ClusterEnvironment says, unless a launcher has set them that is known.
+
+    Args:
+        plugin: the environment.
+        devices: the Trainer's argument; where it leaves the number open, it is the ranks of a machine.
+        num_nodes: the Trainer's argument.
+
+    Raises:
+        ConfigurationError: if what it says cannot be; names what.
+    """
+    if STARTER in os.environ or (getattr(plugin, "is_recognised", False) and rank_environment() is not None):
+        return
+    kind = type(plugin).__name__
+    if not plugin.creates_processes_externally:
+        if num_nodes > 1:
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, and {kind} starts no processes on other machines: start the script on each "
+                "with torchrun or `leyden launch`, and leave the plugin out."
+            )
+        return
+    given = parse_devices(devices)
+    count = given if isinstance(given, int) else len(given) if given else max(1, plugin.world_size() // num_nodes)
+    node, local = plugin.node_rank(), plugin.local_rank()
+    plugin.set_world_size(count * num_nodes)
+    plugin.set_global_rank(node * count + local)
+    validate = getattr(plugin, "validate_settings", None)
+    if callable(validate):
+        validate(num_devices=count, num_nodes=num_nodes)
+    size, rank = plugin.world_size(), plugin.global_rank()
+    here = size // num_nodes
+    if size % num_nodes or not 0 <= rank < size or not 0 <= local < here or not 0 <= node < num_nodes:
+        raise ConfigurationError(
+            f"{kind} says rank {rank} of {size}, rank {local} of machine {node}, and the Trainer has num_nodes="
+            f"{num_nodes}, so {size / num_nodes:g} ranks on each: this cannot be. Give the Trainer num_nodes=…, the "
+            "machines of the job."
+        )
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE=str(here),
+        GROUP_RANK=str(node),
+        MASTER_ADDR=str(plugin.main_address),
+        MASTER_PORT=str(plugin.main_port),
+    )
+    os.environ[CLUSTER] = kind
+
+
+# by Lightning's names -------------------------------------------------------------------------------------------------
+class LightningEnvironment(ClusterEnvironment):
+    """The Trainer starts the ranks of this machine itself, as it does without a plugin."""
+
+    creates_processes_externally = False
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    def __init__(self) -> None:
+        self._size, self._rank = 1, 0
+
+    def world_size(self) -> int:
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        self._size = size
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        self._rank = rank
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+
+class FromVariables(ClusterEnvironment):
+    """Ranks whose starter has set environment variables.
+
+    Attributes:
+        variables: for each method the variables that may have its value; the first that is set counts.
+        starter: who sets them, for messages.
+        is_recognised: these ranks are found without a plugin, and on more machines than the Trainer was told of.
+    """
+
+    creates_processes_externally = True
+    variables: ClassVar[dict[str, tuple[str, ...]]] = {}
+    starter: ClassVar[str] = ""
+    is_recognised: ClassVar[bool] = False
+
+    def _number(self, name: str) -> int:
+        for variable in self.variables[name]:
+            if os.environ.get(variable, "").isdigit():
+                return int(os.environ[variable])
+        raise ConfigurationError(
+            f"{type(self).__name__} finds none of {', '.join(self.variables[name])} in the environment: start the "
+            f"script with {self.starter}, or leave the plugin out."
+        )
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT") or self._port())
+
+    def _port(self) -> int:
+        """A port that every rank works out alike."""
+        return 29500
+
+    @classmethod
+    def detect(cls) -> bool:
+        return all(any(one in os.environ for one in cls.variables[name]) for name in ("world_size", "global_rank"))
+
+    def world_size(self) -> int:
+        return self._number("world_size")
+
+    def global_rank(self) -> int:
+        return self._number("global_rank")
+
+    def local_rank(self) -> int:
+        return self._number("local_rank")
+
+    def node_rank(self) -> int:
+        return self._number("node_rank")
+
+
+class TorchElasticEnvironment(FromVariables):
+    """Ranks that torchrun has started; recognised without it, too."""
+
+    variables: ClassVar = {
+        "world_size": ("WORLD_SIZE",),
+        "global_rank": ("RANK",),
+        "local_rank": ("LOCAL_RANK",),
+        "node_rank": ("GROUP_RANK",),
+    }
+    starter, is_recognised = "torchrun", True
+
+
+class SLURMEnvironment(FromVariables):
+    """Tasks of srun; recognised without it, too.
+
+    Args:
+        auto_requeue: no effect. `Trainer(resume="auto")` saves and requeues a job that is preempted, on every cluster.
+        requeue_signal: None; see `Preemption`, which has the signals.
+
+    Raises:
+        ConfigurationError: for a signal.
+    """
+
+    variables: ClassVar = {
+        "world_size": ("SLURM_STEP_NUM_TASKS",),
+        "global_rank": ("SLURM_PROCID",),
+        "local_rank": ("SLURM_LOCALID",),
+        "node_rank": ("SLURM_NODEID",),
+    }
+    starter, is_recognised = "srun", True
+
+    def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
+        if requeue_signal is not None:
+            raise ConfigurationError(
+                f"SLURMEnvironment(requeue_signal={requeue_signal!r}): give Trainer(resume='auto', preemption="
+                "Preemption(signals=…)), which saves and requeues (from leyden.trainer import Preemption)."
+            )
+        self.auto_requeue = auto_requeue
+
+    @property
+    def main_address(self) -> str:
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "127.0.0.1"
+        return os.environ.get("MASTER_ADDR") or first_host(nodes)
+
+    def _port(self) -> int:
+        return port_of(os.environ.get("SLURM_JOB_ID", ""))
+
+
+class MPIEnvironment(FromVariables):
+    """Processes of `mpirun`, by the variables of Open MPI, MPICH and Intel MPI: mpi4py is not needed.
+
+    On several machines MASTER_ADDR must be set to the host of rank 0, such as by `mpirun -x MASTER_ADDR=…`.
+    """
+
+    variables: ClassVar = {
+        "world_size": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        "global_rank": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+        "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    }
+    starter = "mpirun"
+
+    @property
+    def main_address(self) -> str:
+        if "MASTER_ADDR" not in os.environ and self._number("local_size") < self.world_size():
+            raise ConfigurationError(
+                "MPIEnvironment does not know the host of rank 0: set MASTER_ADDR to it, by mpirun -x MASTER_ADDR=…"
+            )
+        return super().main_address
+
+    def node_rank(self) -> int:
+        return self.global_rank() // self._number("local_size")
+
+    def _port(self) -> int:
+        return port_of(os.environ.get("PMIX_NAMESPACE", ""))
+
+
+class LSFEnvironment(FromVariables):
+    """Tasks of LSF's `jsrun`. The hosts are in the file LSB_DJOB_RANKFILE, whose first line is the launch node."""
+
+    variables: ClassVar = {
+        "world_size": ("JSM_NAMESPACE_SIZE",),
+        "global_rank": ("JSM_NAMESPACE_RANK",),
+        "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
+    }
+    starter = "jsrun"
+
+    @property
+    def main_address(self) -> str:
+        return self._hosts()[0]
+
+    def node_rank(self) -> int:
+        hosts, here = self._hosts(), socket.gethostname()
+        if here not in hosts:
+            raise ConfigurationError(f"this host, {here}, is not in LSF's LSB_DJOB_RANKFILE ({', '.join(hosts)}).")
+        return hosts.index(here)
+
+    def _hosts(self) -> list[str]:
+        file = Path(os.environ.get("LSB_DJOB_RANKFILE", ""))
+        lines = file.read_text(encoding="utf-8").split() if file.is_file() else []
+        if len(lines) < 2:
+            raise ConfigurationError(
+                f"LSB_DJOB_RANKFILE={str(file)!r} lists no hosts: start the script with jsrun, or leave the plugin out."
+            )
+        return list(dict.fromkeys(lines[1:]))
+
+    def _port(self) -> int:
+        return port_of(os.environ.get("LSB_JOBID", ""))
+
+
+class KubeflowEnvironment(FromVariables):
+    """Pods of Kubeflow's PyTorchJob, with one rank each."""
+
+    variables: ClassVar = {"world_size": ("WORLD_SIZE",), "global_rank": ("RANK",)}
+    starter = "Kubeflow's PyTorchJob"
+
+    @classmethod
+    def detect(cls) -> bool:
+        return "KUBERNETES_PORT" in os.environ and "LOCAL_RANK" not in os.environ and super().detect()
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return self.global_rank()
+
+
+def port_of(job: str) -> int:
+    """The port of a job, by its number: above those that services use.
+
+    Example:
+        >>> port_of("123456")
+        18456
+    """
+    return 15000 + int(re.sub(r"\D", "", job)[-9:] or 0) % 15000
