@@ -15,7 +15,7 @@ from leyden.callbacks.loggers.background_uploads import BackgroundUploads, Linke
 from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
 from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
-from leyden.strategies.errors import needs
+from leyden.strategies.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -56,7 +56,7 @@ class MLFlowLogger(ServiceLogger):
             fit waits, and what has failed is an error at the next save or at the end.
 
     Raises:
-        ConfigurationError: for another `log_model`.
+        ConfigurationError: for another `log_model` or `synchronous`.
 
     Example:
         >>> logger = MLFlowLogger(experiment_name="digits")
@@ -79,6 +79,8 @@ class MLFlowLogger(ServiceLogger):
         artifact_location: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
+        if synchronous not in (None, True, False):
+            raise ConfigurationError(f"MLFlowLogger(synchronous={synchronous!r}): use True, False or None.")
         super().__init__(save_dir, prefix, run_id)
         self._experiment_name = experiment_name
         self._run_name = run_name

@@ -161,6 +161,9 @@ class WandbLogger(ServiceLogger):
         if not self.is_writer:
             return
         run = self.experiment
+        if run.disabled:
+            # Its folder does not exist.
+            return
         run.config.update({"leyden": json_value(record)}, allow_val_change=True)  # type: ignore[no-untyped-call]
         for name, text in run_files(record, diff).items():
             path = Path(run.dir, name)

@@ -71,7 +71,9 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_a_log_model_without_meaning_is_refused() -> None:
+def test_arguments_without_meaning_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"MLFlowLogger\(synchronous='no'\): use True, False or None"):
+        MLFlowLogger(synchronous="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"MLFlowLogger\(log_model='best'\): use True"):
         MLFlowLogger(log_model="best")  # type: ignore[arg-type]
 

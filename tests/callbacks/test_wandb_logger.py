@@ -73,6 +73,13 @@ def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, mo
     assert (start / "diff.patch").read_bytes() == b"+x = 1\r\n"
 
 
+def test_a_disabled_run_leaves_no_record(tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path, mode="disabled")
+    logger.log_run({"started": "2026-02-01T12:30:00.250Z"}, "diff")
+    assert not os.path.exists(os.path.join(logger.experiment.dir, "starts"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_resume_logs_to_the_same_run_id(tmp_path: Path) -> None:
     first = WandbLogger(save_dir=tmp_path, mode="offline")
     first.log_metrics({"loss": 1.0}, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 from pathlib import Path
@@ -382,6 +383,8 @@ def test_loggers_of_two_ranks_write_once(early: tuple[Path, list[dict[str, Any]]
     with (folder / "metrics.csv").open() as file:
         scores = [(int(row["step"]), float(row["score"])) for row in csv.DictReader(file) if row["score"]]
     assert scores == [(4, 3.0), (8, 2.0), (12, 2.5), (16, 2.5)]
+    [start] = folder.glob("starts/*/run.json")
+    assert json.loads(start.read_text())["world_size"] == 2
     [events] = folder.glob("events*")
     read = EventAccumulator(str(events))
     read.Reload()

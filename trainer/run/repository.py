@@ -30,6 +30,7 @@ CODE = (
     *(".js", ".ts", ".rs", ".go"),
 )
 """Endings of files in which a text stands in quotes."""
+_PART = re.compile(r"^(@@ [^@]+ @@).*", re.DOTALL)
 OWN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Variables that git sets for its hooks, and that would point it to another repository."""
 
@@ -71,6 +72,9 @@ class Repository:
         if not top:
             return None
         found = cls(top)
+        # By themselves, since they come at once, however large the repository is.
+        commit, _, branch = git.text("rev-parse", "HEAD", "--abbrev-ref", "HEAD").rstrip("\r\n").partition("\n")
+        found.commit, found.branch = commit or None, None if branch in ("", "HEAD") else branch
         status = ("--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
         changed = found._read_status(git.text("status", *status))
         if with_diff and changed:
@@ -86,11 +90,7 @@ class Repository:
         changed = []
         for entry in status.split("\0"):
             kind, _, rest = entry.partition(" ")
-            if rest.startswith("branch.oid ") and not rest.endswith("(initial)"):
-                self.commit = rest.split(" ")[1]
-            elif rest.startswith("branch.head ") and not rest.endswith("(detached)"):
-                self.branch = rest.split(" ", 1)[1]
-            elif kind == "?":
+            if kind == "?":
                 self.untracked.append(rest)
             elif kind in ("1", "u"):
                 changed.append(rest.split(" ", 7 if kind == "1" else 9)[-1])
@@ -107,7 +107,8 @@ class Repository:
             is_text = "\nBinary files " not in text and "\ufffd" not in text
             if is_small and is_text and not PRIVATE.search(name) and "PRIVATE KEY-----" not in text:
                 masked = _masked(text, Path(name).suffix.lower() in CODE)
-                self.masked += sum(one != other for one, other in zip(text.split("\n"), masked, strict=True))
+                before = (_PART.sub(r"\1", line) for line in text.split("\n"))
+                self.masked += sum(one != other for one, other in zip(before, masked, strict=True))
                 kept.append("\n".join(masked))
                 taken.add(name)
         self.diff = "".join(kept) if diff else None
@@ -168,10 +169,10 @@ def _masked(text: str, quoted: bool) -> list[str]:
     """The lines of a file's diff with their secrets masked; those of git itself stay."""
     lines = text.split("\n")
     first = next((number for number, line in enumerate(lines) if line.startswith("@@")), len(lines))
-    signs = [line[:1] for line in lines[first:]]
-    own = ["" if line.startswith(("@@", "-Subproject", "+Subproject")) else line[1:] for line in lines[first:]]
-    masked = masked_lines(own, quoted)
+    # Behind its numbers a part quotes a line of the file, for people.
+    body = [_PART.sub(r"\1", line) for line in lines[first:]]
+    of_file = ["" if line.startswith(("@@", "-Subproject", "+Subproject")) else line[1:] for line in body]
+    masked = masked_lines(of_file, quoted)
     return lines[:first] + [
-        line if not rest else sign + hidden
-        for line, sign, rest, hidden in zip(lines[first:], signs, own, masked, strict=True)
+        line[:1] + hidden if own else line for line, own, hidden in zip(body, of_file, masked, strict=True)
     ]

@@ -90,6 +90,11 @@ def test_no_secret_and_no_large_or_binary_file_is_in_the_diff(code: Path, monkey
         '    "word2"',
         ")",
     ]
+    quoted = ['API_KEY = "word8"', *(f"({number})" for number in range(8)), "(y)"]
+    (code / "quoted.py").write_text("\n".join(quoted))
+    git(code, "add", "quoted.py")
+    git(code, "commit", "-qm", "third")
+    (code / "quoted.py").write_text("\n".join([*quoted[:-1], "(z)"]))
     (code / "train.py").write_text("\n".join([*lines, f"url = 'https://me:word3@host'; {KEY}", "api_key = read(path)"]))
     (code / "conf/model ä.yaml").write_text("access_token: word4\nwidth: 8\n")
     (code / ".env").write_text("ANYTHING=word5\n")
