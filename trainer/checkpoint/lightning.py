@@ -120,13 +120,7 @@ def named_optimizer(
     saved = SavedState(state)
     groups = [SavedState(group, f"param_groups[{i}]") for i, group in enumerate(saved.items("param_groups"))]
     flat = group_names or flat_names(optimizer, names)
-    if [len(group.items("params")) for group in groups] != [len(own) for own in flat]:
-        there, here = ([len(own) for own in found] for found in ([g.items("params") for g in groups], flat))
-        raise StateError(
-            "param_groups",
-            f"has groups of {there} parameters, and the optimizer here of {here}: build the same optimizer, or leave "
-            "'optimizers' out of restore",
-        )
+    _check_groups([len(group.items("params")) for group in groups], [len(own) for own in flat])
     by_place = {
         place: name
         for group, own in zip(groups, flat, strict=True)
@@ -146,6 +140,16 @@ def named_optimizer(
         "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32},
         "extra": {key: value for key, value in saved.entries.items() if key not in ("state", "param_groups")},
     }
+
+
+def _check_groups(there: list[int], here: list[int]) -> None:
+    """Refuses groups of other numbers of parameters than the optimizer has."""
+    if there != here:
+        raise StateError(
+            "param_groups",
+            f"has groups of {there} parameters, and the optimizer here of {here}: build the same optimizer, or leave "
+            "'optimizers' out of restore",
+        )
 
 
 def _parts_of(name: str, entries: Any, parts: Mapping[str, Tensor]) -> Any:

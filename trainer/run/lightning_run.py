@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.checkpointing.lightning_states import CURRENT, SWA_LEFT, LightningStates
@@ -20,6 +20,7 @@ from leyden.trainer.format.errors import blame
 from leyden.trainer.run.run_states import rank_owners, step_states_of
 
 if TYPE_CHECKING:
+    from leyden.trainer.engine.schedulers import SchedulerConfig
     from leyden.trainer.run.state import Run
 
 SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
@@ -146,31 +147,10 @@ class LightningRun:
 
     def settle(self) -> None:
         """Decides, now that there are schedulers, which of them step as the fit goes on, and warns of what is left."""
-        progress, left = self.progress, dict(self._states.left)
-        if progress is not None:
-            due = [
-                config
-                for config in self._run.schedulers
-                if config.reduce_on_plateau and config.strict and config.monitor not in self._states.values
-            ]
-            at_end = self._position.owes_plateau or (progress.phase == "validated" and progress.ended)
-            missing = [config for config in due if config.due("epoch", progress.epoch + 1) and at_end]
-            if missing:
-                self.rank.drop("owes_plateau")
-                progress.end_epoch(complete=True)
-            missing += [c for c in due if c.due("step", progress.stepped) and progress.phase == "validated"]
-            if any(config.interval == "step" for config in missing):
-                progress.settle()
-            for config in missing:
-                left[f"a step of {type(config.scheduler).__name__}"] = f"no callback has saved {config.monitor!r}"
-            if not self._position.is_known:
-                left["the place in the epoch"] = "the file has no loops"
-            if self._position.begun:
-                left["the gradients of an open window"] = (
-                    f"Lightning saves none: {self._position.begun} batches run again"
-                )
-            if progress.is_inside and progress.batch:
-                left["what this epoch has logged so far"] = "Lightning saves no sums"
+        left = dict(self._states.left)
+        if self.progress is not None:
+            missing = self._pass_over_unmonitored(self.progress)
+            left |= self._left_of_place(missing, self.progress)
         left["random numbers"] = "Lightning saves none, so that shuffles and dropout draw others"
         if self._run.strategy.ranks.is_global_zero:
             warnings.warn(
@@ -178,3 +158,35 @@ class LightningRun:
                 f"{'; '.join(f'{name} ({why})' for name, why in left.items())}.",
                 stacklevel=2,
             )
+
+    def _pass_over_unmonitored(self, progress: Progress) -> list[SchedulerConfig]:
+        """Passes over the steps that are due of schedulers on a plateau whose metric the file does not hold."""
+        waiting = [
+            config
+            for config in self._run.schedulers
+            if config.reduce_on_plateau and config.strict and config.monitor not in self._states.values
+        ]
+        at_end = self._position.owes_plateau or (progress.phase == "validated" and progress.ended)
+        by_epoch = [config for config in waiting if at_end and config.due("epoch", progress.epoch + 1)]
+        if by_epoch:
+            self.rank.drop("owes_plateau")
+            progress.end_epoch(complete=True)
+        is_validated = progress.phase == "validated"
+        by_step = [config for config in waiting if is_validated and config.due("step", progress.stepped)]
+        if by_step:
+            progress.settle()
+        return by_epoch + by_step
+
+    def _left_of_place(self, missing: Sequence[SchedulerConfig], progress: Progress) -> dict[str, str]:
+        """What cannot be continued of the place in which the run stood, each with the reason."""
+        left = {
+            f"a step of {type(config.scheduler).__name__}": f"no callback has saved {config.monitor!r}"
+            for config in missing
+        }
+        if not self._position.is_known:
+            left["the place in the epoch"] = "the file has no loops"
+        if self._position.begun:
+            left["the gradients of an open window"] = f"Lightning saves none: {self._position.begun} batches run again"
+        if progress.is_inside and progress.batch:
+            left["what this epoch has logged so far"] = "Lightning saves no sums"
+        return left
