@@ -14,6 +14,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint.conversions import converted, is_model
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import LAYOUT, MANIFEST, PROGRESS
+from leyden.trainer.format.memory import room
 from leyden.trainer.format.safefile import CheckedFile, read_header
 from leyden.trainer.format.shard_table import Table, Want, fill, whole_table
 from leyden.trainer.format.tensors import dtype_named
@@ -112,9 +113,7 @@ class HuggingFaceFolder:
             raise CheckpointError(self.path, f"has no weights {unknown!r}. {nearest(unknown, self._tables)}")
         tables = {name: self._tables[name] for name in chosen}
         wants = {
-            name: Want(
-                table, (0,) * len(table["shape"]), torch.empty(table["shape"], dtype=dtype_named(table["dtype"]))
-            )
+            name: Want(table, (0,) * len(table["shape"]), room(table["shape"], dtype_named(table["dtype"])))
             for name, table in tables.items()
         }
         with blame(self.weights_file):

@@ -30,6 +30,7 @@ from leyden.trainer.format.manifest import (
     parts_in,
     read_manifest,
 )
+from leyden.trainer.format.memory import room
 from leyden.trainer.format.safefile import CheckedFile, read_tensors
 from leyden.trainer.format.shard_table import Table, Want, check_spec, fill
 from leyden.trainer.format.tensors import (
@@ -305,7 +306,7 @@ class CheckpointReader:
         if sum(sizes) > sum(entry.size for entry in self.manifest.files.values()):
             raise ValueError(f"tensors of {sum(sizes)} bytes are more than its files hold")
         return {
-            key: Want(table, (0,) * len(table["shape"]), torch.empty(table["shape"], dtype=dtype_named(table["dtype"])))
+            key: Want(table, (0,) * len(table["shape"]), room(table["shape"], dtype_named(table["dtype"])))
             for key, table in tables.items()
         }
 

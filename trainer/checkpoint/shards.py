@@ -18,6 +18,7 @@ from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.shard_plan import Box, ShardPlan, ShardPlans
 from leyden.trainer.checkpoint.stripes import is_striped, rectangles_of
+from leyden.trainer.format.memory import room
 from leyden.trainer.format.shard_table import Sizes, Table, Want
 from leyden.trainer.format.tensors import dtype_named, is_sharded, local_part
 
@@ -57,7 +58,7 @@ def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
     dtype, shape = dtype_named(table["dtype"]), torch.Size(table["shape"])
     if isinstance(like, Fragment):
         if like.state is None:
-            flat = torch.empty(like.flat.shape, dtype=dtype, device=like.flat.device)
+            flat = room(like.flat.shape, dtype, like.flat.device)
         else:
             flat = like.state(entry, dtype)
         fragment = like.like(flat)
@@ -65,7 +66,7 @@ def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
     from torch.distributed.tensor import DTensor
 
     _, sizes = _place_of(like)
-    local = torch.empty(sizes, dtype=dtype, device=like._local_tensor.device)
+    local = room(sizes, dtype, like._local_tensor.device)
     strides = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
     return [Want(table, offsets, part) for offsets, part in parts_of(whole)], whole

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import CHUNK, MIN_CHUNK, SHA256, XXH3, ChunkHasher, FileEntry, open_inside
+from leyden.trainer.format.memory import room
 from leyden.trainer.format.tensors import NATIVE
 from leyden.trainer.format.unflushed import Unflushed
 
@@ -425,7 +426,7 @@ def read_tensors(file: CheckedFile) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     targets = []
     for key, (dtype, shape, offset) in read_header(file).items():
-        found[key] = torch.empty(shape, dtype=dtype)
+        found[key] = room(shape, dtype)
         targets.append((offset, memory_of(found[key])))
     file.fill(targets)
     return found
