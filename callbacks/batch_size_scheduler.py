@@ -23,7 +23,7 @@ class BatchSizeScheduler(GradientAccumulation):
         by: "epoch" for {epoch: samples}.
 
     Raises:
-        ConfigurationError: for a schedule that is none; at the start of fit, if a size is no multiple of a batch of all
+        ConfigurationError: for an invalid schedule; at the start of fit, if a size is no multiple of a batch of all
             ranks.
 
     Example:

@@ -22,7 +22,7 @@ class GarbageCollection(Callback):
     Python collects by the number of objects that each process has made, so that every rank stops for it at a step of
     its own, and all others wait there. With this callback they stop together: after the first hooks of the fit, at
     every `every_n_steps`-th step, and at every `every_n_steps`-th batch of a validation in it. What is not part of a
-    cycle of references is freed at once, as always. At the end of the fit, be it by an error, automatic collection is
+    cycle of references is freed at once, as always. At the end of the fit, also after an error, automatic collection is
     what it was before. Processes that are forked from a rank, such as a loader's workers, collect automatically.
 
     A step whose objects form cycles keeps their memory until the next collection: give a smaller number if memory

@@ -122,7 +122,7 @@ class SequenceLengthWarmup(Callback):
             self._steps = state["steps"]
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # Another fit, be it of another Trainer, has another number of steps; one that resumes loads it.
+        # Another fit, even of another Trainer, has another number of steps; one that resumes loads it.
         if stage == "fit" and trainer.global_step == 0 and isinstance(self.duration, float):
             self._steps = None
 

@@ -184,7 +184,7 @@ class SpikeDetection(Callback):
 
     # hooks ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # Another fit, be it of another Trainer; one that resumes loads its state later.
+        # Another fit, even of another Trainer; one that resumes loads its state later.
         if stage == "fit" and trainer.global_step == 0:
             self._begin()
 

@@ -276,7 +276,7 @@ class _Counted:
         totals.lengths += length
 
     def rates(self) -> dict[str, float]:
-        """Returns what the window's batches come to per second; flops only if all of them say theirs."""
+        """Returns the rates of the window's batches per second; flops only if all of them report theirs."""
         seconds = max(sum(sum(batch.parts.values()) for batch in self.window), 1e-9)
         found = {
             "batches": len(self.window) / seconds,

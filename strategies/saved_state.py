@@ -110,7 +110,7 @@ class SavedState:
 
 
 def brief(value: object) -> str:
-    """A value as an error shows it: a short one itself, of others the kind."""
+    """Formats a value for an error: a short one as it is, any other by its kind."""
     if value is None or isinstance(value, (bool, int, float, str)):
         # Digits of a huge number would take quadratic time.
         shown = "a huge number" if isinstance(value, int) and value.bit_length() > 200 else repr(value)

@@ -110,9 +110,7 @@ def _is_plain_part(part: nn.Module) -> bool:
 
 
 def _held_as(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of tied parameters that a file leaves out, each with the one it has: some libraries write every tensor
-    once.
-    """
+    """Names of tied parameters that a file leaves out, each with the one it has: some libraries write tensors once."""
     written, by_parameter = set(names), dict[int, list[str]]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
@@ -124,7 +122,7 @@ def _held_as(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_partial(module: nn.Module, names: Iterable[str], warns: bool = True) -> None:
-    """Before weights are loaded that need not fit: lists those that will not be, and those that nothing is loaded into.
+    """Lists, before a partial load, the weights that will not be loaded, and those that nothing is loaded into.
 
     Args:
         module: which takes what fits by name.

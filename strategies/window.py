@@ -119,7 +119,7 @@ class Window:
         self.is_open, self.index, self.closes = False, 0, True
 
     def weigh(self, weight: float, idle: bool) -> None:
-        """Sets what the current batch counts for among the ranks (see the attributes)."""
+        """Sets how much the current batch counts among the ranks (see the attributes)."""
         self.weight, self.idle = weight, idle
 
 

@@ -342,7 +342,7 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: passed to `torch.profiler.profile` (activities, profile_memory, with_stack, with_flops, …).
 
     Raises:
-        ConfigurationError: if an argument is none of torch's profiler, or its value cannot be.
+        ConfigurationError: if torch's profiler has no such argument, or its value is invalid.
     """
 
     def __init__(

@@ -417,7 +417,7 @@ class ModelCheckpoint(Callback):
             tell_loggers(trainer, self)
 
     def _follow_up(self, trainer: Trainer) -> None:
-        """Settles, and tells the loggers of the checkpoint that a thread has committed."""
+        """Follows up the checkpoint that a thread has committed, and informs the loggers."""
         self._settle()
         if self._is_untold:
             self._is_untold = False

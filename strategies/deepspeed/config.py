@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a run: from a dict, a file and plain arguments to the one that DeepSpeed is given."""
+"""The DeepSpeed config of a run: made from a dict or file and plain arguments, and completed for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ZeroConfig:
         return found
 
     def given(self, path: str) -> Any:
-        """The value at a place, and None for "auto"."""
+        """The value at a place; None for "auto"."""
         value = self.get(path)
         return None if value == "auto" else value
 
@@ -179,7 +179,7 @@ class ZeroConfig:
             self._put(f"zero_optimization.offload_{OFFLOADS[name]}.{key}", value, f"{name}.{key}")
 
     def _place_offloads(self, nvme_path: str | Path | None, pin_memory: bool | None) -> None:
-        """Where and how the parts wait that are offloaded, by an argument or by the config."""
+        """Sets where and how offloaded parts wait, by an argument or by the config."""
         offloaded = [part for part in OFFLOADS.values() if self.offloads(part)]
         on_disk = [part for part in offloaded if self.offloads(part) == "nvme"]
         path = None if nvme_path is None else str(nvme_path)
@@ -359,7 +359,7 @@ class ZeroConfig:
         micro_batch: int | None = None,
         complete: bool = True,
     ) -> dict[str, Any]:
-        """The config that DeepSpeed is given: nothing is "auto" any more, and the run's part is filled in.
+        """The config that DeepSpeed gets: nothing is "auto" any more, and the run's settings are filled in.
 
         Args:
             precision: name of the run's precision.

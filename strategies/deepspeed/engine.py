@@ -20,7 +20,7 @@ from leyden.strategies.settings import RunSettings
 
 
 class ZeroEngine:
-    """Holds DeepSpeed's engine, of which there is one at most, and what the run has settled for it.
+    """Holds DeepSpeed's engine, at most one at a time, and the run's settings for it.
 
     `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasterWeights`
     names its memory.
@@ -54,7 +54,7 @@ class ZeroEngine:
 
     @property
     def sharded(self) -> Any:
-        """DeepSpeed's optimizer around the one that steps; None at stage 0, where there is nothing around it."""
+        """DeepSpeed's optimizer around the one that steps; None at stage 0, which has none."""
         engine = self.engine
         return None if engine.optimizer is engine.basic_optimizer else engine.optimizer
 
@@ -79,7 +79,7 @@ class ZeroEngine:
         self._settings = settings
 
     def run_on(self, precision: Precision, device: torch.device) -> None:
-        """Takes the precision and the kind of device that the config is completed with."""
+        """Takes the precision and the kind of device that complete the config."""
         self._precision, self._device = precision.name, device.type
 
     def final_config(self, complete: bool = True) -> dict[str, Any]:
@@ -155,12 +155,12 @@ class ZeroEngine:
         return loss, engine.module.take()
 
     def serve_calls(self) -> None:
-        """Makes engines from now on whose forward pass takes the model's own arguments, for a loop that calls it."""
+        """Has later engines take the model's own arguments in their forward pass, for a loop that calls it."""
         self._root = Called
 
     @contextmanager
     def closing(self, closes: bool) -> Iterator[None]:
-        """Within it, `backward` ends a window or does not."""
+        """Returns a context in which `backward` ends a window, or does not."""
         before, self._closes = self._closes, closes
         try:
             yield
@@ -168,7 +168,7 @@ class ZeroEngine:
             self._closes = before
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of a loss of the user's own loop."""
+        """Runs backward on a loss of the user's own loop."""
         self.engine.set_gradient_accumulation_boundary(self._closes)
         self.engine.backward(loss, **kwargs)
         self.is_reduced = self._closes

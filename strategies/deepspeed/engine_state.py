@@ -50,7 +50,7 @@ class Piece:
 
     @property
     def is_copy(self) -> bool:
-        """The master holds more than the parameter does."""
+        """True if the master holds more than the parameter does."""
         return self.flat.dtype != self.parameter.dtype
 
     def of(self, memory: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class NamedOptimizer:
         return [{**group, "params": list(own)} for group, own in pairs]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimizers give it; of what belongs to single elements, this rank's Fragments."""
+        """Returns what torch's optimizers do; state of single elements as this rank's Fragments."""
         state = {}
         for place, piece in self._pieces:
             entries = piece.optimizer.state.get(piece.flat, {})
@@ -273,7 +273,7 @@ class NamedOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave, or an optimizer of torch's did under another strategy."""
+        """Loads what `state_dict` returned, here or of an optimizer of torch's under another strategy."""
         for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
             # In place, since schedulers and the engine refer to it. Options that were not saved stay.
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -291,7 +291,7 @@ class NamedOptimizer:
                 piece.optimizer.state[piece.flat]["step"] = _step(piece.optimizer, piece.flat, steps.pop(piece.flat))
 
     def _forget_others(self, saved: Mapping[int, Any]) -> None:
-        """Lets go of state that a checkpoint does not have: of steps after it, or of parameters that had none yet."""
+        """Drops state that a checkpoint does not have: of later steps, or of parameters that had none yet."""
         entries: dict[Tensor, set[str]] = {}
         for place, piece in self._pieces:
             entries.setdefault(piece.flat, set()).update(saved.get(place, {}))
@@ -347,7 +347,7 @@ def counters(engine: Any) -> dict[str, Any]:
 
 
 def restore_counters(engine: Any, state: Mapping[str, Any]) -> None:
-    """Takes back what `counters` gave; what another strategy saved is left alone."""
+    """Restores what `counters` returned; what another strategy saved is left alone."""
     for name in COUNTERS:
         if name in state:
             setattr(engine, name, state[name])

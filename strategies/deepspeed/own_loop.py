@@ -56,7 +56,7 @@ class ZeroLoop(OwnLoop):
         return EngineModel(module, self)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of the loop."""
+        """Runs a forward pass of the loop."""
         if self._zero.engine is None:
             if torch.is_grad_enabled():
                 raise ConfigurationError(
@@ -80,7 +80,7 @@ class ZeroLoop(OwnLoop):
 
     # backward and clipping --------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss.
+        """Runs backward on a loss.
 
         Raises:
             ConfigurationError: for arguments that the engine's backward does not have, or a second backward before the

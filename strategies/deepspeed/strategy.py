@@ -191,7 +191,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         join_group(library, number)
 
     def final_config(self, complete: bool = True) -> dict[str, Any]:
-        """What DeepSpeed is given.
+        """The config that DeepSpeed gets.
 
         Args:
             complete: nothing may be "auto" any more.
@@ -349,7 +349,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self.zero.scale_gradients(factor)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Nothing: the engine's step brings gradients to their true scale."""
+        """Does nothing: the engine's step brings gradients to their true scale."""
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Clips in the step that follows, after which `engine.get_global_grad_norm` knows the norm."""
@@ -379,7 +379,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return stepped
 
     def end_step(self) -> None:
-        """Nothing: the engine has its own loss scaler."""
+        """Does nothing: the engine has its own loss scaler."""
 
     # state ------------------------------------------------------------------------------------------------------------
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:

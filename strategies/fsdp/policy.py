@@ -47,7 +47,7 @@ def choose(root: nn.Module, policy: WrapPolicy, ignored: set[nn.Parameter] | Non
         ignored: parameters that are not sharded.
 
     Raises:
-        ConfigurationError: if a class is not in the model, or the policy is none.
+        ConfigurationError: if a class is not in the model, or the policy is invalid.
     """
     skipped = ignored or set()
     if policy is None or policy is False:

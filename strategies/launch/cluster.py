@@ -64,14 +64,14 @@ class ClusterEnvironment(ABC):
         """The number of ranks on all machines."""
 
     def set_world_size(self, size: int) -> None:
-        """Is told how many ranks the Trainer's arguments ask for."""
+        """Receives how many ranks the Trainer's arguments ask for."""
 
     @abstractmethod
     def global_rank(self) -> int:
         """This process's number among all ranks."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Is told which rank this is, by `node_rank`, `local_rank` and the Trainer's arguments."""
+        """Receives which rank this is, by `node_rank`, `local_rank` and the Trainer's arguments."""
 
     @abstractmethod
     def local_rank(self) -> int:

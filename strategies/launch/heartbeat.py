@@ -1,7 +1,7 @@
 """Signs of life: each rank stores how far it is in memory that it shares with its watchdog (`watchdog.py`).
 
 A training batch costs a rank two stores of a word, and no call. Whatever is not a training batch has a phase of its
-own, which the rank marks when it comes to it.
+own, which the rank marks when it enters it.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Heartbeat:
         self.mark(Phase.TRAINING)
 
     def _mark_compiles(self) -> None:
-        """Has torch.compile mark a phase of its own while it compiles, be it in the middle of a training."""
+        """Has torch.compile mark a phase of its own while it compiles, even in the middle of a training."""
         dynamo = sys.modules.get("torch._dynamo.callback")
         if dynamo is None or self._compiles is not None:
             # Nothing is compiled before the module is imported.

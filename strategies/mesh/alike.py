@@ -1,4 +1,4 @@
-"""What the ranks of a tp group must have alike, and gradients of which each of them has a part of the sum."""
+"""What the ranks of a tp group must have in common, and gradients of which each rank has a part of the sum."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def sum_partial(parameters: Iterable[Tensor]) -> None:
-    """Sums over the ranks what each has a part of, in one message for each dtype."""
+    """Sums partial gradients over the ranks, in one message for each dtype."""
     groups: dict[tuple[DeviceMesh, torch.dtype], list[DTensor]] = {}
     owners: dict[int, Tensor] = {}
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What a plan asks of a model, found before any weight is touched."""
+"""Checks what a plan asks of a model, before any weight is touched."""
 
 from __future__ import annotations
 

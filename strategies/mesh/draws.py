@@ -1,4 +1,4 @@
-"""Draws: random numbers that are alike on the ranks of a tp group where activations are, and differ where those do."""
+"""Draws: random numbers that are equal on the ranks of a tp group where activations are, and differ elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Draws:
         self._has_drawn = False
 
     def agree(self) -> None:
-        """Every rank of the tp group continues with the first one's state, as one process would."""
+        """Gives every rank of the tp group the first one's state, as if there were one process."""
         group = self._mesh.get_group()
         for generator in self._generators:
             state = generator.get_state().to(self._device)
@@ -59,7 +59,7 @@ class Draws:
             self._active = False
 
     def switch(self, differ: bool) -> None:
-        """From here on the ranks' activations differ, or are alike again.
+        """Switches where the ranks' activations begin to differ, or are equal again.
 
         Raises:
             ConfigurationError: where a block is run again in backward whose random numbers cannot be repeated.

@@ -20,7 +20,7 @@ GATE_AND_UP = 2
 
 
 def split_of(word: str, parameter: Tensor) -> Placement:
-    """How a weight (…, outputs, inputs) is placed that a plan names by itself."""
+    """How a weight (…, outputs, inputs) that a plan names by itself is placed."""
     outputs = parameter.ndim - 2
     if word == "packed_colwise":
         return _StridedShard(outputs, split_factor=GATE_AND_UP)

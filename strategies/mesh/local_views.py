@@ -1,4 +1,4 @@
-"""LocalViews: while a step runs, a module reads its whole parameters as plain tensors, which mix with its others."""
+"""LocalViews: in a step a module reads its whole parameters as plain tensors, to mix with its other tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh of ranks that are not there: one process stands for one of them, and parameters have places and no values."""
+"""A simulated mesh: one process stands for one of its ranks, and parameters have places but no values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class SimulatedRanks(GroupRanks):
-    """Ranks that are not there, of which this process stands for one: what they exchange goes nowhere.
+    """Simulated ranks, of which this process stands for one: what they exchange goes nowhere.
 
     Args:
         rank: the one that this process stands for.
@@ -83,7 +83,7 @@ class SimulatedMesh(MeshStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """Where parameters stay. The mesh itself is one of CPUs."""
+        """The device of parameters, which have no values; the mesh itself consists of CPUs."""
         return META
 
     def setup_environment(self) -> None:
@@ -104,7 +104,7 @@ class SimulatedMesh(MeshStrategy):
             yield
 
     def _start(self, batch: Any) -> None:
-        """Compares nothing: the other ranks have no batch."""
+        """Skips the comparison of batches: the other ranks have none."""
         self._has_run = True
 
 

@@ -171,7 +171,7 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def filled(self) -> Layout:
-        """The layout of the ranks that there are."""
+        """The layout for the ranks of this run."""
         if self.mesh is not None:
             return self.layout
         layout = replace(self.layout, tp=self.tp_by_machine) if self._splits_by_machine else self.layout
@@ -193,7 +193,7 @@ class MeshStrategy(FSDPStrategy):
             self._check_unsharded()
 
     def _check_unsharded(self) -> None:
-        """Refuses arguments that are for the shards that this mesh has none of."""
+        """Refuses arguments about shards, of which this mesh has none."""
         offloads = isinstance(offload_of(self.settings["cpu_offload"], self.root_device), CPUOffloadPolicy)
         for name, is_given in {"cpu_offload": offloads, "mp_policy": self.settings["mp_policy"] is not None}.items():
             if is_given:
@@ -440,7 +440,7 @@ class MeshStrategy(FSDPStrategy):
         return self._whole(outputs)
 
     def _begin_backward(self, is_last: bool) -> None:
-        """A pipeline's backward pass begins: gradients are exchanged in the last one of a window, and not before."""
+        """Begins a pipeline's backward pass: gradients are exchanged in the last one of a window only."""
         self._set_backward(is_last, is_last and self._syncs)
 
     def _set_backward(self, is_last: bool, exchanges: bool) -> None:
@@ -456,7 +456,7 @@ class MeshStrategy(FSDPStrategy):
         return self._whole(super().evaluate(step_fn, batch, extra))
 
     def _whole(self, outputs: T) -> T:
-        """A step's outputs; a loss is a DTensor where its logits are split, and so are they."""
+        """Returns a step's outputs as whole tensors: split logits, and losses of them, are DTensors."""
         return map_tensors(outputs, whole) if any(tensor.plan.splits_loss for tensor in self._tensors) else outputs
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:

@@ -99,7 +99,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Style(ParallelStyle):
-    """A style of ours.
+    """The base of Leyden's own styles: how one kind of layer is split.
 
     Attributes:
         entrance: of the model that the plan is applied to.

@@ -35,7 +35,7 @@ class Saved:
         self._hooks.__exit__(*error)
 
     def close(self) -> None:
-        """Backward begins: what a block saves that is run again there is not kept beside the rest."""
+        """Begins backward: what a recomputed block saves there is not kept beside the rest."""
         self._is_open = False
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Saved:
         return tensor
 
     def size(self, apart_from: Iterable[Tensor]) -> int:
-        """Bytes of all of them, each counted once, without those of some tensors."""
+        """Bytes of all saved storages, each counted once, without those of some tensors."""
         known = {storage._cdata for tensor in apart_from for storage in storages(tensor)}
         return sum(storage.nbytes() for key, storage in self._found.items() if key not in known)
 

@@ -43,7 +43,7 @@ class Precision:
         """Raises ConfigurationError where the device cannot run this precision."""
 
     def reset(self) -> None:
-        """Forgets what an earlier fit has left."""
+        """Drops what an earlier fit left behind."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Modules built in this context have the precision's parameter dtype from the start."""
@@ -54,11 +54,11 @@ class Precision:
         return restore_layers(module)
 
     def convert_for_shards(self, module: nn.Module) -> nn.Module:
-        """The same for a module whose parameters will be sharded (FSDP)."""
+        """Does what `convert_module` does, for a module whose parameters will be sharded (FSDP)."""
         return self.convert_module(module)
 
     def before_sharding(self, owner: nn.Module, name: str) -> None:
-        """A parameter of such a module has its values and is about to be sharded: it may take another form."""
+        """May give a parameter of such a module another form, once it has its values and before it is sharded."""
 
     def describe(self, modules: Sequence[nn.Module]) -> str:
         """What fit prints about the precision once modules are set up; empty for nothing."""
@@ -69,7 +69,7 @@ class Precision:
         return batch
 
     def register(self, optimizer: Optimizer) -> None:
-        """Tells the plugin of an optimizer that it will step."""
+        """Registers an optimizer that the plugin will step."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss that goes into backward."""
@@ -95,13 +95,13 @@ class Precision:
         return True
 
     def end_step(self) -> None:
-        """After all optimizers of a window."""
+        """Ends the step of all optimizers of a window."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
 
 
 def restore_layers(module: nn.Module) -> nn.Module:

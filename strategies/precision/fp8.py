@@ -223,7 +223,7 @@ def _torchao() -> ModuleType:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torchao says about kernels that this machine cannot load; training uses none of them."""
+    """Silences torchao's messages about kernels that this machine cannot load; training uses none of them."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -109,7 +109,7 @@ class XLADDPStrategy(XLAStrategy):
         remember(self)
 
     def _start_devices(self) -> None:
-        """Nothing: ranks start their devices when they join."""
+        """Does nothing: ranks start their devices when they join."""
 
     # modules ----------------------------------------------------------------------------------------------------------
     def synchronize(self, module: nn.Module) -> None:
@@ -139,7 +139,7 @@ class XLADDPStrategy(XLAStrategy):
         return super().step(optimizer, closure, **kwargs)
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
-        """Nothing is exchanged before the step, for which this rank's gradients must be there."""
+        """Only makes this rank's gradients, which the step needs: nothing is exchanged before it."""
         self._cut(window)
         shadow_items(self, window)
         for module in self.modules:

@@ -81,7 +81,7 @@ class Layout:
     # at set-up --------------------------------------------------------------------------------------------------------
     @property
     def is_spread(self) -> bool:
-        """There are several devices."""
+        """True if there are several devices."""
         return self._mesh is not None
 
     @property
@@ -135,7 +135,7 @@ class Layout:
             self._mark(parameter, spec)
 
     def check_rules(self) -> None:
-        """Once all modules are placed: raises for a rule that fits no parameter."""
+        """Raises for a rule that fits no parameter, once all modules are placed."""
         for pattern in self.rules if self._mesh is not None else ():
             if pattern not in self._fitted:
                 raise ConfigurationError(
@@ -165,7 +165,7 @@ class Layout:
         mark_sharding(tensor, self._mesh, spec)
 
     def described(self, modules: Sequence[nn.Module]) -> str:
-        """What fit prints of it; empty for one device."""
+        """What fit prints of the layout; empty for one device."""
         if self._mesh is None:
             return ""
         return f"one process over {' × '.join(f'{name} {size}' for name, size in self.axes.items())} devices"

@@ -144,13 +144,13 @@ def follow_torch() -> None:
 
 
 def _begin_random(was_used: bool) -> None:
-    """Seeds them at the start of a run, unless the user has set them."""
+    """Seeds XLA's random numbers at the start of a run, unless the user has set them."""
     if not was_used or rng_state() == _left:
         follow_torch()
 
 
 def leave_random() -> None:
-    """Notes their state at the end of a run, so that the next one sees whether the user has set them since."""
+    """Notes the state of XLA's random numbers at a run's end, so that the next run sees whether they were set since."""
     global _left
     _left = rng_state()
 
@@ -163,7 +163,7 @@ def rng_state() -> int:
 
 
 def set_rng_state(state: int) -> None:
-    """Sets them to where `rng_state` found them."""
+    """Sets XLA's random numbers to the state that `rng_state` returned."""
     from torch_xla.core import xla_model
 
     xla_model.set_rng_state(state)

@@ -209,7 +209,7 @@ class XLAStrategy(Strategy):
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _cut(self, window: Window) -> None:
-        """The batches of a window are programs of their own: otherwise each length of a window would be another one."""
+        """Makes each batch of a window a program of its own, not one for each length of a window."""
         if window.index > 0:
             runtime.sync()
 

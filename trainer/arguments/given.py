@@ -184,7 +184,7 @@ def refuse(function: Callable[..., Any], unknown: Iterable[str]) -> None:
 
 
 def unknown_argument(call: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
-    """The error about an argument that is none.
+    """The error about an argument that a function does not have.
 
     Args:
         call: what was called.

@@ -141,7 +141,7 @@ class AutoStep(AutomaticStep):
         self.late = self.several and run.strategy.exchanges_late
         """Gradients are exchanged when all ranks have theirs, and not in the passes."""
         self.micro = Window(is_open=True, alone=self.several)
-        """What the strategy is told of micro-batches."""
+        """The window of the micro-batches, as the strategy sees it."""
         self.memory = PeakMemory(run.strategy.root_device)
         self.keeper = Keeper(run.module)
         self.largest: Any = None
@@ -401,7 +401,7 @@ class Attempt:
         return self
 
     def parts(self) -> Iterator[MicroBatch]:
-        """The micro-batches, each as the strategy and logs are told of it."""
+        """The micro-batches, each as the strategy and the logs see it."""
         step, weight = self._step, self._step.window.weight if self._counts else 1.0
         self._parts = parts = step.cut_batch(self._batch)
         rows, length = sum(part.rows for part in parts), len(parts)

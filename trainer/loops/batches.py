@@ -130,7 +130,7 @@ def pass_over(left: Iterator[tuple[Any, bool]], number: int, count: Count, engin
         left: the batches that are left, each with whether it is the last one.
         number: how many are drawn, at most.
         count: counts each batch.
-        engine: is told of the share of each, and in the end again of that of the batch that is being trained.
+        engine: receives the share of each, and in the end again of that of the batch that is being trained.
     """
     share, ended, drawn = engine.share, False, 0
     for batch, is_last in itertools.islice(left, number):

@@ -77,7 +77,7 @@ def _is_same(then: tuple[Any, int], now: tuple[Any, int]) -> bool:
 
 
 def _part(stand_in: nn.Module, path: str) -> nn.Module | None:
-    """A part of what stands in for a block, made its own, so that the block itself stays as it is."""
+    """Copies a part of a block's stand-in, so that the block itself stays as it is."""
     part: nn.Module = stand_in
     for own in filter(None, path.split(".")):
         child = part._modules.get(own)
@@ -109,7 +109,7 @@ def _refuse(part: nn.Module | None, name: str, full: str) -> None:
         )
 
     def write(_: nn.Module, value: Any = None) -> None:
-        """Nothing reads it."""
+        """Takes a value that nothing reads."""
 
     if not hasattr(type(part), "_leyden_stand_in"):
         part.__class__ = _stand_in_of(type(part))

@@ -1,4 +1,4 @@
-"""What a pipeline cannot run, found before a weight is touched."""
+"""Finds what a pipeline cannot run, before any weight is touched."""
 
 from __future__ import annotations
 

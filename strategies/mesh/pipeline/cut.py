@@ -1,4 +1,4 @@
-"""Cut: which stage of a pipeline holds which part of a model, and what stands in the place of what it does not hold."""
+"""Cut: which stage of a pipeline holds which part of a model, and what stands in for the parts that it lacks."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class Holdings:
         return left
 
     def watch(self, root: nn.Module) -> None:
-        """Has every part of the model that lacks parameters, or contains the blocks, run in steps alone."""
+        """Lets every part of the model that lacks parameters, or contains the blocks, run only in steps."""
         cut = self.cut
         above = cut.container.split(".")
         partial = {".".join(above[:count]) for count in range(len(above) + 1)}

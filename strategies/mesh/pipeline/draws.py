@@ -1,4 +1,4 @@
-"""StageDraws: random numbers that are alike on all stages outside of what each of them holds, and its own within."""
+"""StageDraws: random numbers that are equal on all stages, except in the layers that each stage holds."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class StageDraws:
         """The same while a module runs that the stage holds beside its blocks."""
 
     def resume(self, batches: int) -> None:
-        """Continues after so many batches."""
+        """Continues after a number of batches."""
         self.batches = batches
 
     def agree(self) -> None:
-        """Every stage continues with the first one's state."""
+        """Gives every stage the first one's state."""
         box = [self._numbers.states()]
         dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
         self._numbers.set_states(box[0])
 
     def begin_batch(self, trains: bool = True) -> None:
-        """The micro-batches of another batch follow.
+        """Begins another batch, whose micro-batches follow.
 
         Args:
             trains: False for one that runs forward alone.
@@ -88,7 +88,7 @@ class StageDraws:
             self._numbers.set_states(before)
 
     def begin_passage(self, stage: int, micro_batch: int) -> None:
-        """A micro-batch begins to run through a stage."""
+        """Begins the run of a micro-batch through a stage."""
         own = self._common.get(stage)
         if own is not None:
             self._others = self._numbers.states()
@@ -97,7 +97,7 @@ class StageDraws:
         self._place, self._turns = f"{torch.initial_seed()} {batch} {micro_batch} {stage} {self._data_rank}", 0
 
     def end_passage(self, stage: int) -> None:
-        """It has run through the stage, or failed there."""
+        """Ends that run, which may have failed."""
         if self._held is not None:
             self.end_held()
         if self._left is not None:
@@ -109,19 +109,19 @@ class StageDraws:
             self._others = None
 
     def enter_blocks(self) -> None:
-        """The step has come to the blocks: from here on the stage draws by itself."""
+        """Enters the blocks of a step: from here on the stage draws by itself."""
         if self._place and self._left is None:
             self._left = self._numbers.leave()
             self._seed()
 
     def begin_held(self) -> None:
-        """A module that the stage holds beside its blocks begins: it draws by itself."""
+        """Begins a module that the stage holds beside its blocks: it draws by itself."""
         if self._place and self._left is None and self._held is None:
             self._held = self._numbers.leave()
             self._seed()
 
     def end_held(self) -> None:
-        """The module has ended: all stages draw the same again."""
+        """Ends the module: all stages draw the same again."""
         if self._held is not None:
             self._numbers.come_back(self._held)
             self._held = None

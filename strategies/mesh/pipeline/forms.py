@@ -23,7 +23,7 @@ class Shape:
 
     @classmethod
     def of(cls, leaf: Any) -> Any:
-        """Those of a tensor; anything else as it is."""
+        """The shape and dtype of a tensor; anything else as it is."""
         return cls(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
@@ -72,7 +72,7 @@ class Form:
         return [torch.empty(found.shape, dtype=found.dtype, device=device) for found in self.tensors]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The structure, with these tensors, of which each may be larger than it is to be."""
+        """The structure with these tensors, each cut to its shape."""
         if self._only is not None:
             return _cut_to(tensors[0], self._only.shape)
         rest = iter(tensors)

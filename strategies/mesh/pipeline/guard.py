@@ -23,7 +23,7 @@ class Guard:
         self._is_open = False
 
     def watch(self, named: Iterable[tuple[str, nn.Module]]) -> None:
-        """From here on these modules run in steps alone. It is called after FSDP's hooks are there, which it precedes.
+        """Lets these modules run only in steps. Called once FSDP's hooks exist, which it precedes.
 
         Args:
             named: their full names, and the modules.
@@ -34,7 +34,7 @@ class Guard:
                 module.register_forward_pre_hook(partial(self._refuse, name), prepend=True)
 
     def open(self, is_open: bool) -> bool:
-        """Lets a step of the pipeline run, or no more; returns whether it could before."""
+        """Lets steps of the pipeline run, or stops it; returns whether they could before."""
         before, self._is_open = self._is_open, is_open
         return before
 

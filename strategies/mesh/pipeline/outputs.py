@@ -29,7 +29,7 @@ class PipelineOutputs(StepOutputs):
         self._steps: PipelineSteps | None = None
 
     def come_from(self, steps: PipelineSteps | None) -> None:
-        """Follows the steps of a pipeline; None when it is left."""
+        """Takes the steps of a pipeline to follow; None ends that."""
         self._steps = steps
 
     @property

@@ -23,7 +23,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Left(BaseException):
-    """The step has come to a block of the next stage. No `except Exception` of the user's keeps it."""
+    """Raised when the step reaches a block of the next stage. No `except Exception` of the user's catches it."""
 
 
 class Passages:
@@ -208,7 +208,7 @@ class Passages:
         return outputs if is_last else output
 
     def around(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A step function that ends where the stage does. It belongs within FSDP's hooks of the root."""
+        """Returns a step function that ends where the stage does. It runs within FSDP's hooks of the root."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             try:

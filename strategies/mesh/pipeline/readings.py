@@ -1,4 +1,4 @@
-"""Readings: what a stage of a pipeline computes with, and another one holds."""
+"""Readings: finds what a stage of a pipeline computes with although another stage holds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 3
 
 
 def check_readings(pipeline: Pipeline, holdings: Holdings, ranks: Ranks, rehearse: Callable[[], object]) -> None:
-    """Finds a stage that computes with what another one holds, after a rehearsal. Every rank of the run calls it.
+    """Refuses a stage that computes with what another one holds, after a rehearsal. Every rank of the run calls it.
 
     Such a value is nan, and so is what the stage returns. That is also nan for other reasons, as in one process; but if
     it is not where 0 stands for all these values, it depends on one of them.

@@ -252,7 +252,7 @@ class Pipeline:
 
     # what passes between the stages -----------------------------------------------------------------------------------
     def unknown(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Of some micro-batches one of each size that has not been rehearsed."""
+        """Picks one micro-batch of each size that has not been rehearsed."""
         found = {part.signature: part for part in parts}
         return [part for key, part in found.items() if key not in self._rehearsed]
 
@@ -305,7 +305,7 @@ class Pipeline:
         return everybody[self.last_rank][1]
 
     def _fail_after(self, error: Exception) -> None:
-        """Has the stages that wait for this one's know that nothing comes."""
+        """Lets the stages that wait for this one's output know that none comes."""
         for stage in self.stages:
             following = stage + 1
             if following < self.cut.stages and not self._is_here(following) and stage >= self._relayed:
@@ -380,7 +380,7 @@ class Pipeline:
         )
 
     def begin_backward(self) -> None:
-        """The next backward pass begins; called by the schedule."""
+        """Begins the next backward pass; called by the schedule."""
         assert self._job is not None
         self._before_backward(self._job.begin_backward())
 
@@ -401,7 +401,7 @@ class _StageModule(nn.Module):
         self._pipeline, self._stage = pipeline, stage
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the stage, whose gradients zero-bubble schedules compute apart."""
+        """The stage's parameters, whose gradients zero-bubble schedules compute apart."""
         return self._pipeline.parameters_of(self._stage)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
@@ -473,7 +473,7 @@ class _Line:
 
 
 def _the_loss(output: Tensor, target: Any) -> Tensor:
-    """The last stage gives the loss itself."""
+    """Returns the last stage's output, which is the loss itself."""
     return output
 
 

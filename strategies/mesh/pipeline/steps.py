@@ -244,11 +244,11 @@ class PipelineSteps:
         return norm
 
     def largest(self, number: Tensor) -> None:
-        """Makes a number the largest of those that the stages have, in place. Every rank of the pipeline calls it."""
+        """Replaces a number, in place, by the largest over the stages. Every rank of the pipeline calls it."""
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
 
     def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Those of this rank's stages; what two stages share counts on the first."""
+        """The parameters of this rank's stages; those that two stages share count on the first."""
         again = {id(module._parameters[name]) for module, name in self._shared} if self.pipeline.rank else set()
         return [p for p in parameters if id(p) not in again and p not in self.holdings.absent]
 
@@ -262,14 +262,14 @@ class PipelineSteps:
         return box[0]
 
     def scalar_from_last(self, scalar: Tensor | None) -> Tensor:
-        """The same of a 0-d tensor, in float32; None on ranks that have none."""
+        """Does what `from_last` does for a 0-d tensor, in float32; None on ranks that have none."""
         device = self._strategy.root_device
         shared = torch.zeros((), device=device) if scalar is None else scalar.to(device, torch.float32, copy=True)
         dist.broadcast(shared, group=self._group, group_src=self.pipeline.last_rank)
         return shared
 
     def tensors_from_last(self, tree: T) -> T:
-        """The same of a nested structure, whose tensors are not pickled."""
+        """Does what `from_last` does for a nested structure, whose tensors are not pickled."""
         form = Form(self.from_last(Form(tree).tree))
         has_them = self.pipeline.has_last
         tensors = [leaf.contiguous() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] if has_them else []
