@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.checkpoint",),
     # Callbacks name the argument that was meant, too; the rest of its room reads callbacks.
     (
-        *("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams"),
+        *("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.exporting"),
         "leyden.trainer.arguments.given",
     ),
     ("leyden.trainer.tuning",),

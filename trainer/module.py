@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -498,17 +498,37 @@ class TrainModule(Hyperparameters, nn.Module):
         Raises:
             ConfigurationError: if there is no input.
         """
-        sample = self.example_input_array if input_sample is None else input_sample
-        if sample is None:
-            raise ConfigurationError("to_onnx needs an input: give input_sample, or set self.example_input_array.")
-        was_training = self.training
-        self.eval()
-        try:
-            args = sample if isinstance(sample, tuple) else (sample,)
-            with self._readable():
-                return torch.onnx.export(self, args, file_path, **kwargs)
-        finally:
-            self.train(was_training)
+        from leyden.trainer.exporting import evaluating, example_of
+
+        sample = example_of(self, input_sample, "to_onnx", "input_sample")
+        with evaluating(self), self._readable():
+            return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+
+    def to_torchscript(
+        self,
+        file_path: str | Path | Any = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Exports the forward pass by torch.jit, which torch has deprecated: `torch.export` takes its place.
+
+        Args:
+            file_path: where to write it too: a path, or a file that is open for writing.
+            method: "script" compiles the code of `forward`, "trace" records a pass.
+            example_inputs: inputs for "trace": a tensor, a tuple, or a dict by name; `example_input_array` if left out.
+            **kwargs: handed to `torch.jit.script` or `torch.jit.trace`.
+
+        Returns:
+            A `torch.jit.ScriptModule` in eval mode. The module itself is as it was.
+
+        Raises:
+            ConfigurationError: for an unknown method, sharded weights, and a trace without an input.
+        """
+        from leyden.trainer.exporting import to_torchscript
+
+        with self._readable():
+            return to_torchscript(self, file_path, method, example_inputs, kwargs)
 
     @class_only
     def load_from_checkpoint(
@@ -552,6 +572,14 @@ class TrainModule(Hyperparameters, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles leave behind the run that a module was in.
         return {**self.__dict__, "_trainer": None, "_logs": None, "_toggled": {}, "_toggled_for": None}
+
+    # torch.jit compiles properties with the forward pass, unless it is told not to.
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        name
+        for room in (vars(Hyperparameters), locals())
+        for name, value in list(room.items())
+        if isinstance(value, property)
+    ]
 
 
 def _unwrapped(optimizer: Optimizer | PreparedOptimizer) -> Optimizer:

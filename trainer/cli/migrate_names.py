@@ -120,7 +120,6 @@ WHOLE = {
 NO_COUNTERPART = "Leyden has no counterpart; docs/from-lightning.md lists what is different"
 
 MEMBERS = {
-    "to_torchscript": "torch.jit is deprecated: use to_onnx or torch.export",
     "add_argparse_args": "use leyden.LeydenCLI, or add the arguments yourself",
     "from_argparse_args": "use leyden.LeydenCLI, or Trainer(**vars(args))",
     "parse_argparser": "use leyden.LeydenCLI",

@@ -228,7 +228,7 @@ def test_what_is_left_has_its_line_and_what_to_use_instead() -> None:
         "import lightning as L\nfrom lightning.pytorch.callbacks import XLAStatsMonitor\n"
         "from lightning.pytorch import *\n"
         "class Net(L.LightningModule):\n    def validation_epoch_end(self, outputs): ...\n"
-        "trainer = L.Trainer()\ntrainer.test(datamodule=1)\ntrainer.test(Net())\nNet().to_torchscript()\n"
+        "trainer = L.Trainer()\ntrainer.test(datamodule=1)\ntrainer.test(Net())\nL.Trainer.from_argparse_args(1)\n"
         "patch('pytorch_lightning.Trainer')\nL.pytorch.utilities.move_data_to_device(f)\nL = 3\n"
     )
     left = {one.line: str(one) for one in Script(source).left}
@@ -239,7 +239,7 @@ def test_what_is_left_has_its_line_and_what_to_use_instead() -> None:
         5: "on_validation_epoch_end",
         7: "ckpt_path='best'",
     }
-    words |= {9: "to_onnx", 10: "leyden.Trainer"}
+    words |= {9: "leyden.LeydenCLI", 10: "leyden.Trainer"}
     assert left.keys() == words.keys()
     assert all(word in left[line] for line, word in words.items())
     (one,) = Script("import lightning as L\nL.pytorch.utilities.move_data_to_device(f)\n").left

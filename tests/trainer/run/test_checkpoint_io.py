@@ -185,6 +185,8 @@ def sharded(folder: str, path: str | None, epochs: int) -> Any:
     shelf = Shelf(Path(folder) / "shelf")
     saving = ModelCheckpoint(Path(folder) / "runs", filename="{step}", every_n_train_steps=2, save_top_k=1)
     _trainer, module = fit(shelf, [saving], epochs, path, strategy="fsdp", devices=2, default_root_dir=folder)
+    with pytest.raises(ConfigurationError, match="to_torchscript needs whole weights, and this module's are sharded"):
+        module.to_torchscript()
     return shelf.done, [getattr(one, "full_tensor", lambda t=one: t)().tolist() for one in module.parameters()]
 
 

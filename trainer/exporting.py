@@ -1,0 +1,85 @@
+"""Exports of a module for programs without Leyden: ONNX and TorchScript."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from leyden.strategies.batch import map_tensors
+from leyden.strategies.errors import ConfigurationError, nearest
+
+METHODS = ("script", "trace")
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Puts a module into eval mode within the block. Afterwards each part has its own mode again."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            # `train()` would change the parts within, which may be in another mode.
+            part.training = True
+
+
+def example_of(module: Any, given: Any, call: str, name: str) -> Any:
+    """Returns the input to export with, on the module's device: the given one, or `example_input_array`.
+
+    Args:
+        module: that is exported.
+        given: what the user has handed in; None for nothing.
+        call: the method, for the error.
+        name: its argument, for the error.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    sample = module.example_input_array if given is None else given
+    if sample is None:
+        raise ConfigurationError(f"{call} needs an input: give {name}, or set self.example_input_array.")
+    return map_tensors(sample, lambda tensor: tensor.to(module.device))
+
+
+@torch.no_grad()
+def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, options: dict[str, Any]) -> Any:
+    """Exports a module's forward pass; see `TrainModule.to_torchscript`."""
+    if method not in METHODS:
+        raise ConfigurationError(f"to_torchscript(method={method!r}): {nearest(str(method), METHODS)}")
+    if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+        raise ConfigurationError(
+            "to_torchscript needs whole weights, and this module's are sharded: build it anew from a checkpoint, by "
+            f"{type(module).__name__}.load_from_checkpoint(path), and export that."
+        )
+    warnings.warn(
+        "TorchScript is deprecated in PyTorch, and does not work from Python 3.14 on: to_torchscript stays as long as "
+        "torch.jit does. Use torch.export.export, or to_onnx.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    with evaluating(module), warnings.catch_warnings():
+        # torch says the same of its own functions.
+        warnings.filterwarnings("ignore", message=r".*torch\.jit\.\w+` is (deprecated|not supported)")
+        made: Any = _script(module, options) if method == "script" else _trace(module, example_inputs, options)
+        if file_path is not None:
+            torch.jit.save(made, str(file_path) if isinstance(file_path, Path) else file_path)
+    return made
+
+
+def _script(module: Any, options: dict[str, Any]) -> Any:
+    return torch.jit.script(module, **options)  # type: ignore[no-untyped-call]
+
+
+def _trace(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any:
+    if "example_kwarg_inputs" not in options:
+        sample = example_of(module, example_inputs, "to_torchscript(method='trace')", "example_inputs")
+        by_name = isinstance(sample, Mapping)
+        options = {**options, "example_kwarg_inputs" if by_name else "example_inputs": sample}
+    return torch.jit.trace(module, **options)  # type: ignore[no-untyped-call]
