@@ -28,6 +28,7 @@ PHASES = {
     Phase.ENDING: "ending the run",
     Phase.PREPARING: "preparing data and model",
     Phase.GOING_BACK: "going back to a checkpoint",
+    Phase.LOOP: "between two passes over its loaders",
 }
 
 

@@ -32,7 +32,9 @@ SLOT = WORDS + 2 * TEXT
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing. `FIRST` is what a watchdog makes of the first batches of a fit."""
+    """What a rank is doing. `FIRST` is what a watchdog makes of the first batches of a fit, and `LOOP` is a loop of the
+    user's own between two passes over its loaders.
+    """
 
     OUTSIDE = 0
     SETUP = 1
@@ -45,6 +47,7 @@ class Phase(enum.IntEnum):
     ENDING = 8
     PREPARING = 9
     GOING_BACK = 10
+    LOOP = 11
 
 
 class Slot:

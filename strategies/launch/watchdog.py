@@ -67,6 +67,8 @@ LONGER = {
 """How many times a given limit, which is that of a training batch, a phase may take."""
 LONGEST = 30
 """The same of all other phases; and of all but training, where the limit follows the slowest batch."""
+AT_LEISURE = (Phase.PREPARING, Phase.LOOP)
+"""Phases of which nobody but the user knows how long they take."""
 MOST_CHILDREN = 8
 """Processes that a rank has started, whose stacks are read too."""
 
@@ -136,7 +138,7 @@ class Pulse:
         given = self.slot.words[LIMIT]
         if given != AUTO:
             return given / 1000 * LONGER.get(phase, LONGEST)
-        if phase == Phase.PREPARING:
+        if phase in AT_LEISURE:
             # A download or a tokenisation takes as long as it takes.
             return math.inf
         # Before the third batch is done, the first two are all that is known of batches.
@@ -233,7 +235,7 @@ class Watchdog:
 
     def _has_stopped(self, there: list[Pulse], now: float) -> bool:
         """True if some rank is stopped, and nobody has done anything for as long as a training batch may take."""
-        if all(pulse.phase in (Phase.OUTSIDE, Phase.PREPARING) for pulse in there):
+        if all(pulse.phase == Phase.OUTSIDE or pulse.phase in AT_LEISURE for pulse in there):
             return False
         if not all(now - pulse.since > pulse.limit(Phase.TRAINING) for pulse in there):
             return False

@@ -196,6 +196,58 @@ def test_fit_raises_where_it_starts_its_ranks_itself(strategy: str, tmp_path: Pa
     assert len(reports(tmp_path)) == 1
 
 
+OWN_LOOP = """
+import os, sys, threading, time
+import torch
+from torch.utils.data import DataLoader
+from leyden import Accelerator
+
+how = sys.argv[1]
+accelerator = Accelerator(cpu=True, project_dir="run")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loader = DataLoader(torch.ones(40, 4), batch_size=1 if how == "slow" else 2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for number, batch in enumerate(loader):
+        if how == "slow":
+            # A pass takes three times the limit, and no batch does.
+            time.sleep(0.2)
+        if how == "hang" and accelerator.process_index == 1 and epoch == 1 and number == 5:
+            threading.Event().wait()
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "slow":
+        time.sleep(3)
+        accelerator.save_state("run/state")
+print("after training")
+"""
+
+
+@READS_PROC
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("hang", ("--cpu", "--num_processes", "2", "--hang_timeout", "2")),
+        pytest.param("slow", ("--cpu", "--num_processes", "1", "--hang_timeout", "1.3"), marks=pytest.mark.full),
+    ],
+)
+def test_the_loop_of_an_accelerator_is_watched(how: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OWN_LOOP)
+    command = [sys.executable, "-m", "leyden", "launch", *options, "script.py", how]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    if how == "slow":
+        assert done.returncode == 0 and "after training" in done.stdout, done.stderr
+        assert not reports(tmp_path) and "no progress" not in done.stderr
+        return
+    assert done.returncode == 1 and "after training" not in done.stdout
+    assert done.stderr.count("leyden: no progress for") == 1, done.stderr
+    assert "rank 1, at step 15 (epoch 1, batch 5), in training" in done.stderr
+    assert "threading.Event().wait(); rank 0 waits for it" in done.stderr
+    assert len(reports(tmp_path)) == 1
+
+
 class Waits(TrainModule):
     """Goes on as soon as the watchdog has reported it."""
 

@@ -996,5 +996,5 @@ def _leave(accelerator: weakref.ref[Accelerator]) -> None:
     """Ends gloo's threads before the interpreter does; wrapped models hold on to them."""
     found = accelerator()
     if found is not None:
-        found.strategy.release()
+        found._stepping.leave()
         found.strategy.teardown()

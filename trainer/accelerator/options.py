@@ -12,6 +12,7 @@ import torch
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.launch.watchdog import hang_limit
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
 from leyden.trainer.accelerator.fp8_recipes import recipe_of
@@ -71,6 +72,8 @@ class Options:
         steps = accumulation_of(self.strategy, self.accumulation.num_steps)
         self.accumulation = replace(self.accumulation, num_steps=steps)
         self.precision = self._precision(given["mixed_precision"])
+        self.hang_timeout = hang_limit(given.get("hang_timeout"))
+        """Of a launch: an Accelerator has no such argument."""
 
     def _precision(self, wanted: Any) -> Precision | None:
         scaler = self.handlers.get(GradScalerKwargs)
@@ -175,6 +178,7 @@ def _fill(given: dict[str, Any]) -> None:
         "mixed_precision": (launched.precision, given["mixed_precision"] is not None),
         "gradient_accumulation_steps": (launched.accumulate_grad_batches, accumulates),
         "cpu": (launched.accelerator == "cpu" or None, given["cpu"]),
+        "hang_timeout": (launched.hang_timeout, False),
         "dynamo_backend": (
             launched.compile.get("backend", "inductor") if launched.compile else None,
             given["dynamo_backend"] is not None,

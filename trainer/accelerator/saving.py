@@ -176,10 +176,16 @@ def save_in_time(
     accelerator.finish_saving()
     path, loader = target(accelerator, output_dir), accelerator.active_loader
     if not stepping.is_within_window:
-        return save(accelerator, path, asynchronous=asynchronous)
+        with stepping.beat.saving():
+            return save(accelerator, path, asynchronous=asynchronous)
     asked = None if loader is None else (loader, loader.position)
-    stepping.after_window(partial(save, accelerator, path, asked, asynchronous))
+    stepping.after_window(partial(_save_late, stepping, accelerator, path, asked, asynchronous))
     return path
+
+
+def _save_late(stepping: Stepping, *args: Any) -> None:
+    with stepping.beat.saving():
+        save(*args)
 
 
 def save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.accelerator.beat import LoopBeat
 from leyden.trainer.accelerator.checks import Mistakes
 from leyden.trainer.accelerator.collectives import synchronise
 from leyden.trainer.accelerator.staged import StagedSteps, Step
@@ -52,6 +54,8 @@ class Stepping(Engine):
         self._checks = Mistakes(self, options.device_placement)
         self._waiting: Callable[[], Any] | None = None
         self._clips_to = None if self.strategy.drives_one else options.clips_to
+        self.beat = LoopBeat(self.strategy.ranks, options.hang_timeout, os.fspath(options.project.project_dir or "."))
+        """Signs of life, for a watchdog."""
         self.staged = StagedSteps(self)
         """Steps of a model that is cut into stages."""
         self.begin()
@@ -74,6 +78,7 @@ class Stepping(Engine):
     # what is prepared -------------------------------------------------------------------------------------------------
     def add_model(self, prepared: nn.Module, bare: nn.Module) -> None:
         """Adds a prepared model; optimizers prepared before it get the parameters that the strategy replaced."""
+        self.beat.begin()
         self.prepared_models.append(prepared)
         self.bare_models.append(bare)
         if self.prepared_optimizers and not self.strategy.replicates:
@@ -93,6 +98,11 @@ class Stepping(Engine):
             held.clear()
         self.continue_after(self.steps)
 
+    def leave(self) -> None:
+        """Releases what ends before the interpreter does."""
+        self.beat.end()
+        self.strategy.release()
+
     # a loader is read -------------------------------------------------------------------------------------------------
     def synchronise_rng(self) -> None:
         """Sets the random numbers that `rng_types` names to rank 0's, before a pass."""
@@ -104,9 +114,12 @@ class Stepping(Engine):
         self._checks.in_pass()
         self.strategy.check_trained()
         self.reading.append(loader)
+        self.beat.begin()
+        self.beat.begin_pass(loader.iteration, loader.position, self.steps)
 
     def end_turn(self) -> None:
         """Ends a batch: runs what waits for its end. A prepared loader calls this before it draws the next one."""
+        self.beat.batch(self.steps)
         self.strategy.own_loop.end_turn()
         self.run_waiting()
 
@@ -119,6 +132,8 @@ class Stepping(Engine):
         """Ends a pass over a loader, finished or not."""
         if loader in self.reading:
             self.reading.remove(loader)
+            if not self.reading:
+                self.beat.end_pass()
 
     # the window -------------------------------------------------------------------------------------------------------
     @property
@@ -213,6 +228,7 @@ class Stepping(Engine):
         self._end_backward()
 
     def _begin_backward(self) -> None:
+        self.beat.backward()
         self._checks.in_backward()
         if self.checker is not None and self.window.closes and not self._joins:
             # Gradients are exchanged in it.

@@ -61,6 +61,7 @@ def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
         assert not pulse.is_overdue(now + limit - 0.1) and pulse.is_overdue(now + limit + 0.1)
         assert pulse.limit(Phase.EPOCH) == pulse.limit(Phase.EVALUATION) == pulse.limit(Phase.SAVING) == 1800
         assert pulse.limit(Phase.PREPARING) == math.inf
+        assert pulse.limit(Phase.LOOP) == math.inf
 
 
 def test_batches_that_take_minutes_are_no_hang_from_the_first_on(shared: SharedSlots, tmp_path: Path) -> None:
