@@ -15,6 +15,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of, needs
 from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple
 from leyden.trainer.cli.known_classes import import_slow
+from leyden.trainer.cli.passed_on import passed_on
 from leyden.trainer.cli.writable import LOST, writable
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
@@ -146,6 +147,17 @@ class LeydenArgumentParser(ArgumentParser):
         """Adds a group for a scheduler, by the same arguments as `add_optimizer_args`."""
         self.lr_scheduler_groups[nested_key] = (lr_scheduler_class, link_to)
         self._add_group(lr_scheduler_class, nested_key, skip={"optimizer"})
+
+    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:
+        """Adds the arguments of a class, with those that it passes on; see jsonargparse's ArgumentParser."""
+        added: list[str] = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
+        known = {action.dest for action in self._actions}
+        for name in (name if nested_key is None else f"{nested_key}.{name}" for name in passed_on(theclass)):
+            if name not in known:
+                # What is not given is not passed on: no default of torch's is in a saved configuration.
+                self.add_argument(f"--{name}", type=Any, default=argparse.SUPPRESS, help="Passed on by the strategy.")
+                added.append(name)
+        return added
 
     def _add_group(self, classes: Classes, nested_key: str, skip: set[str]) -> None:
         options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": skip}

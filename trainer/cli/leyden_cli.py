@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 import warnings
@@ -212,7 +213,7 @@ class LeydenCLI:
         if args is None or isinstance(args, list):
             self.config = parser.parse_args(args)
         else:
-            self.config = parser.parse_object(args)
+            self.config = parser.parse_object(_plain(args))
 
     def before_instantiate_classes(self) -> None:
         """Override this for what must happen before anything is built."""
@@ -242,7 +243,15 @@ class LeydenCLI:
         # A default is not given, so that `leyden launch` may still fill it.
         defaults = {name: p.default for name, p in _parameters(self.trainer_class).items()}
         given = {name: value for name, value in arguments.items() if not _is_same(value, defaults.get(name, ...))}
-        return self.trainer_class(**given, callbacks=callbacks)
+        if "callbacks" in defaults:
+            given["callbacks"] = callbacks
+        elif callbacks:
+            warnings.warn(
+                f"{_owner(self.trainer_class).__name__} takes no argument callbacks: the configuration is not saved, "
+                "and no other callback of the CLI is added.",
+                stacklevel=2,
+            )
+        return self.trainer_class(**given)
 
     @staticmethod
     def configure_optimizers(
@@ -342,12 +351,13 @@ class LeydenCLI:
         before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
         if before is not None:
             before()
-        method = getattr(self.trainer, subcommand)
+        # A CLI may have a `fit` of its own.
+        method = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         own = self._of_subcommand(self.config_init)
         arguments = {name: own[name] for name in self._method_options[subcommand] if name in own}
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
-        method(self.model, **arguments)
+        method(model=self.model, **arguments)
         if after is not None:
             after()
 
@@ -370,6 +380,13 @@ def _described(cls: type, init_args: Any) -> dict[str, Any]:
 
 def _as_dict(config: Any) -> Any:
     return config.as_dict() if hasattr(config, "as_dict") else config
+
+
+def _plain(values: Any) -> Any:
+    """A configuration with dicts in place of argparse's Namespaces, which jsonargparse does not read."""
+    if type(values) is argparse.Namespace:
+        values = vars(values)
+    return {name: _plain(value) for name, value in values.items()} if type(values) is dict else values
 
 
 def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
