@@ -38,7 +38,8 @@ def test_a_strategy_takes_what_it_passes_on(capsys: pytest.CaptureFixture[str]) 
         saved = yaml.safe_load(cli.parser.dump(cli.config))["trainer"]["strategy"]
         assert saved["init_args"]["find_unused_parameters"] is True and "static_graph" not in saved["init_args"]
         Path("saved.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": saved}}))
-        assert built("--config=saved.yaml").trainer.strategy.ddp_arguments == strategy.ddp_arguments  # type: ignore[attr-defined]
+        again: Any = built("--config=saved.yaml").trainer.strategy
+        assert again.ddp_arguments == strategy.ddp_arguments
     for line, text in (
         (["--trainer.strategy.help=DDPStrategy"], "--trainer.strategy.find_unused_parameters"),
         (["--trainer.strategy=DDPStrategy", "--trainer.strategy.find_unused=true"], "'find_unused' is not accepted"),
