@@ -160,7 +160,7 @@ def run_engine(
     is_alone, notes = config.rdzv_backend == NAME, ExitNotes(config.logs_specs.root_log_dir)
     with tries() as tried, Watchdog(config.nproc_per_node, say, sees_all=config.max_nodes == 1) as watchdog:
         shared = {**(_of_one_machine(tried) if is_alone else {}), **watchdog.variables()}
-        with _as_agent({**shared, **variables}, folder):
+        with _as_agent({**shared, **variables}, folder), _further_signals():
             while True:
                 try:
                     elastic_launch(config, program)(*arguments)
@@ -181,6 +181,27 @@ def run_engine(
                 except KeyboardInterrupt:
                     return 128 + signal.SIGINT
                 return notes.code() or 0
+
+
+@contextlib.contextmanager
+def _further_signals() -> Iterator[None]:
+    """Has a torch without `signals_to_handle` (2.9) pass on all of PASSED_ON, SIGUSR1 and SIGUSR2 among them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher.api import LaunchConfig
+
+    def pass_on(number: int, frame: Any) -> None:
+        sent = signal.Signals(number)
+        raise SignalException(f"process {os.getpid()} received {sent.name}", sigval=sent)
+
+    knows = any(field.name == "signals_to_handle" for field in dataclasses.fields(LaunchConfig))
+    names = () if knows or threading.current_thread() is not threading.main_thread() else PASSED_ON
+    before = {name: signal.signal(signal.Signals[name], pass_on) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            # None is a handler that was not installed from Python.
+            signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
 
 
 def _of_one_machine(tried: Tries) -> dict[str, str]:
