@@ -16,6 +16,8 @@ from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind
 from leyden.strategies.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from leyden.callbacks.loggers.logger import Logger
     from leyden.trainer.accelerator.ranks import PartialState
 
@@ -116,6 +118,13 @@ class LoggerTracker(GeneralTracker):
         self.logger = logger
         self.name = name or type(logger).__name__
         self._warned_of_texts = False
+
+    @classmethod
+    def around(cls, logger: Logger, name: str) -> Self:
+        """A tracker of this class that writes with a logger, and has its name."""
+        tracker = cls.__new__(cls)
+        LoggerTracker.__init__(tracker, logger, name)
+        return tracker
 
     @property
     def tracker(self) -> Any:
@@ -248,6 +257,23 @@ class MLflowTracker(LoggerTracker):
         folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
         super().__init__(make_logger("mlflow", experiment_name, folder, kwargs), "mlflow")
 
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Keeps a figure of Matplotlib or Plotly as an artifact; `save_kwargs` are those of MLflow's `log_figure`."""
+        self.tracker.log_figure(self.logger.version, figure, artifact_file, **save_kwargs)
+
+    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Keeps a file as an artifact, in the folder `artifact_path` of the run's."""
+        self.tracker.log_artifact(self.logger.version, os.fspath(local_path), artifact_path)
+
+    def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Keeps the files of a folder as artifacts, in the folder `artifact_path` of the run's."""
+        self.tracker.log_artifacts(self.logger.version, os.fspath(local_dir), artifact_path)
+
+
+_KINDS: dict[str, type[LoggerTracker]] = {
+    kind.name: kind for kind in (TensorBoardTracker, WandBTracker, CometMLTracker, MLflowTracker)
+}
+
 
 class SilentTracker(Silent, GeneralTracker):
     """The tracker of a rank that writes nothing: it accepts every call and does nothing."""
@@ -345,7 +371,8 @@ def build(
             place = {"logging_dir": folder} if entry.requires_logging_directory else {}
             built.append(entry(project_name, **place, **options.get(str(entry.name), {})))
         elif isinstance(entry, str):
-            built.append(LoggerTracker(make_logger(entry, project_name, folder, options.get(entry, {})), entry))
+            logger = make_logger(entry, project_name, folder, options.get(entry, {}))
+            built.append(_KINDS.get(entry, LoggerTracker).around(logger, entry))
         else:
             built.append(LoggerTracker(entry))
     for tracker in built:

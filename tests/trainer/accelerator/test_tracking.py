@@ -24,7 +24,7 @@ from leyden import (
     set_seed,
 )
 from leyden.callbacks import CSVLogger
-from leyden.tracking import on_main_process
+from leyden.tracking import MLflowTracker, TensorBoardTracker, on_main_process
 
 
 class Noted(GeneralTracker):
@@ -114,6 +114,7 @@ def test_the_form_of_images_that_could_be_either_is_given_by_name(tmp_path: Path
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run")
     accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(2, 3, 6, 3)}, step=1, dataformats="NHWC")
+    assert isinstance(accelerator.get_tracker("tensorboard"), TensorBoardTracker)
     accelerator.get_tracker("tensorboard").log_table("rows", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "run"))
@@ -246,9 +247,18 @@ def test_mlflow_records_settings_and_values_in_a_folder(tmp_path: Path, monkeypa
     for step in (1, 2):
         accelerator.log({"loss": 0.5 / step}, step=step)
     tracker = accelerator.get_tracker("mlflow")
+    assert isinstance(tracker, MLflowTracker)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("a")
+    tracker.log_artifact(tmp_path / "notes/a.txt")
+    tracker.log_artifacts(tmp_path / "notes", "texts")
+    tracker.log_figure(pytest.importorskip("matplotlib.figure").Figure(), "plot.png")
     client, run = tracker.tracker, tracker.logger.version
     accelerator.end_training()
     assert client.get_run(run).data.params == {"optimizer/lr": "0.1"}
+    assert [file.path for path in (None, "texts") for file in client.list_artifacts(run, path) if not file.is_dir] == [
+        *("a.txt", "plot.png", "texts/a.txt"),
+    ]
     assert [(row.step, row.value) for row in client.get_metric_history(run, "loss")] == [(1, 0.5), (2, 0.25)]
     assert client.get_run(run).info.status == "FINISHED"
 
