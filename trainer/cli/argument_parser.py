@@ -152,11 +152,12 @@ class LeydenArgumentParser(ArgumentParser):
         """Adds the arguments of a class, with those that it passes on; see jsonargparse's ArgumentParser."""
         added: list[str] = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
         known = {action.dest for action in self._actions}
-        for name in (name if nested_key is None else f"{nested_key}.{name}" for name in passed_on(theclass)):
-            if name not in known:
+        for name, kind in passed_on(theclass).items():
+            dest = name if nested_key is None else f"{nested_key}.{name}"
+            if dest not in known:
                 # What is not given is not passed on: no default of torch's is in a saved configuration.
-                self.add_argument(f"--{name}", type=Any, default=argparse.SUPPRESS, help="Passed on by the strategy.")
-                added.append(name)
+                self.add_argument(f"--{dest}", type=kind, default=argparse.SUPPRESS, help="Passed on.")
+                added.append(dest)
         return added
 
     def _add_group(self, classes: Classes, nested_key: str, skip: set[str]) -> None:

@@ -12,7 +12,7 @@ from configured import OwnNet, Points
 from models import QUIET
 
 from leyden import LeydenCLI, Trainer
-from leyden.callbacks import Timer
+from leyden.callbacks import LambdaCallback, Timer
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 from leyden.trainer.cli import LeydenArgumentParser
 
@@ -56,6 +56,20 @@ def test_words_of_other_trainers_are_translated_from_a_file_too(kind: type[FSDPS
     described = {"class_path": kind.__name__, "init_args": given}
     Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": described}}))
     assert type(built("--config=run.yaml").trainer.strategy) is kind
+
+
+def test_loggers_profilers_and_callbacks_take_what_they_pass_on() -> None:
+    words = ["--trainer.logger=TensorBoardLogger", "--trainer.logger.flush_secs=7"]
+    words += ["--trainer.profiler=PyTorchProfiler", "--trainer.profiler.profile_memory=true"]
+    words += ["--trainer.callbacks+=RichModelSummary", "--trainer.callbacks.header_style=bold"]
+    words += ["--trainer.callbacks+=LambdaCallback", "--trainer.callbacks.on_fit_end=builtins.print"]
+    cli = built(*words)
+    trainer = yaml.safe_load(cli.parser.dump(cli.config))["trainer"]
+    assert trainer["logger"]["init_args"]["flush_secs"] == 7
+    assert trainer["profiler"]["init_args"]["profile_memory"] is True
+    assert [one["init_args"].get("header_style") for one in trainer["callbacks"]] == ["bold", None]
+    [of_hooks] = [one for one in cli.trainer.callbacks if isinstance(one, LambdaCallback)]
+    assert of_hooks.on_fit_end is print
 
 
 def test_a_fit_of_the_clis_own_takes_the_place_of_the_trainers() -> None:
