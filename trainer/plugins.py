@@ -50,11 +50,11 @@ class AsyncCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Returns once the thread has begun: an earlier save is waited for."""
-        self._wait()
+        self.wait()
         self._do(partial(self._inner.save_checkpoint, checkpoint, path, storage_options=storage_options))
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:
-        self._wait()
+        self.wait()
         return self._inner.load_checkpoint(path, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Waits for the thread; raises its error."""
         try:
-            self._wait()
+            self.wait()
         finally:
             self._inner.teardown()
 
@@ -87,7 +87,8 @@ class AsyncCheckpointIO(CheckpointIO):
                 self._error = error
                 self._waiting.clear()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits until everything is stored; raises the error of the thread."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -115,6 +116,12 @@ def checkpoint_io_of(plugins: Sequence[Any]) -> CheckpointIO | None:
         kinds = " and ".join(type(plugin).__name__ for plugin in found)
         raise ConfigurationError(f"plugins has two that store checkpoints, {kinds}: give one.")
     return found[0] if found else None
+
+
+def wait_for(plugin: CheckpointIO | None) -> None:
+    """Waits until a plugin has stored what it was given, if it does so beside the training."""
+    if isinstance(plugin, AsyncCheckpointIO):
+        plugin.wait()
 
 
 def end_plugins(plugins: Sequence[Any], failed: bool) -> None:

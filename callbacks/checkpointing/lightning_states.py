@@ -31,16 +31,18 @@ class LightningStates:
 
     Args:
         file: what the file holds.
+        name: of the file.
 
     Attributes:
         found: state by the `state_key` of the callback here that takes it.
         left: the names of those that nobody takes, each with the reason.
-        values: what ModelCheckpoints monitored last, by its name.
+        values: what the ModelCheckpoint that saved the file monitored, by its name.
         seconds: of training so far, by a Timer; 0 without one.
         groups: names of the parameters in the groups of each optimizer, where a finetuning callback recorded them.
     """
 
     file: Mapping[str, Any]
+    name: str = ""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class LightningStates:
             StateError: if Lightning cannot have written an entry; names it.
         """
         saved = SavedState(self.file.get("callbacks") or {}, "callbacks")
+        self._note_values([state for state in saved.entries.values() if isinstance(state, Mapping)])
         for key in saved.entries:
             if not saved.entries[key]:
                 continue
@@ -72,16 +75,31 @@ class LightningStates:
             elif translated:
                 self.found[callback.state_key] = translated
 
+    def _note_values(self, states: list[Mapping[str, Any]]) -> None:
+        """Finds the value that was logged before the file was saved; that of another ModelCheckpoint may be older."""
+        scored = [state for state in states if isinstance(state.get("current_score"), Tensor) and state.get("monitor")]
+        own = [state for state in scored if self.name in map(os.path.basename, _paths_in(state))]
+        for state in own or (scored if len(scored) == 1 else []):
+            self.values[str(state["monitor"])] = state["current_score"].detach().clone()
+
     def _note(self, name: str, state: SavedState) -> None:
-        monitor, score = state.entries.get("monitor"), state.entries.get("current_score")
-        if isinstance(monitor, str) and isinstance(score, Tensor):
-            self.values[monitor] = score.detach().clone()
         if name == "Timer":
             self.seconds = state.nested("time_elapsed").number("train", 0.0, least=0.0, most=1e12)
         recorded: Mapping[Any, Any] = state.nested("internal_optimizer_metadata", {}).entries
         for number, groups in recorded.items():
             entries = [SavedState(group, f"{state.where}.internal_optimizer_metadata") for group in groups]
             self.groups[number] = [[str(one) for one in group.items("params")] for group in entries]
+
+
+def _paths_in(state: Mapping[str, Any]) -> list[str]:
+    """The files that a ModelCheckpoint of Lightning's has saved last."""
+    ranked = state.get("best_k_models")
+    paths = [
+        *(ranked if isinstance(ranked, Mapping) else ()),
+        state.get("last_model_path"),
+        state.get("best_model_path"),
+    ]
+    return [path for path in paths if isinstance(path, str) and path]
 
 
 def _class_name(key: Any) -> str:

@@ -568,7 +568,7 @@ class FitLoop:
             inside = self._go_to(self._restored.get("loader"))
         # Random numbers last, since everything before may draw.
         self._restored.load("logs", "metrics", "rng")
-        self.validation.decide(self._restored.get("window_start"))
+        self.validation.decide(self._restored.get("window_start") if inside else None)
         progress = self.progress
         if self._restored.get("owes_plateau"):
             self._step_on_plateau("epoch", progress.epoch + 1)

@@ -46,7 +46,7 @@ class LightningRun:
 
     def __init__(self, file: ForeignWeights, run: Run, parts: frozenset[str]) -> None:
         self._file, self._run, self._parts = file, run, parts
-        self._states = LightningStates(file.loaded)
+        self._states = LightningStates(file.loaded, file.path.name)
         with blame(file.path):
             if "callbacks" in parts:
                 self._states.give(run.callbacks)
@@ -90,7 +90,7 @@ class LightningRun:
     def _of_rank(self, position: Position) -> dict[str, Any]:
         progress = position.progress
         loader: dict[str, Any] | None = None
-        if progress.is_inside and not progress.ended and "loaders" in self._parts:
+        if progress.is_inside and not progress.ended and {"loaders", "progress"} <= self._parts:
             place = {"batches": progress.batch, "source": None, "loader": self._loader_state()}
             loader = {"place": place, "rest": None, "validation": []}
         found: dict[str, Any] = {"loader": loader}
@@ -102,7 +102,8 @@ class LightningRun:
 
     def _loader_state(self) -> Any:
         """The state of the training loader, if it had one."""
-        states = SavedState(self._file.entry("loops") or {}).nested("fit_loop", {}).items("combined_loader", ())
+        loop = SavedState(self._file.entry("loops") or {}, "loops").nested("fit_loop", {})
+        states = loop.nested("state_dict", {}).items("combined_loader", ())
         return states[0] if len(states) == 1 else None
 
     def _trained(self) -> dict[str, bool] | None:

@@ -144,6 +144,8 @@ class Restorer:
             self._users.end_weights()
             # After callbacks that put weights of their own in place.
             self._rank.load("buffers")
+        if run.state.stage != "fit":
+            self._release()
 
     def restore_run(self) -> Unclaimed | None:
         """Optimizers, schedulers, scaler and progress.
@@ -156,6 +158,7 @@ class Restorer:
         if reader is not None and "weights" in self._parts:
             run.strategy.master_weights.load(reader, run.module)
         if self._rank is None:
+            self._release()
             return None
         if self._schedulers is not None and isinstance(reader, CheckpointReader):
             if self._within:
@@ -176,7 +179,14 @@ class Restorer:
         run.strategy.check_trained()
         if self._progress is not None:
             run.progress.continue_from(self._progress)
+        self._release()
         return self._rank
+
+    def _release(self) -> None:
+        """Frees what a file of another trainer holds, which is in memory as a whole."""
+        if isinstance(self.reader, ForeignWeights):
+            self.reader = self._lightning = None
+            self._users = UserStates(self._run)
 
     def _regain_groups(self, reader: CheckpointReader) -> None:
         """Adds the parameter groups that hooks of the saved run had added to its optimizers.

@@ -20,6 +20,7 @@ from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
+from leyden.trainer.plugins import wait_for
 from leyden.trainer.run.build import saves_asynchronously
 from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
 from leyden.trainer.run.command import FILE as COMMAND
@@ -172,6 +173,8 @@ def save_through(
     finally:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+    if run.state.stage != "fit":
+        wait_for(plugin)
     return path
 
 

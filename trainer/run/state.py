@@ -26,7 +26,7 @@ from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
-from leyden.trainer.plugins import end_plugins
+from leyden.trainer.plugins import end_plugins, wait_for
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import (
     accumulation_of,
@@ -376,7 +376,8 @@ class Run:
         if self.identity is not None:
             self.identity = self.identity.with_optimizers(optimizers)
             check_same_run(self.identity, restorer.reader, goal, strategy.ranks.is_global_zero)
-            path = continued_path(self.identity, restorer.reader, goal)
+            # A plugin's is read from a temporary folder.
+            path = continued_path(self.identity, restorer.reader, goal) if self.checkpoint_io is None else None
             self.continued = [] if path is None else places_of(path, restorer.reader)
         strategy.check_settings(settings_of(self, len(optimizers)))
         strategy.precision.reset()
@@ -445,6 +446,7 @@ class Run:
         """Waits for the checkpoint that is written beside the run; raises the error if that failed."""
         with self.heartbeat.during(Phase.SAVING):
             self.saves.wait()
+            wait_for(self.checkpoint_io)
 
     def end_saves(self) -> None:
         """Waits as `finish_saves` does; from here on saves are synchronous."""

@@ -347,13 +347,84 @@ def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="has no optimizer_states.*fit takes its weights, and begins anew"):
         Trainer(**QUIET, limit_train_batches=0).fit(module, DATA, ckpt_path=path, trust=True)
     assert same(module, run.module)
-    for restore in ("weights", {"weights", "progress"}):
+    run.write(path, "batch", 0, 2, 6)
+    for restore, steps in (("weights", 6), ({"weights", "loaders"}, 6), ({"weights", "progress"}, 12)):
         trainer = Trainer(**QUIET, max_epochs=1)
-        run.write(path, "end", 0, 6, 6)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.fit(regression(), DATA, HELD, ckpt_path=path, trust=True, restore=restore)
-        assert trainer.global_step == 6 and trainer.progress.stepped == 6
+        assert (trainer.global_step, trainer.progress.batch) == (steps, 6)
+
+
+class Placing:
+    """A loader that knows its place, as torchdata's StatefulDataLoader does; reads in an order that nobody can draw."""
+
+    def __init__(self) -> None:
+        self.order, self.at = [5, 2, 0, 4, 1, 3], 0
+
+    def __iter__(self) -> Any:
+        while self.at < 6:
+            self.at += 1
+            yield DATA[self.order[self.at - 1]]
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = state["order"], state["at"]
+
+
+def test_a_loader_with_a_state_goes_on_in_its_own_order(tmp_path: Path) -> None:
+    run, path, order = plain(), tmp_path / "run.ckpt", [3, 1, 5, 0, 4, 2]
+    batches = [DATA[number] for number in order]
+    run.train(batches, HELD, 1, lambda *at: run.write(path, *at, 6) if at[2] == 4 else None)
+    found = torch.load(path)
+    found["loops"]["fit_loop"]["state_dict"] = {"combined_loader": [{"order": order, "at": 4}]}
+    found["callbacks"] = {MONITOR: {"monitor": "val_loss", "current_score": run.val_loss}}
+    torch.save(found, path)
+    module = regression()
+    with pytest.warns(UserWarning, match="a file of Lightning's"):
+        Trainer(**QUIET, max_epochs=1).fit(module, Placing(), HELD, ckpt_path=path, trust=True)
+    assert same(module, run.module)
+
+
+def test_a_plugin_may_read_files_of_lightning(tmp_path: Path) -> None:
+    class Reading:
+        def load_checkpoint(self, path: Any) -> Any:
+            return torch.load(f"{path}.ckpt")
+
+        def save_checkpoint(self, *_: Any, **__: Any) -> None:
+            raise NotImplementedError
+
+        remove_checkpoint = save_checkpoint
+
+    run = plain()
+    run.train(DATA, HELD, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, 6) if at[1] == 0 else None)
+    module = regression()
+    _, said = go_on(module, tmp_path / "end", epochs=2, plugins=Reading())
+    assert same(module, run.module) and "random numbers" in said
+
+
+def test_a_value_of_another_checkpoint_callback_steps_no_plateau(tmp_path: Path) -> None:
+    """Only the ModelCheckpoint that saved the file has monitored its value at that moment."""
+    run, path = plain(), tmp_path / "epoch.ckpt"
+
+    def save(*at: Any) -> None:
+        own = {"monitor": "val_loss", "current_score": run.val_loss, "best_k_models": {f"/far/{path.name}": 0}}
+        other = {"monitor": "loss", "current_score": torch.tensor(-5.0), "best_k_models": {"/far/other.ckpt": 0}}
+        run.write(path, *at, 6, callbacks={"ModelCheckpoint{'monitor': 'loss'}": other, MONITOR: own})
+        path.with_name("renamed.ckpt").write_bytes(path.read_bytes())
+
+    run.train(DATA, HELD, 3, lambda *at: save(*at) if at[:2] == ("epoch", 1) else None)
+    module = regression()
+    trainer, _ = go_on(module, path, epochs=3)
+    assert same(module, run.module) and "loss" in trainer.callback_metrics
+    _, said = go_on(regression(), path.with_name("renamed.ckpt"), epochs=3)
+    assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in said
 
 
 def twice(module: nn.Module) -> Any:
