@@ -93,9 +93,10 @@ class ThroughputMonitor(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = SavedState(state)
-        self._stages["train"].totals = _Totals(
+        totals = _Totals(
             saved.number("time"), saved.integer("batches"), saved.integer("samples"), saved.integer("lengths")
         )
+        self._stages["train"] = _Counted(self.window_size, totals)
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Keeps its totals, of what was read and computed: it is no less for being undone."""
@@ -243,6 +244,12 @@ class _Totals:
     samples: int = 0
     lengths: int = 0
 
+    def add(self, seconds: float, samples: int, length: int) -> None:
+        self.time += seconds
+        self.batches += 1
+        self.samples += samples
+        self.lengths += length
+
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -269,11 +276,7 @@ class _Counted:
 
     def add(self, parts: dict[str, float], samples: int, length: int, flops: float | None) -> None:
         self.window.append(_Batch(parts, samples, length, flops))
-        totals = self.totals
-        totals.time += sum(parts.values())
-        totals.batches += 1
-        totals.samples += samples
-        totals.lengths += length
+        self.totals.add(sum(parts.values()), samples, length)
 
     def rates(self) -> dict[str, float]:
         """Returns the rates of the window's batches per second; flops only if all of them report theirs."""

@@ -43,6 +43,11 @@ class Name:
     is_of_leyden: bool = False
     uses: list[Use] = field(default_factory=list)
 
+    def bind(self, by_leyden: bool = False) -> None:
+        """Notes what else binds it: an import of Leyden, or anything."""
+        self.is_bound_otherwise = True
+        self.is_of_leyden |= by_leyden
+
 
 @dataclass(eq=False, slots=True)
 class Scope:
@@ -130,7 +135,7 @@ class Scopes(ast.NodeVisitor):
         self._here = outer
 
     def _bind(self, name: str) -> None:
-        self._here.name(name).is_bound_otherwise = True
+        self._here.name(name).bind()
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -150,8 +155,7 @@ class Scopes(ast.NodeVisitor):
         if root in ROOTS:
             self._here.name(name).imported.append(Imported(node, alias, path))
         else:
-            self._bind(name)
-            self._here.name(name).is_of_leyden |= root == "leyden"
+            self._here.name(name).bind(by_leyden=root == "leyden")
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
@@ -190,10 +194,10 @@ class Scopes(ast.NodeVisitor):
         scope = self._here
         while scope.kind == "comprehension" and scope.parent is not None:
             scope = scope.parent
-        scope.name(node.target.id).is_bound_otherwise = True
+        scope.name(node.target.id).bind()
 
     def visit_Global(self, node: ast.Global) -> None:
-        self._here.outer |= dict.fromkeys(node.names, self.all[0])
+        self._here.outer.update(dict.fromkeys(node.names, self.all[0]))
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
         scope = self._here.parent
