@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import AutoAccumulation, GradientAccumulation
@@ -322,6 +323,41 @@ def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None
             "one, such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
             stacklevel=4,
         )
+
+
+def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
+    """Warns of parts that are trained in eval mode, as `from_pretrained` returns them: their dropout does nothing.
+
+    A layer of dropout or batch norm that is in eval mode by itself is meant so, and so is a part that no optimizer has.
+    """
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    found: list[str] = []
+    parts: list[tuple[str, nn.Module]] = [("", module)] if module.training else []
+    while parts:
+        name, part = parts.pop()
+        for child_name, child in part.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if child.training:
+                parts.append((full, child))
+            elif any(child.children()) and any(map(_has_modes, child.modules())):
+                found += [full] if any(p.requires_grad and id(p) in trained for p in child.parameters()) else []
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        warnings.warn(
+            f"{type(module).__name__} trains {', '.join(found[:3])}{more} in eval mode, in which dropout is off and "
+            f"batch norm keeps its statistics: if that is not meant, call self.{found[0]}.train() in __init__ "
+            "(from_pretrained returns models in eval mode).",
+            stacklevel=4,
+        )
+
+
+def _has_modes(layer: nn.Module) -> bool:
+    """True for a layer that does something else in training."""
+    if isinstance(layer, nn.modules.dropout._DropoutNd):
+        return layer.p > 0
+    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        return layer.dropout > 0
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from leyden.trainer.run.build import (
     cluster_of,
     loggers_of,
     warn_if_untrained,
+    warn_of_parts_in_eval_mode,
 )
 from leyden.trainer.run.differences import check_module, check_optimizers
 from leyden.trainer.run.ending import call_on_exception, call_teardown
@@ -384,6 +385,7 @@ class Run:
         engine.prepare_optimizers([module], optimizers)
         self.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.make_schedulers()]
         warn_if_untrained(module, engine.optimizers)
+        warn_of_parts_in_eval_mode(module, engine.optimizers)
         engine.check_parameters([module])
         check_optimizers(engine, module, self.schedulers)
 
