@@ -465,3 +465,26 @@ def test_a_resumed_run_has_logged_what_a_whole_run_logs(tmp_path: Path) -> None:
     for name in ("loss_step", "loss_epoch", "val"):
         assert second[name] == first[name]
     assert json.loads((tmp_path / "broken/logs/version_0/hparams.json").read_text()) == {"width": 2}
+
+
+def test_a_logger_that_fails_at_the_end_does_not_keep_others_from_closing(tmp_path: Path) -> None:
+    class Ends(DummyLogger):
+        def __init__(self, name: str, fails: bool = False) -> None:
+            super().__init__()
+            self.label, self.fails = name, fails
+
+        @property
+        def state_key(self) -> str:
+            return self.label
+
+        def finalize(self, status: str) -> None:
+            ended.append(self.label)
+            if self.fails:
+                raise OSError(f"{self.label} is full")
+
+    ended: list[str] = []
+    loggers = [Ends("first"), Ends("second", fails=True), Ends("third")]
+    trainer = Trainer(**{**QUIET, "logger": loggers}, max_steps=1, default_root_dir=tmp_path)
+    with pytest.raises(OSError, match="second is full"):
+        trainer.fit(Line(), [torch.ones(1, 2)])
+    assert ended[:3] == ["first", "second", "third"]

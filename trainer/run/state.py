@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -488,16 +489,15 @@ class Run:
             debugging.report(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
 
     def finalize(self, status: str) -> None:
-        """Closes the loggers and prints what the profiler measured.
+        """Closes all loggers, also after one that fails, and prints what the profiler measured.
 
         Args:
             status: "success", "interrupted" or "failed".
         """
-        try:
-            for logger in self.loggers if self.strategy.ranks.is_global_zero else ():
-                logger.finalize(status)
-        finally:
-            self._end_profiler()
+        with ExitStack() as stack:
+            stack.callback(self._end_profiler)
+            for logger in reversed(self.loggers) if self.strategy.ranks.is_global_zero else ():
+                stack.callback(logger.finalize, status)
 
     def _end_profiler(self) -> None:
         """Ends the profiler once, whatever else fails at the end. An error of the profiler's only warns."""
