@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import StateError
+from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState, brief
 
 
@@ -80,6 +81,20 @@ def read_books(state: Mapping[str, Any], here: str | None) -> Books:
         saved_batch=books.saved_batch,
         seconds_since_save=books.seconds_since_save,
     )
+
+
+def write_scores(scores: Mapping[str, Tensor], path: str | os.PathLike[str] | None, folder: str | None) -> None:
+    """Writes paths and scores as YAML, by default into the folder of the checkpoints.
+
+    Raises:
+        ConfigurationError: without a path, if the folder is not known yet.
+    """
+    import yaml
+
+    if path is None and folder is None:
+        raise ConfigurationError("ModelCheckpoint.to_yaml(): there is no folder before a fit: give a filepath.")
+    target = Path(folder or "", "best_k_models.yaml") if path is None else Path(path)
+    target.write_text(yaml.safe_dump({name: float(score) for name, score in scores.items()}), encoding="utf-8")
 
 
 class _Folder:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.checkpoint_arguments import check_arguments, triggers
-from leyden.callbacks.checkpointing.checkpoint_books import number_of, read_books, score_of
+from leyden.callbacks.checkpointing.checkpoint_books import number_of, read_books, score_of, write_scores
 from leyden.callbacks.checkpointing.checkpoint_commit import (
     Folders,
     Following,
@@ -169,6 +169,10 @@ class ModelCheckpoint(Callback):
             "save_weights_only": self.save_weights_only,
         }
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Writes `best_k_models` to a file; by default to `best_k_models.yaml` in the folder of the checkpoints."""
+        write_scores(self.best_k_models, filepath, self.dirpath)
 
     @property
     def kth_best_model_path(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from models import QUIET, Line
 from programs import run_program
 from torch import Tensor, nn
@@ -158,6 +159,20 @@ def test_the_kth_best_is_what_must_be_beaten(tmp_path: Path) -> None:
     )
     assert callback.current_score is not None
     assert float(callback.current_score) == pytest.approx(0.4)
+
+
+def test_the_ranking_is_written_as_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = ModelCheckpoint(monitor="val", save_top_k=2)
+    with pytest.raises(ConfigurationError, match="no folder before a fit: give a filepath"):
+        callback.to_yaml()
+    fit(tmp_path, callback)
+    monkeypatch.chdir(tmp_path)
+    callback.to_yaml()
+    callback.to_yaml("mine.yaml")
+    expected = {path: float(score) for path, score in callback.best_k_models.items()}
+    for path in (tmp_path / "checkpoints" / "best_k_models.yaml", tmp_path / "mine.yaml"):
+        assert yaml.safe_load(path.read_text(encoding="utf-8")) == expected
+    assert len(expected) == 2
 
 
 def test_where_all_are_kept_the_kth_best_is_the_worst(tmp_path: Path) -> None:
