@@ -346,6 +346,8 @@ class Trial:
     def _wait(self, job: int) -> int:
         code, orphans = reap(job)
         self.counts["orphans"] += orphans
+        if orphans:
+            self.notes.append(f"{orphans} processes ran on for {PATIENCE} s, the job having ended with {code}")
         return code
 
     def _killed(self, folder: Path, resumes: bool) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from leyden.strategies.errors import add_note
 from leyden.strategies.launch.elastic import AGENT
 from leyden.strategies.launch.environment import STARTER, is_running, ranks_in_words
 from leyden.strategies.launch.meeting import until
+from leyden.strategies.launch.processes import started
 from leyden.strategies.launch.tries import GIVEN_UP, starts_again
 
 KEY = "failed"
@@ -377,7 +379,10 @@ def end_with_parent() -> None:
     set_death_signal = 1
     with_libc: Callable[..., int] = ctypes.CDLL(None).prctl
     with_libc(set_death_signal, signal.SIGKILL)
-    agent = os.environ.get(AGENT, "")
-    if agent.isdigit() and not is_running(int(agent)):
-        # The agent died before this call.
+    agent, parent = os.environ.get(AGENT, ""), multiprocessing.parent_process()
+    # Not getppid, which is another process's number under "forkserver".
+    starter = None if parent is None or not os.path.isdir("/proc/self") else parent.pid
+    is_gone = starter is not None and started(starter) in ("0", "gone")
+    if is_gone or (agent.isdigit() and not is_running(int(agent))):
+        # It died before this call.
         os._exit(1)

@@ -294,3 +294,34 @@ def test_a_data_module_of_data_sets_can_be_handed_to_ranks() -> None:
     found = unpacked(packed(data))
     assert isinstance(found, DataModule) and found.note == "kept"  # type: ignore[attr-defined]
     assert len(found.train_dataloader()) == 3 and found.train_dataloader().batch_size == 2
+
+
+ORPHAN = """
+import multiprocessing, os, signal, sys
+from leyden.strategies.launch.environment import STARTER
+from leyden.strategies.launch.failure import end_with_parent
+
+def rank(starter):
+    while os.getppid() == starter:
+        os.sched_yield()
+    os.environ[STARTER] = "fork"
+    end_with_parent()
+    print("goes on", flush=True)
+
+def start():
+    context.Process(target=rank, args=(os.getpid(),)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+context = multiprocessing.get_context("fork")
+starter = context.Process(target=start)
+starter.start()
+starter.join()
+print("starter", starter.exitcode, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_rank_whose_starter_is_killed_before_it_looks_ends() -> None:
+    # The pipe is closed when nobody is left.
+    done = run_program(["-c", ORPHAN])
+    assert done.stdout.split() == ["starter", "-9"], done.stdout + done.stderr
