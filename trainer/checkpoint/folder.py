@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 def newest(
@@ -32,6 +37,26 @@ def newest(
         >>> newest("no/such/folder") is None
         True
     """
+    found = newest_reader(folder, depth, strict, ranks)
+    return None if found is None else found.path
+
+
+def newest_reader(
+    folder: str | os.PathLike[str],
+    depth: int,
+    strict: bool,
+    ranks: CheckpointRanks | None,
+    ahead: Callable[[CheckpointReader], None] | None = None,
+) -> CheckpointReader | None:
+    """Returns a reader of what `newest` finds.
+
+    Args:
+        folder: as for `newest`.
+        depth: as for `newest`.
+        strict: as for `newest`.
+        ranks: as for `newest`.
+        ahead: as for `open_verified`.
+    """
     from leyden.trainer.checkpoint.reader import open_verified
 
     ranks = CheckpointRanks() if ranks is None else ranks
@@ -42,13 +67,11 @@ def newest(
         try:
             if reason is not None:
                 raise CheckpointError(*reason)
-            open_verified(path, ranks)
+            return open_verified(path, ranks, ahead)
         except CheckpointError as error:
             damaged.append(error)
             if ranks.rank == 0:
                 warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
-            continue
-        return path
     if damaged and strict:
         listed = "; ".join(str(error) for error in damaged)
         raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start from scratch. {listed}")

@@ -84,6 +84,7 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(self.path)
         # The chunks of each file that were read and found whole.
         self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
+        self._ahead: list[dict[str, Any]] | None = None
 
     def verify(self, part: int = 0, parts: int = 1, unread: bool = False) -> None:
         """Compares every byte with its checksum, or those of one of `parts` equal parts of all files.
@@ -261,10 +262,21 @@ class CheckpointReader:
         """
         if not self.has(OPTIMIZERS):
             return []
+        ahead, self._ahead = self._ahead, None
+        find = _of_optimizer(like or {})
+        if ahead is not None and device is None and find is None:
+            return ahead
+        del ahead
         parsed = self.json(OPTIMIZERS)
         with self._blame(OPTIMIZERS):
-            find = _of_optimizer(like or {})
             return [self._tree(entry, OPTIMIZERS, device, find=find) for entry in parsed["optimizers"]]
+
+    def read_ahead(self) -> None:
+        """Reads the optimizers' states now, as whole tensors on the CPU, and checks them on the way.
+
+        The next call of `optimizers` returns them, if that is what it is asked for.
+        """
+        self._ahead = self.optimizers()
 
     def progress(self) -> dict[str, Any]:
         """Returns the progress that was passed to `commit`."""

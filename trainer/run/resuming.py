@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +17,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_packed, unpack
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.checkpoint.folder import newest_reader
 from leyden.trainer.checkpoint.foreign import OPTIMIZERS, ForeignWeights
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.nodes import is_shared
@@ -157,22 +157,35 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
         if isinstance(found, ForeignWeights):
             return found, _words_of(run, goal, found)
         return found, _words(run, goal, found, Path(name))
-    path = _find(run, folder, goal, ranks)
-    if path is None:
-        return None, "anew (there is no checkpoint yet)"
+    # Into memory in which they stay: the Restorer takes them over.
+    ahead = CheckpointReader.read_ahead if _needs_whole_optimizers(run, goal) else None
+    if goal.path in ("last", "auto"):
+        newest = _newest(run, folder, goal, ranks, ahead)
+        return (None, "anew (there is no checkpoint yet)") if newest is None else _opened(run, goal, newest)
+    path = _path_of(goal)
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
         return weights, _words_of(run, goal, weights)
     if HuggingFaceFolder.is_one(path):
         return HuggingFaceFolder(path), f"weights of {path}"
+    return _opened(run, goal, open_verified(path, ranks, ahead))
+
+
+def _opened(run: Run, goal: Goal, reader: CheckpointReader) -> tuple[CheckpointReader, str]:
     if goal.weights_only and goal.parts != {"weights"}:
         warnings.warn(
-            f"weights_only=True says how pickle files of other trainers are read. {path} is a checkpoint of Leyden's, "
-            "which holds no pickle, and is resumed as a whole: restore='weights' takes its weights alone.",
-            stacklevel=2,
+            "weights_only=True says how pickle files of other trainers are read. "
+            f"{reader.path} is a checkpoint of Leyden's, which holds no pickle, and is resumed as a whole: "
+            "restore='weights' takes its weights alone.",
+            stacklevel=3,
         )
-    reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
-    return reader, _words(run, goal, reader, path)
+    return reader, _words(run, goal, reader, reader.path)
+
+
+def _needs_whole_optimizers(run: Run, goal: Goal) -> bool:
+    """True if the optimizers' states are restored, all of them on every rank."""
+    is_whole = run.strategy.replicates and not run.strategy.drives_one
+    return is_whole and run.state.stage == "fit" and "optimizers" in goal.parts
 
 
 def _words(run: Run, goal: Goal, reader: CheckpointReader, path: Path) -> str:
@@ -252,17 +265,20 @@ def settle_nodes(run: Run) -> None:
             )
 
 
-def _find(run: Run, folder: Path, goal: Goal, ranks: CheckpointRanks) -> Path | None:
-    if goal.path in ("last", "auto"):
-        depth = depth_of(run.callbacks, run.arguments.default_root_dir, str(folder))
-        found = newest(folder, depth=depth, strict=goal.path == "auto", ranks=ranks)
-        if found is None and goal.path == "last":
-            raise CheckpointError(
-                folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
-            )
-        return found
-    if goal.path is None:
-        return None
+def _newest(
+    run: Run, folder: Path, goal: Goal, ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None
+) -> CheckpointReader | None:
+    depth = depth_of(run.callbacks, run.arguments.default_root_dir, str(folder))
+    found = newest_reader(folder, depth, goal.path == "auto", ranks, ahead)
+    if found is None and goal.path == "last":
+        raise CheckpointError(
+            folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
+        )
+    return found
+
+
+def _path_of(goal: Goal) -> Path:
+    assert goal.path is not None
     path = Path(os.path.expanduser(os.fspath(goal.path)))
     if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
         raise CheckpointError(
