@@ -69,7 +69,7 @@ def position_of(
     """
     saved = SavedState(loaded)
     step = saved.integer("global_step", 0, least=0, most=2**62)
-    loop = saved.nested("loops", {}).nested("fit_loop", {})
+    loop = SavedState(loaded.get("loops") or {}, "loops").nested("fit_loop", {})
     epochs, batches = _Counts.read(loop, "epoch_progress"), _Counts.read(loop, "epoch_loop.batch_progress")
     if not epochs.ready:
         epoch = saved.integer("epoch", 0, least=0, most=2**62)

@@ -102,7 +102,7 @@ def test_a_plateau_whose_value_is_not_known_misses_a_step_and_the_fit_says_so(tm
         assert trainer.current_epoch == 3 and trainer.lr_schedulers[1].last_epoch == 2
     run.write(tmp_path / "old.ckpt", "end", 1, 6, 6)
     found = torch.load(tmp_path / "old.ckpt")
-    torch.save({key: value for key, value in found.items() if key != "loops"}, tmp_path / "old.ckpt")
+    torch.save({**found, "loops": None}, tmp_path / "old.ckpt")
     trainer, said = go_on(regression(), tmp_path / "old.ckpt", epochs=3)
     assert "the place in the epoch (the file has no loops)" in said and trainer.global_step == 18
 
@@ -354,6 +354,18 @@ def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None
             warnings.simplefilter("ignore")
             trainer.fit(regression(), DATA, HELD, ckpt_path=path, trust=True, restore=restore)
         assert (trainer.global_step, trainer.progress.batch) == (steps, 6)
+
+
+def test_the_gradient_scaler_goes_on(tmp_path: Path) -> None:
+    run, path = plain(), tmp_path / "run.ckpt"
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=9)
+    scaler.scale(torch.ones(1))
+    more = {"MixedPrecision": scaler.state_dict(), "callbacks": None}
+    run.train(DATA, HELD, 1, lambda *at: run.write(path, *at, 6, **more) if at[0] == "end" else None)
+    trainer, said = go_on(regression(), path, epochs=2, precision="16-mixed")
+    state = trainer.strategy.precision.state_dict()["scaler"]
+    assert (state["scale"], state["growth_interval"], state["_growth_tracker"]) == (256.0, 9, 6)
+    assert "the gradient scaler (" not in said
 
 
 class Placing:
