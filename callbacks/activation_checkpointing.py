@@ -30,6 +30,8 @@ class ActivationCheckpointing(Callback):
         modules: classes of modules, or their names; or a function of a module that returns True for those that are
             meant. Choose the blocks of a model: what they return is kept, and what they compute inside is not.
         every: only each so-manieth of the modules found: 2 takes half of the blocks.
+        offload: keep the inputs of these modules, all that is left of their activations, in the host's memory until
+            backward needs them. Keyword arguments of a module stay on the device.
 
     Attributes:
         names: of the modules, in a fit.
@@ -48,6 +50,7 @@ class ActivationCheckpointing(Callback):
         self,
         modules: type[nn.Module] | str | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool],
         every: int = 1,
+        offload: bool = False,
     ) -> None:
         if isinstance(modules, (nn.Module, Mapping)):
             raise ConfigurationError(
@@ -60,13 +63,15 @@ class ActivationCheckpointing(Callback):
             raise ConfigurationError(f"ActivationCheckpointing({modules!r}): give the classes of the model's blocks.")
         if type(every) is not int or every < 1:
             raise ConfigurationError(f"ActivationCheckpointing(every={every!r}): give a whole number from 1.")
-        self.modules, self.every = wanted, every
+        if not isinstance(offload, bool):
+            raise ConfigurationError(f"ActivationCheckpointing(offload={offload!r}): use True or False.")
+        self.modules, self.every, self.offload = wanted, every, offload
         self.names: list[str] = []
         self._changed: list[nn.Module] = []
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.names = self._chosen(module)[:: self.every]
-        self._changed += recompute(map(module.get_submodule, self.names))
+        self._changed += recompute(map(module.get_submodule, self.names), self.offload)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         keep(self._changed)

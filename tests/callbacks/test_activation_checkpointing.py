@@ -12,11 +12,13 @@ import torch
 from models import QUIET, Squares
 from ranks.world import run_world
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer, Tuner
 from leyden.callbacks import ActivationCheckpointing, ModelCheckpoint
 from leyden.strategies import FSDPStrategy, MeshStrategy
+from leyden.strategies.recomputing import recompute
 
 
 class Block(nn.Module):
@@ -79,6 +81,34 @@ def test_blocks_run_twice_and_the_numbers_stay(modules: Any, every: int, twice: 
     assert passes(again) == [10 if number in twice else 5 for number in range(4)]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_numbers_stay_where_the_inputs_are_kept_on_the_host(compiled: bool) -> None:
+    plain = fit()
+    again = fit(ActivationCheckpointing(Block, offload=True), compiled=compiled)
+    assert weights(again) == weights(plain)
+    assert compiled or passes(again) == [10] * 4
+
+
+def test_what_is_kept_on_the_host_are_the_inputs_alone() -> None:
+    """A device without values, whose copies to the host have none either, tells what would be copied."""
+    block = Block().to("meta")
+    recompute([block], offloads=True)
+    copied: list[Any] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default and kwargs["device"].type == "cpu":
+                copied.append(tuple(args[0].shape))
+                return torch.empty(args[0].shape)
+            return function(*args, **(kwargs or {}))
+
+    inputs = torch.empty(3, 4, device="meta", requires_grad=True)
+    with Copies():
+        block(inputs, scale=0.5).sum().backward()
+    assert copied == [(3, 4)] and block.passes == 2
+    assert inputs.grad is not None and inputs.grad.device.type == "meta"
+
+
 def test_after_fit_the_module_is_as_it_was() -> None:
     callback = ActivationCheckpointing(Block)
     module = fit(callback)
@@ -138,6 +168,7 @@ def test_a_search_recomputes_too() -> None:
         (lambda: ActivationCheckpointing(nn.Linear(1, 1)), "give classes of modules, such as Linear"),  # type: ignore
         (lambda: ActivationCheckpointing({"Block": True}), "give classes of modules, such as Block"),
         (lambda: ActivationCheckpointing(Block, every=0), "every=0"),
+        (lambda: ActivationCheckpointing(Block, offload="cpu"), "offload='cpu'.: use True or False"),  # type: ignore
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
@@ -153,7 +184,8 @@ def on_ranks() -> dict[str, Any]:
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}),
         "mesh": lambda: MeshStrategy(dp_shard=1, tp=2, plan={"net.blocks.*.layer": "gather"}),
     }.items():
-        runs = [fit(callbacks, 5, 1, strategy=strategy()) for callbacks in ([], ActivationCheckpointing(Block))]
+        again = ActivationCheckpointing(Block, offload=name == "mesh")
+        runs = [fit(callbacks, 5, 1, strategy=strategy()) for callbacks in ([], again)]
         found[name] = [weights(run) for run in runs], [passes(run) for run in runs]
     return found
 

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from leyden import Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, TQDMProgressBar
 from leyden.strategies.precision import MixedPrecision
+from leyden.strategies.recomputing import recompute
 from leyden.trainer.format.digests import read_digests
 from leyden.trainer.logging.values import read_back
 
@@ -276,6 +277,24 @@ def test_nothing_of_a_run_stays_on_the_device(digits: TensorDataset, tmp_path: P
     blocks = sum(-(-tensor.numel() * tensor.element_size() // 512) for tensor in kept)
     # Beside those a few logged values, of a block of 512 bytes each; one batch of images alone has 32 blocks.
     assert torch.cuda.memory_allocated() - before <= (blocks + 16) * 512
+
+
+def test_inputs_of_recomputed_blocks_wait_on_the_host() -> None:
+    found: dict[bool, Any] = {}
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(256, 256), nn.GELU()).cuda()
+        recompute([block], offloads)
+        leaf = torch.randn(4096, 256, device="cuda", requires_grad=True)
+        output = block(leaf * 2)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        output.sum().backward()
+        assert leaf.grad is not None
+        found[offloads] = held, leaf.grad.cpu(), block[0].weight.grad.cpu()
+        del block, leaf, output
+    assert found[False][0] - found[True][0] >= 4096 * 256 * 4
+    assert all(map(torch.equal, found[False][1:], found[True][1:]))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
