@@ -66,7 +66,7 @@ class AsyncCheckpointIO(CheckpointIO):
         try:
             self.wait()
         finally:
-            self._inner.teardown()
+            end_plugins((self._inner,), failed=False)
 
     @property
     def _inner(self) -> CheckpointIO:
@@ -109,12 +109,18 @@ def checkpoint_io_of(plugins: Sequence[Any]) -> CheckpointIO | None:
     """The plugin that stores checkpoints; None for checkpoint folders.
 
     Raises:
-        ConfigurationError: if there are two.
+        ConfigurationError: if there are two, or AsyncCheckpointIO stands beside it.
     """
     found = [plugin for plugin in plugins if is_checkpoint_io(plugin) and not is_async_plugin(plugin)]
     if len(found) > 1:
         kinds = " and ".join(type(plugin).__name__ for plugin in found)
         raise ConfigurationError(f"plugins has two that store checkpoints, {kinds}: give one.")
+    if found and any(is_async_plugin(plugin) for plugin in plugins):
+        name = type(found[0]).__name__
+        raise ConfigurationError(
+            f"plugins has {name} and AsyncCheckpointIO beside it: give AsyncCheckpointIO({name}(…)), which calls it "
+            "in a thread."
+        )
     return found[0] if found else None
 
 

@@ -143,6 +143,10 @@ def test_the_dict_holds_the_weights_by_name_and_may_change(tmp_path: Path) -> No
     # What is in no form of Leyden's is another trainer's.
     duck.kept["plain"] = {"state_dict": regression().state_dict()}
     assert fit(duck, [], 1, "plain", default_root_dir=tmp_path)[0].global_step == 4
+    # What is saved outside of a fit is stored before the call returns, beside the training too.
+    around = AsyncCheckpointIO(Duck())
+    trainer, _ = fit(around, [], 1, default_root_dir=tmp_path)
+    assert str(trainer.save_checkpoint(tmp_path / "two")) in around.checkpoint_io.kept
     # A folder is read as one.
     fit(None, [ModelCheckpoint(tmp_path / "folders", filename="{step}")], 1)
     fit(duck, [], 2, tmp_path / "folders" / "step=4", default_root_dir=tmp_path)
@@ -163,6 +167,8 @@ def test_what_a_plugin_cannot_do_is_refused(tmp_path: Path) -> None:
     duck = Duck()
     with pytest.raises(ConfigurationError, match="plugins has two that store checkpoints, Duck and Duck: give one"):
         Trainer(**QUIET, plugins=[duck, Duck()])
+    with pytest.raises(ConfigurationError, match=r"beside it: give AsyncCheckpointIO\(Duck\(…\)\)"):
+        Trainer(**QUIET, plugins=[duck, "AsyncCheckpointIO"])
     with pytest.raises(ConfigurationError, match="resume='auto' looks for the newest checkpoint.*Duck cannot list"):
         Trainer(**QUIET, plugins=duck, resume="auto")
     for word in ("auto", "last"):
