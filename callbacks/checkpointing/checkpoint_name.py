@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from leyden.strategies.errors import ConfigurationError, nearest
 
@@ -59,16 +60,46 @@ def folders_in(template: str) -> list[str]:
     return _FIELD.sub("0", template).split("/")
 
 
-def format_name(template: str, values: Mapping[str, float], insert_names: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class NameStyle:
+    """How the names of checkpoints are put together.
+
+    Args:
+        equals: between the name of a field and its value; None writes the value alone.
+        join: before a version, and after a prefix.
+        extension: the end of every name.
+
+    Example:
+        >>> NameStyle(equals="_", extension=".ckpt").name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25}, 1)
+        'epoch_3-val_loss_0.25-v1.ckpt'
+    """
+
+    equals: str | None = "="
+    join: str = "-"
+    extension: str = ""
+
+    def name(
+        self, template: str, values: Mapping[str, float], version: int | None = None, prefix: str | None = None
+    ) -> str:
+        """Fills in a template; see `format_name`."""
+        parts = (prefix, format_name(template, values, self.equals), None if version is None else f"v{version}")
+        return self.join.join(part for part in parts if part) + self.extension
+
+    def numbered(self, name: str, version: int) -> str:
+        """A name that `name` returned, with a version."""
+        return f"{name.removesuffix(self.extension)}{self.join}v{version}{self.extension}"
+
+
+def format_name(template: str, values: Mapping[str, float], equals: str | None = "=") -> str:
     """Fills in a template. A metric that is not logged yet is written as `none`, with a warning.
 
     Args:
         template: such as "{epoch}-{val_loss:.2f}".
         values: numbers by name, including "epoch" and "step".
-        insert_names: write `name=value` instead of the value alone.
+        equals: between the name of a field and its value; None writes the value alone.
 
     Example:
-        >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25}, True)
+        >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25})
         'epoch=3-val_loss=0.25'
     """
 
@@ -83,6 +114,6 @@ def format_name(template: str, values: Mapping[str, float], insert_names: bool) 
             )
             text = "none"
         # A slash in the template makes a folder; one in the name of a metric does not.
-        return re.sub(r"[/\\]", "_", f"{name}={text}" if insert_names else text)
+        return re.sub(r"[/\\]", "_", text if equals is None else f"{name}{equals}{text}")
 
     return _FIELD.sub(fill, template)

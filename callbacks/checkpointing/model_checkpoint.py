@@ -28,7 +28,7 @@ from leyden.callbacks.checkpointing.checkpoint_commit import (
     report_of,
     tell_loggers,
 )
-from leyden.callbacks.checkpointing.checkpoint_name import check_template, folders_in, format_name, metrics_in
+from leyden.callbacks.checkpointing.checkpoint_name import NameStyle, check_template, folders_in, metrics_in
 from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.strategies.errors import ConfigurationError
@@ -104,7 +104,7 @@ class ModelCheckpoint(Callback):
     state_per_rank = False
     CHECKPOINT_NAME_LAST = "last"
     """Template of the link's name."""
-    STARTING_VERSION = 1
+    CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, FILE_EXTENSION, STARTING_VERSION = "-", "=", "", 1
 
     @checks_names
     def __init__(
@@ -130,7 +130,7 @@ class ModelCheckpoint(Callback):
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
         self.dirpath, self._place = self._given_dirpath, Folders()
-        self.filename = "{epoch}-{step}" if filename is None else filename
+        self.filename = self.CHECKPOINT_JOIN_CHAR.join(("{epoch}", "{step}")) if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
         self.verbose = verbose
@@ -350,7 +350,7 @@ class ModelCheckpoint(Callback):
         with suppress(Exception):
             values = trainer.read_metrics({name: logged[name] for name in metrics_in(self.filename) if name in logged})
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
-        path = self._free_path(format_name(self.filename, values, self.auto_insert_metric_name))
+        path = self._free_path(self._style.name(self.filename, values))
         written = save_after(trainer, path, exception, self.save_weights_only)
         if written is not None and self.verbose:
             trainer.print(f"saved {written} after {type(exception).__name__}")
@@ -558,15 +558,17 @@ class ModelCheckpoint(Callback):
             ver: appended as `-v<ver>`.
             prefix: put before it, with a dash.
         """
-        template = self.filename if filename is None else filename
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        name = format_name(template, values, self.auto_insert_metric_name)
-        name = f"{prefix}-{name}" if prefix else name
-        name = name if ver is None else f"{name}-v{ver}"
+        name = self._style.name(self.filename if filename is None else filename, values, ver, prefix)
         return name if self.dirpath is None else os.path.join(self.dirpath, name)
 
+    @property
+    def _style(self) -> NameStyle:
+        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
+        return NameStyle(equals, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION)
+
     def _path(self, values: Mapping[str, float], ranks: bool) -> str:
-        name = format_name(self.filename, values, self.auto_insert_metric_name)
+        name = self._style.name(self.filename, values)
         return self._free_path(name, self._may_take(name, ranks))
 
     def _may_take(self, name: str, ranks: bool) -> set[str]:
@@ -588,12 +590,11 @@ class ModelCheckpoint(Callback):
         path = os.path.join(self.dirpath, name)
         version = self.STARTING_VERSION
         while os.path.lexists(path) and path not in may_take:
-            path = os.path.join(self.dirpath, f"{name}-v{version}")
+            path = os.path.join(self.dirpath, self._style.numbered(name, version))
             version += 1
         return path
 
     def _link(self, values: Mapping[str, float]) -> Path | None:
         """The link that points to the newest checkpoint; None where there is none."""
         assert self.dirpath is not None
-        name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
-        return Path(self.dirpath, name) if self.save_last else None
+        return Path(self.dirpath, self._style.name(self.CHECKPOINT_NAME_LAST, values)) if self.save_last else None

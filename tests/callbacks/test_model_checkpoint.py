@@ -276,6 +276,19 @@ def test_the_name_of_the_last_link_is_a_template(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
 
 
+def test_characters_and_the_end_of_names_are_those_of_a_subclass(tmp_path: Path) -> None:
+    class Named(ModelCheckpoint):
+        CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, FILE_EXTENSION, STARTING_VERSION = "_", "", ".ckpt", 2
+
+    callback = Named(tmp_path / "found", save_last=True)
+    fit(tmp_path, callback, max_epochs=1)
+    fit(tmp_path, Named(tmp_path / "found", filename="{epoch}_{step}"), max_epochs=1)
+    kept = ["epoch0_step4.ckpt", "epoch0_step4_v2.ckpt", "last.ckpt -> epoch0_step4.ckpt"]
+    assert names(tmp_path / "found") == kept
+    fit(tmp_path, ModelCheckpoint(tmp_path / "more"), max_epochs=2, ckpt_path=tmp_path / "found" / "last.ckpt")
+    assert names(tmp_path / "more") == ["epoch=1-step=8"]
+
+
 # names ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("template", "insert", "name"),
@@ -293,7 +306,7 @@ def test_the_name_of_the_last_link_is_a_template(tmp_path: Path) -> None:
 )
 def test_filenames_are_filled_in(template: str, insert: bool, name: str) -> None:
     values = {"epoch": 3, "step": 120, "val_loss": 0.12345, "val/acc": 0.984, "bad": NAN}
-    assert format_name(template, values, insert) == name
+    assert format_name(template, values, "=" if insert else None) == name
     callback = ModelCheckpoint(filename=template, auto_insert_metric_name=insert)
     assert callback.format_checkpoint_name(values) == name
     tensors: dict[str, Any] = {**values, "val_loss": torch.tensor(0.12345, dtype=torch.float64)}
@@ -302,7 +315,7 @@ def test_filenames_are_filled_in(template: str, insert: bool, name: str) -> None
 
 def test_a_metric_not_yet_logged_is_none_in_the_name(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="names 'vall', which was not logged. Did you mean 'val'"):
-        assert format_name("{epoch}-{vall:.2f}", {"epoch": 0, "val": 1.0}, True) == "epoch=0-vall=none"
+        assert format_name("{epoch}-{vall:.2f}", {"epoch": 0, "val": 1.0}) == "epoch=0-vall=none"
 
 
 def test_the_metrics_of_a_run_fill_the_filename(tmp_path: Path) -> None:
