@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class DataModule(Hyperparameters):
-    """The loaders of a dataset. Override what you need; the Trainer calls `prepare_data` once and `setup` on every
-    rank.
+    """The loaders of a dataset. Override what you need; the Trainer calls `prepare_data` on one rank of each machine,
+    and then `setup` on every rank.
 
     Example:
         >>> import torch
@@ -35,6 +35,8 @@ class DataModule(Hyperparameters):
         ...         return DataLoader(self.data, batch_size=2, shuffle=True)
     """
 
+    prepare_data_per_node: bool = True
+    """True: the first rank of each machine calls `prepare_data`. False: the first of all machines."""
     state_per_rank: ClassVar[bool | None] = None
     """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
 
@@ -46,7 +48,10 @@ class DataModule(Hyperparameters):
         self.trainer = trainer
 
     def prepare_data(self) -> None:
-        """Downloads or preprocesses data. It is called once, before the ranks start; do not set attributes here."""
+        """Downloads or preprocesses data, on one rank of each machine, while the others wait: set no attributes here.
+
+        With `prepare_data_per_node = False` it is called on one rank of all machines, which share a file system.
+        """
 
     def setup(self, stage: str) -> None:
         """Builds the datasets, on every rank; `stage` is "fit", "validate", "test" or "predict"."""

@@ -50,6 +50,8 @@ class TrainModule(Hyperparameters, nn.Module):
         ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
     """
 
+    prepare_data_per_node: bool = True
+    """True: the first rank of each machine calls `prepare_data`. False: the first of all machines."""
     _is_traced = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +122,9 @@ class TrainModule(Hyperparameters, nn.Module):
         return []
 
     def prepare_data(self) -> None:
-        """Downloads and the like: called once, before the ranks start."""
+        """Downloads and the like: called on one rank of each machine, while the others wait; see
+        `prepare_data_per_node`.
+        """
 
     def train_dataloader(self) -> Any:
         """The training loader, where none is given to `fit`."""

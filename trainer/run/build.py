@@ -26,6 +26,7 @@ from leyden.strategies.precision import Precision
 from leyden.trainer.arguments.arguments import Arguments
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_io import is_checkpoint_io
+from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
@@ -34,6 +35,7 @@ from leyden.trainer.plugins import checkpoint_io_of, is_async_plugin
 from leyden.trainer.run.callback_list import check_callbacks
 
 if TYPE_CHECKING:
+    from leyden.strategies.ranks import Ranks
     from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.run.state import Run
 
@@ -313,6 +315,24 @@ def check_steps(module: TrainModule, stage: str) -> None:
     own = overrides(module, "predict_step", TrainModule) or overrides(module, "forward", nn.Module)
     if stage == "predict" and not own:
         raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
+
+
+def prepare_data(datamodule: DataModule | None, module: TrainModule, ranks: Ranks) -> None:
+    """Calls `prepare_data` on the first rank of each machine, or of all machines, while the other ranks wait.
+
+    On several ranks, what is drawn in it at random leaves no trace, as not all of them draw.
+    """
+    owners: list[tuple[DataModule | TrainModule, type]] = [(module, TrainModule)]
+    if datamodule is not None:
+        owners.insert(0, (datamodule, DataModule))
+    for owner, base in owners:
+        if ranks.world_size == 1:
+            owner.prepare_data()
+        elif overrides(owner, "prepare_data", base):
+            if (ranks.local_rank if owner.prepare_data_per_node else ranks.global_rank) == 0:
+                with isolated_rng():
+                    owner.prepare_data()
+            ranks.barrier()
 
 
 def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None:

@@ -35,6 +35,7 @@ from leyden.trainer.run.build import (
     checkpoint_io,
     cluster_of,
     loggers_of,
+    prepare_data,
     warn_if_untrained,
     warn_of_parts_in_eval_mode,
 )
@@ -323,9 +324,7 @@ class Run:
 
     def _prepare(self, stage: str) -> None:
         """Runs the user's own set-up, which may take as long as it likes: downloads, indices, weights."""
-        if self.datamodule is not None:
-            self.datamodule.prepare_data()
-        self.module.prepare_data()
+        prepare_data(self.datamodule, self.module, self.strategy.ranks)
         if self.datamodule is not None:
             self.datamodule.setup(stage)
         self.hooks.fire_all("setup", stage)
