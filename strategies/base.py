@@ -481,7 +481,8 @@ class Strategy:
     def is_global_zero(self) -> bool:
         return self.ranks.is_global_zero
 
-    def barrier(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for every rank; the name is for the reader of the code."""
         self.ranks.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -490,8 +491,15 @@ class Strategy:
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return self.ranks.all_gather(tensor, group, sync_grads)
 
-    def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean") -> Tensor:
-        return self.ranks.reduce(tensor, group, reduction)
+    def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean", *, reduce_op: Any = None) -> Tensor:
+        """See `Ranks.reduce`; `reduce_op` is Lightning's name of the reduction, or a ReduceOp of torch's."""
+        name = reduction if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        return self.ranks.reduce(tensor, group, name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns on every rank whether the decision is true on all ranks, or with `all=False` on one."""
+        found = self.ranks.any(bool(decision) is not all)
+        return found is not all
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:

@@ -451,6 +451,11 @@ def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
         "max": strategy.ranks.reduce(mine, reduction="max").tolist() == [2.0, 4.0],
         "min": strategy.ranks.reduce(mine, reduction="min").tolist() == [1.0, 2.0],
         "untouched": mine.tolist() == [rank + 1, 2 * (rank + 1)],
+        "reduce_op": strategy.reduce(mine, reduce_op=torch.distributed.ReduceOp.SUM).tolist() == [3.0, 6.0],
+        "average": strategy.reduce(mine, reduce_op="avg").tolist() == [1.5, 3.0],
+        "all": strategy.reduce_boolean_decision(True) and not strategy.reduce_boolean_decision(rank == 1),
+        "one": strategy.reduce_boolean_decision(rank == 1, all=False),
+        "none": not strategy.reduce_boolean_decision(False, all=False),
         "any": strategy.ranks.any(rank == 1) and not strategy.ranks.any(False),
         "flags": strategy.ranks.exchange_flags([rank == 0, False])() == [True, False],
     }

@@ -17,7 +17,7 @@ from leyden.strategies import Strategy
 LISTED = re.findall(r"^    (\[?)([a-z_]+)\]?(?: |$)", inspect.getdoc(Strategy) or "", re.M)
 ORDER = [name for _, name in LISTED]
 ALWAYS = [name for optional, name in LISTED if not optional]
-FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce"}
+FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce", "reduce_boolean_decision"}
 """Collectives of Lightning's contract that pass on to `strategy.ranks`, where alone they can be overridden."""
 WITHIN = {"loss_to_backward", "clip_parameters", "forward"}
 """Methods that other methods call."""
