@@ -241,22 +241,23 @@ def below(pid: int) -> list[int]:
 
 def launch(work: Callable[[], None], log: Path) -> int:
     """Runs the work in a forked process, whose output goes to a file; returns its process id."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with open(log, "wb", 0) as file:
+    # Made before the process, which may be killed at once.
+    with open(log, "wb", 0) as file:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", message="skipping a damaged")
-            tempfile.tempdir = str(log.parent / "tmp")
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+                warnings.simplefilter("ignore")
+                warnings.filterwarnings("error", message="skipping a damaged")
+                tempfile.tempdir = str(log.parent / "tmp")
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
     return child
 
 
