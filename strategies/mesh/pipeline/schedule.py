@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules under which the first and the last stage are on one rank."""
 ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
 """These compute the gradients of weights apart from those of activations."""
+
+RUNS_HERE = "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
+"""False for a torch whose stages first exchange numbers of two dtypes, which ends gloo's ranks; 2.9 does."""
 
 LINES = 8
 """How many schedules are kept, each for micro-batches of certain sizes, with memory for what its stages receive."""
@@ -57,6 +61,11 @@ class Schedule:
     stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
+        if self.ranks > 1 and not RUNS_HERE:
+            raise ConfigurationError(
+                f"a pipeline needs a newer torch than {torch.__version__}, whose stages cannot be run: install torch "
+                "2.13, or shard the model by strategy='fsdp' or MeshStrategy(dp_shard=…, tp=…)."
+            )
         names = {name.lower(): name for name in (*SINGLE, *LOOPED, *V_SHAPED)}
         if str(self.name).lower() not in names:
             raise ConfigurationError(f"schedule={self.name!r} is unknown. {nearest(str(self.name), names.values())}")

@@ -130,3 +130,10 @@ def test_smaller_micro_batches_are_padded_on_their_way_and_cut_on_arrival() -> N
     assert sent.tolist() == [[1.0] * 3, [0.0] * 3]
     tensor, nothing = forms[1].filled([sent])
     assert tensor.tolist() == [[1.0] * 3] and nothing is None
+
+
+def test_a_torch_whose_pipelines_do_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leyden.strategies.mesh.pipeline.schedule.RUNS_HERE", False)
+    with pytest.raises(ConfigurationError, match=r"a pipeline needs a newer torch than 2\."):
+        Schedule("1F1B", 4, 2)
+    assert Schedule("1F1B", 4, 1).micro_batches == 4
