@@ -36,10 +36,12 @@ STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", 
 
 def test_each_step_knows_its_stage(quiet: Any) -> None:
     seen: list[set[str]] = []
+    called: list[str | None] = []
 
     class Looking(Tiny):
         def look(self, *_: Any) -> None:
             seen.append({stage for stage in STAGES if getattr(self.trainer, stage)})
+            called.append(self.trainer.state.fn)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.look()
@@ -56,6 +58,7 @@ def test_each_step_knows_its_stage(quiet: Any) -> None:
         *({"sanity_checking", "evaluating"}, {"training"}, {"validating", "evaluating"}),
         *({"validating", "evaluating"}, {"testing", "evaluating"}, {"predicting"}),
     ]
+    assert called == ["fit"] * 3 + ["validate", "test", "predict"]
     assert trainer.state.stage is None and not any(getattr(trainer, stage) for stage in STAGES)
 
 

@@ -23,6 +23,11 @@ class RunState:
     sanity_checking: bool = False
     is_set_up: bool = False
 
+    @property
+    def fn(self) -> str | None:
+        """The method that was called, by Lightning's name of it: the stage."""
+        return self.stage
+
     def settle(self) -> None:
         """Records that everybody is set up: from here on nobody joins or leaves the run."""
         self.is_set_up = True
