@@ -123,7 +123,7 @@ class FolderLock:
         content = json.dumps(dataclasses.asdict(Owner.here())).encode()
         try:
             os.makedirs(self.path.parent, exist_ok=True)
-            while not self._create(content):
+            while not self._create(self.path, content):
                 before = self._await_end()
                 if before is not None and self._replace(before, content):
                     break
@@ -161,27 +161,27 @@ class FolderLock:
                 self.path.unlink()
 
     # the file ---------------------------------------------------------------------------------------------------------
-    def _create(self, content: bytes) -> bool:
-        """Makes the file with its content at once; False if there is one."""
-        if os.path.lexists(self.path):
+    def _create(self, path: Path, content: bytes) -> bool:
+        """Makes a file with its content at once; False if there is one."""
+        if os.path.lexists(path):
             return False
         written = self._written(content)
         try:
             try:
-                os.link(written, self.path)
+                os.link(written, path)
             except FileExistsError:
                 pass
             except OSError:
-                return self._create_without_link(content)
+                return self._create_without_link(path, content)
             # An answer of NFS may get lost, and the repeated request finds the link there.
             return written.stat().st_nlink == 2
         finally:
             with contextlib.suppress(OSError):
                 written.unlink()
 
-    def _create_without_link(self, content: bytes) -> bool:
+    def _create_without_link(self, path: Path, content: bytes) -> bool:
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
         with open(file, "wb") as stream:
@@ -199,15 +199,8 @@ class FolderLock:
 
         Whoever makes the claim alone may replace the file, and only while it still holds what the claim is for.
         """
-        claim = self.path.with_name(f"{NAME}-{hashlib.sha256(before).hexdigest()[:16]}")
-        try:
-            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-        except FileExistsError:
-            now = staging.clock_of(self.path.parent)
-            with contextlib.suppress(OSError):
-                if now is not None and now - claim.stat().st_mtime >= self._silent:
-                    # Its maker was killed between two lines of this function.
-                    claim.unlink()
+        claims = self._claim(before, content)
+        if not claims:
             time.sleep(PAUSE)
             return False
         try:
@@ -216,8 +209,32 @@ class FolderLock:
             os.replace(self._written(content), self.path)
             return True
         finally:
-            with contextlib.suppress(OSError):
-                claim.unlink()
+            for claim in claims:
+                with contextlib.suppress(OSError):
+                    claim.unlink()
+
+    def _claim(self, before: bytes, content: bytes) -> list[Path]:
+        """Makes the claim for what the file holds; returns it and those that were left, nothing if another has it.
+
+        A claim whose maker was killed is not removed, as two processes might do so at once, and the second one remove
+        the claim of the first: the claim that counts is then the one for its content.
+        """
+        claims: list[Path] = []
+        claimed = before
+        while True:
+            claims.append(self.path.with_name(f"{NAME}-{hashlib.sha256(claimed).hexdigest()[:16]}"))
+            if self._create(claims[-1], content):
+                return claims
+            try:
+                with open(claims[-1], "rb") as file:
+                    claimed, since = file.read(1 << 16), os.fstat(file.fileno()).st_mtime
+            except FileNotFoundError:
+                return []
+            maker = Owner.read(claimed)
+            now = staging.clock_of(self.path.parent)
+            is_silent = now is not None and now - since >= self._silent
+            if runs(maker.pid, maker.start) if maker.is_here else not is_silent:
+                return []
 
     def _read(self) -> bytes | None:
         found = self._look()
@@ -282,6 +299,6 @@ class FolderLock:
                     os.utime(self.path)
                 elif found is None:
                     # Somebody has cleaned up.
-                    self._create(content)
+                    self._create(self.path, content)
                 else:
                     return

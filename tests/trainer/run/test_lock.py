@@ -165,12 +165,36 @@ def test_a_claim_that_a_kill_left_is_cleared(tmp_path: Path) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("dead", [False, True], ids=["a free folder", "a dead owner's folder"])
-def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, tmp_path: Path) -> None:
+def killed_with_a_claim(folder: Path) -> None:
+    """Takes the folder over, and is killed between the claim and the file."""
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
+    FolderLock(folder, silent=3600.0).acquire()
+
+
+def test_a_claim_whose_maker_was_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
+    assert in_a_fork(lambda: FolderLock(tmp_path).acquire()) == 0
+    for claims in (1, 2):
+        assert in_a_fork(lambda: killed_with_a_claim(tmp_path)) == -signal.SIGKILL
+        assert len([name for name in os.listdir(tmp_path) if name.startswith(f"{NAME}-")]) == claims
+    lock = FolderLock(tmp_path, silent=3600.0)
+    lock.acquire()
+    assert owner_of(tmp_path).pid == os.getpid()
+    assert [name for name in os.listdir(tmp_path) if name.startswith(NAME)] == [NAME]
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("dead", "left"),
+    [(False, 0), (True, 0), (True, 2)],
+    ids=["a free folder", "a dead owner's folder", "a dead owner's with claims of the killed"],
+)
+def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, left: int, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     if dead:
         write(folder, age=3600.0)
+    for _ in range(left):
+        in_a_fork(lambda: killed_with_a_claim(folder))
     start, end = os.pipe(), os.pipe()
     children = []
     for number in range(8):
@@ -196,7 +220,7 @@ def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, tmp
     os.close(end[1])
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert sorted(codes) == [0] + [1] * 7
-    assert os.listdir(folder) == [NAME]
+    assert [name for name in os.listdir(folder) if name.startswith(NAME)] == [NAME]
 
 
 def test_without_hard_links_it_works_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
