@@ -308,6 +308,8 @@ def _norm_type(owner: str, norm_type: Any) -> float:
 
 def _norm(grad: Any, p: float) -> Tensor:
     values = grad.coalesce().values() if grad.is_sparse else grad
+    if not values.numel():
+        return torch.zeros((), device=values.device)
     narrow = values.dtype.itemsize <= 2
     norm: Any = torch.linalg.vector_norm(values, p, dtype=torch.float32 if narrow else None)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]

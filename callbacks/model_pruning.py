@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
-from leyden.callbacks.averaged_weights import fill_part
+from leyden.callbacks.averaged_weights import ExchangesWeights, fill_part
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.local_weights import is_dtensor, local_part, sharded_like
@@ -53,13 +53,13 @@ class ModelPruning(Callback):
         parameter_names: which parameters of each module; those in `PARAMETER_NAMES` if None.
         use_global_unstructured: compare the weights of all parameters with each other, not within each parameter.
         amount: the part of the remaining weights, from 0.0 to 1.0, or their number, as an int; or a function of the
-            epoch. 0, None and False prune nothing.
+            epoch. 0 and None prune nothing.
         apply_pruning: False for never; or a function of the epoch.
         make_pruning_permanent: False leaves the masks on the module after fit, as torch's pruning does (`weight_orig`
             and `weight_mask`), so that training it further keeps the zeros.
-        use_lottery_ticket_hypothesis: after pruning, set the other weights back to what they were when the first fit
-            began (Frankle and Carbin, https://arxiv.org/abs/1803.03635); or a function of the epoch. A checkpoint then
-            holds those, too.
+        use_lottery_ticket_hypothesis: after pruning, set the other weights back to what they were when the module's
+            first fit began (Frankle and Carbin, https://arxiv.org/abs/1803.03635); or a function of the epoch. A
+            checkpoint then holds those, too.
         resample_parameters: set them to new random values instead, by the module's `reset_parameters`.
         pruning_dim: the dimension whose slices "ln_structured" and "random_structured" prune.
         pruning_norm: the norm by which "ln_structured" compares slices, such as 2 or "fro".
@@ -126,6 +126,8 @@ class ModelPruning(Callback):
         """This rank's parts of the weights as they were at first; empty unless they are needed."""
         self._loaded: dict[str, Any] = {}
         self._trainer: Trainer | None = None
+        self._module: nn.Module | None = None
+        """That of the last fit, whose masks these are."""
         self._handles: list[Any] = []
 
     # what a subclass may change ---------------------------------------------------------------------------------------
@@ -148,14 +150,28 @@ class ModelPruning(Callback):
         before = before or [torch.ones_like(whole) for whole in wholes]
         method = self._new_method(amount=amount)
         if self._is_global:
-            joined = _further(method, *(torch.cat([t.flatten() for t in some]) for some in (wholes, before)))
+            joined = self._further(method, *(torch.cat([t.flatten() for t in some]) for some in (wholes, before)))
             parts = torch.split(joined, [whole.numel() for whole in wholes])
             masks = [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
         else:
-            masks = [_further(method, whole, mask) for whole, mask in zip(wholes, before, strict=True)]
+            masks = [self._further(method, whole, mask) for whole, mask in zip(wholes, before, strict=True)]
         masks = self._same_everywhere([mask.bool() for mask in masks])
         self._masks = [_part(mask, p) for mask, p in zip(masks, self._parameters(), strict=True)]
         self._zero_weights()
+
+    def _further(self, method: prune.BasePruningMethod, values: Tensor, mask: Tensor) -> Tensor:
+        """The mask after a method has pruned what a mask has left, as torch's own container combines them."""
+        container = prune.PruningContainer()
+        container._tensor_name = method._tensor_name = "weight"
+        container.add_pruning_method(method)  # type: ignore[no-untyped-call]
+        try:
+            found: Tensor = container.compute_mask(values, mask.to(values.dtype))  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{type(method).__name__} cannot prune as many as amount says: {error}. Give a part, such as 0.2, or a "
+                "function of the epoch."
+            ) from error
+        return found
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
@@ -190,10 +206,21 @@ class ModelPruning(Callback):
                 f"ModelPruning with resample_parameters or make_pruning_permanent=False needs whole weights, and "
                 f"strategy={strategy.name!r} shards them: leave these arguments out, or train with ddp."
             )
-        self._masks, self._originals, self._loaded = [], [], {}
+        if not self._after_training and any(isinstance(callback, ExchangesWeights) for callback in trainer.callbacks):
+            raise ConfigurationError(
+                "ModelPruning(prune_on_train_epoch_end=False) prunes at the end of a validation, when averages stand "
+                "in the place of the weights: leave the argument out beside a callback that averages weights."
+            )
+        self._loaded = {}
+        if self._module is not module:
+            self._masks, self._originals, self._parameters_to_prune = [], [], []
+        for part, name in self._parameters_to_prune:
+            # The masks that an earlier fit has left on the module are here, too.
+            if hasattr(part, f"{name}_mask"):
+                prune.remove(part, name)  # type: ignore[no-untyped-call]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._trainer = trainer
+        self._trainer, self._module = trainer, module
         self._parameters_to_prune = self._find(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         lost = [name for part, name in self._parameters_to_prune if id(getattr(part, name)) not in names]
@@ -242,7 +269,6 @@ class ModelPruning(Callback):
             # After the last checkpoint, which has the module's own names.
             for (part, name), mask in zip(self._parameters_to_prune, self._masks, strict=False):
                 prune.custom_from_mask(part, name, mask.to(getattr(part, name)))  # type: ignore[no-untyped-call]
-            self._masks = []
 
     def _release(self) -> None:
         for handle in self._handles:
@@ -270,6 +296,11 @@ class ModelPruning(Callback):
             raise ConfigurationError(
                 f"ModelPruning found nothing to prune: no module has a parameter named {self._parameter_names}. Give "
                 "parameter_names, or pairs of modules and names as parameters_to_prune."
+            )
+        if not self._is_permanent and len(_holders(module, once)) > len(once):
+            raise ConfigurationError(
+                "ModelPruning(make_pruning_permanent=False) leaves torch's masks on the module, which would untie the "
+                "weights that some of its parts share: leave the argument out."
             )
         return list(reversed(once.values()))
 
@@ -411,7 +442,8 @@ def _method_of(pruning_fn: Any, is_global: bool, dim: int | None, norm: Any) -> 
 
 def _check_amount(amount: Any) -> None:
     is_part = isinstance(amount, float) and 0.0 <= amount <= 1.0
-    if amount is not None and not is_part and not (isinstance(amount, int) and amount >= 0):
+    is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
+    if amount is not None and not is_part and not is_number:
         raise ConfigurationError(
             f"ModelPruning(amount={amount!r}): give a part from 0.0 to 1.0, or a number of weights as an int."
         )
@@ -421,13 +453,10 @@ def _at(epoch: int, value: T | Callable[[int], T]) -> T:
     return value(epoch) if callable(value) else value
 
 
-def _further(method: prune.BasePruningMethod, values: Tensor, mask: Tensor) -> Tensor:
-    """The mask after a method has pruned what a mask has left, as torch's own container combines them."""
-    container = prune.PruningContainer()
-    container._tensor_name = method._tensor_name = "weight"
-    container.add_pruning_method(method)  # type: ignore[no-untyped-call]
-    found: Tensor = container.compute_mask(values, mask.to(values.dtype))  # type: ignore[no-untyped-call]
-    return found
+def _holders(module: nn.Module, parameters: Collection[int]) -> list[str]:
+    """The names under which the parts of a module have these parameters, each as often as it is shared."""
+    every = module.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in every if id(parameter) in parameters]
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -38,6 +38,16 @@ _OF_RANKS = {
 }
 
 
+_REDUCTIONS = ("mean", "avg", "sum", "max", "min")
+
+
+def _name_of(reduce_op: Any) -> str:
+    """The name of a ReduceOp; "" for what is none of those that a strategy knows."""
+    known = {"avg": "AVG", "sum": "SUM", "max": "MAX", "min": "MIN"}
+    operations = getattr(torch.distributed, "ReduceOp", None)
+    return next((name for name, label in known.items() if reduce_op == getattr(operations, label, None)), "")
+
+
 class Strategy:
     """Decides where a model lives and how a batch goes forward and backward. The base class of all strategies.
 
@@ -492,9 +502,14 @@ class Strategy:
         return self.ranks.all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean", *, reduce_op: Any = None) -> Tensor:
-        """See `Ranks.reduce`; `reduce_op` is Lightning's name of the reduction, or a ReduceOp of torch's."""
-        name = reduction if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        return self.ranks.reduce(tensor, group, name)
+        """See `Ranks.reduce`; `reduce_op` is Lightning's name of the reduction, or a ReduceOp of torch's. What is no
+        tensor is returned as it is.
+        """
+        wanted = reduction if reduce_op is None else reduce_op
+        name = wanted.lower() if isinstance(wanted, str) else _name_of(wanted)
+        if name not in _REDUCTIONS:
+            raise ConfigurationError(f"reduce_op={wanted!r} is not known: use one of {', '.join(_REDUCTIONS)}.")
+        return self.ranks.reduce(tensor, group, name) if isinstance(tensor, Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns on every rank whether the decision is true on all ranks, or with `all=False` on one."""

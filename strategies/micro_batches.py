@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from leyden.strategies.batch import PLAIN, batch_size_of, map_children
 from leyden.strategies.errors import ConfigurationError, kind_of
@@ -34,8 +33,17 @@ class MicroBatch:
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """The shapes and dtypes in the batch, which decide what passes between the stages of a pipeline."""
-        leaves = tree_leaves(self.batch)
-        return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        found: list[Any] = []
+
+        def visit(item: Any) -> Any:
+            if isinstance(item, Tensor):
+                found.append((item.shape, item.dtype))
+                return item
+            found.append(type(item))
+            return map_children(item, visit)
+
+        visit(self.batch)
+        return tuple(found)
 
 
 def cut(batch: Any, count: int) -> list[MicroBatch]:

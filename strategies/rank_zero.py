@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.distributed as dist
 
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
 
 P = ParamSpec("P")
@@ -33,13 +34,26 @@ class RankZeroOnly:
         2
     """
 
+    def __init__(self) -> None:
+        self._rank: int | None = None
+
     @property
     def rank(self) -> int:
-        """This process's rank; 0 where nobody has started ranks."""
+        """This process's rank; 0 where nobody has started ranks. A script may set it, as those for Lightning do."""
+        if self._rank is not None:
+            return self._rank
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank()
-        place = rank_environment()
+        try:
+            place = rank_environment()
+        except ConfigurationError:
+            # A message may not end a program that starts no ranks.
+            return 0
         return 0 if place is None else place.rank
+
+    @rank.setter
+    def rank(self, rank: int | None) -> None:
+        self._rank = rank
 
     @overload
     def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]: ...

@@ -78,6 +78,18 @@ class NameStyle:
     join: str = "-"
     extension: str = ""
 
+    def check(self, template: object) -> None:
+        """Refuses characters, an end or a template that cannot become a checkpoint's name.
+
+        Raises:
+            ConfigurationError: names what cannot.
+        """
+        names = {"CHECKPOINT_EQUALS_CHAR": self.equals or "", "CHECKPOINT_JOIN_CHAR": self.join}
+        for name, value in {**names, "FILE_EXTENSION": self.extension}.items():
+            if not isinstance(value, str) or "/" in value or "\\" in value:
+                raise ConfigurationError(f"{name}={value!r}: give a string without slashes.")
+        check_template(template)
+
     def name(
         self, template: str, values: Mapping[str, float], version: int | None = None, prefix: str | None = None
     ) -> str:

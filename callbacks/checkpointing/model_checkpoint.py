@@ -28,7 +28,7 @@ from leyden.callbacks.checkpointing.checkpoint_commit import (
     report_of,
     tell_loggers,
 )
-from leyden.callbacks.checkpointing.checkpoint_name import NameStyle, check_template, folders_in, metrics_in
+from leyden.callbacks.checkpointing.checkpoint_name import NameStyle, folders_in, metrics_in
 from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.strategies.errors import ConfigurationError
@@ -130,8 +130,7 @@ class ModelCheckpoint(Callback):
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
         self.dirpath, self._place = self._given_dirpath, Folders()
-        self.filename = self.CHECKPOINT_JOIN_CHAR.join(("{epoch}", "{step}")) if filename is None else filename
-        check_template(self.filename)
+        self.filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
         self.monitor = monitor
         self.verbose = verbose
         self.save_last = save_last
@@ -140,6 +139,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
+        self._style.check(self.filename)
         self.enable_version_counter = enable_version_counter
         self.save_on_each_node = save_on_each_node
         self.asynchronous = asynchronous

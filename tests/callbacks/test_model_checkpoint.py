@@ -289,6 +289,14 @@ def test_characters_and_the_end_of_names_are_those_of_a_subclass(tmp_path: Path)
     assert names(tmp_path / "more") == ["epoch=1-step=8"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("FILE_EXTENSION", None), ("FILE_EXTENSION", "/x"), ("CHECKPOINT_JOIN_CHAR", 1)]
+)
+def test_an_end_of_names_that_cannot_be_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r}: give a string without slashes"):
+        type("Named", (ModelCheckpoint,), {name: value})()
+
+
 # names ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("template", "insert", "name"),

@@ -175,6 +175,22 @@ def test_masks_stay_on_the_module_if_they_are_not_permanent() -> None:
     assert not prune.is_pruned(module) and torch.equal(module.net[0].weight, effective)
 
 
+def test_a_fit_that_continues_and_one_that_begins_anew_keep_what_is_pruned() -> None:
+    callback = ModelPruning("l1_unstructured", amount=lambda epoch: 0.5 if epoch == 0 else 0)
+    module, trainer = Pruned(), Trainer(**QUIET, max_epochs=1, callbacks=callback)
+    trainer.fit(module, data())
+    before = zeros(module)
+    trainer.max_epochs = 3
+    trainer.fit(module, data(), ckpt_path="current")
+    assert zeros(module) == before and sum(before) == 29
+    left = ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=False)
+    module = fit(left, max_epochs=1)
+    assert prune.is_pruned(module)
+    fit(left, module, max_epochs=1)
+    left.make_pruning_permanent(module)
+    assert sum(zeros(module)) == 43
+
+
 def test_a_rollback_takes_back_what_was_pruned_since(tmp_path: Path) -> None:
     class Back(Pruned):
         def __init__(self) -> None:
@@ -219,6 +235,15 @@ def test_what_cannot_be_pruned_is_refused_before_the_first_step() -> None:
         fit(ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weights")]), Line(4))
     with pytest.raises(ConfigurationError, match="found nothing to prune"):
         fit(ModelPruning("l1_unstructured", parameter_names=["gain"]), Line(4))
+    with pytest.raises(ConfigurationError, match="cannot prune as many as amount says"):
+        fit(ModelPruning("l1_unstructured", amount=40))
+    tied = Pruned()
+    tied.net[2].weight = nn.Parameter(tied.net[0].weight.detach().T.contiguous())
+    tied.also = tied.net[2]
+    with pytest.raises(ConfigurationError, match="would untie the weights"):
+        fit(ModelPruning("l1_unstructured", make_pruning_permanent=False), tied)
+    with pytest.raises(ConfigurationError, match="averages stand in the place of the weights"):
+        fit([ModelPruning("l1_unstructured", prune_on_train_epoch_end=False), EMAWeightAveraging()])
     module = Line(4)
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="LBFGS evaluates the loss within its step"):

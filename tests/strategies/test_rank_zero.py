@@ -65,6 +65,17 @@ def test_a_script_without_logging_sees_messages_but_no_details(
     assert capsys.readouterr().err == "seen\n"
 
 
+def test_a_script_may_set_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3)
+    assert rank_zero_only(lambda: "here", default="elsewhere")() == "elsewhere"
+    monkeypatch.setattr(rank_zero_only, "rank", None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    # Nobody has started these ranks, and a message ends nothing.
+    assert rank_zero_only.rank == 0
+
+
 def ranks_that_talk() -> dict[str, Any]:
     return {"rank": rank_zero_only.rank, "found": rank_zero_only(lambda: "here", default="elsewhere")()}
 

@@ -365,10 +365,15 @@ def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimiz
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         warnings.warn(
             f"{type(module).__name__} trains {', '.join(found[:3])}{more} in eval mode, in which dropout is off and "
-            f"batch norm keeps its statistics: if that is not meant, call self.{found[0]}.train() in __init__ "
+            f"batch norm keeps its statistics: if that is not meant, call {part_of_self(found[0])}.train() in __init__ "
             "(from_pretrained returns models in eval mode).",
             stacklevel=4,
         )
+
+
+def part_of_self(name: str) -> str:
+    """How a module writes a part of itself."""
+    return f"self.{name}" if all(map(str.isidentifier, name.split("."))) else f"self.get_submodule({name!r})"
 
 
 def _has_modes(layer: nn.Module) -> bool:

@@ -203,13 +203,16 @@ class FolderLock:
         if not claims:
             time.sleep(PAUSE)
             return False
+        # Those of the killed go once the file is replaced: before that, another process could claim the first again.
+        over = claims[-1:]
         try:
             if self._read() != before:
                 return False
             os.replace(self._written(content), self.path)
+            over = claims
             return True
         finally:
-            for claim in claims:
+            for claim in over:
                 with contextlib.suppress(OSError):
                     claim.unlink()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -137,3 +139,16 @@ def test_a_torch_whose_pipelines_do_not_run_is_named(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match=r"a pipeline needs a newer torch than 2\."):
         Schedule("1F1B", 4, 2)
     assert Schedule("1F1B", 4, 1).micro_batches == 4
+
+
+@dataclass
+class Sample:
+    x: Any
+
+
+def test_the_shapes_in_any_container_are_part_of_a_signature() -> None:
+    def signatures(wrap: Any) -> set[Any]:
+        return {cut(wrap(torch.zeros(4, width)), 2)[0].signature for width in (5, 7)}
+
+    for wrap in (lambda x: {"x": x}, lambda x: UserDict(x=x), lambda x: [x, "name"], Sample):
+        assert len(signatures(wrap)) == 2
