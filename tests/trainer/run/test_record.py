@@ -142,7 +142,7 @@ def test_a_repository_without_a_commit_has_the_files_that_are_added(tmp_path: Pa
 def test_loggers_of_a_folder_record_each_start_once(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", "--api_key", "abc", "--lr=0.1"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", "--api_key", "xyzzy", "--lr=0.1"])
     (code / "train.py").write_text("lr = 0.2\n")
     runs = tmp_path / "runs"
     loggers = [CSVLogger(runs), TensorBoardLogger(runs)]
@@ -150,7 +150,7 @@ def test_loggers_of_a_folder_record_each_start_once(
     checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     fit(logger=loggers, callbacks=[timer, checkpoint], enable_checkpointing=True)
     [(record, diff)] = starts(runs / "logs/version_0")
-    assert record["command"].endswith("train.py --api_key '***' --lr=0.1") and "abc" not in json.dumps(record)
+    assert record["command"].endswith("train.py --api_key '***' --lr=0.1") and "xyzzy" not in json.dumps(record)
     assert (record["step"], record["ckpt_path"], record["world_size"], record["device"]) == (0, None, 1, "cpu")
     resolved = {
         "accelerator": "cpu",
