@@ -40,7 +40,7 @@ from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.csv_logger import CSVLogger
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.run import saving
+from leyden.trainer.run.saved import saving
 
 SIZE, BATCH = 38, 4
 

@@ -34,7 +34,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.run import saving
+from leyden.trainer.run.saved import saving
 
 STEPS = 3
 

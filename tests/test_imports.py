@@ -314,7 +314,8 @@ def test_every_public_name_can_be_imported(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "name"), [("callbacks", "ModelCheckpoint"), ("strategies", "Strategy"), ("trainer.run.build", "Callback")]
+    ("room", "name"),
+    [("callbacks", "ModelCheckpoint"), ("strategies", "Strategy"), ("trainer.run.starting.build", "Callback")],
 )
 def test_a_room_imported_by_its_folder_gives_the_same_classes(room: str, name: str) -> None:
     """In the checkout the rooms can be imported by themselves, and what they import inside is `leyden.…`."""

@@ -34,23 +34,17 @@ from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keepin
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
-from leyden.trainer.run import ending, resuming, saving, summary
-from leyden.trainer.run.build import (
-    build_callbacks,
-    check_datamodule,
-    enter_cluster,
-    precision_of,
-    runtime_settings,
-    to_evaluate,
-    unwrapped,
-)
-from leyden.trainer.run.callback_list import CallbackList
-from leyden.trainer.run.fit_limits import FitLimits
-from leyden.trainer.run.loaders import Loaders as RunLoaders
+from leyden.trainer.run import ending
 from leyden.trainer.run.preempting import Departure
-from leyden.trainer.run.restoring import Restorer
-from leyden.trainer.run.rolling_back import roll_back
-from leyden.trainer.run.start_ranks import sent_back, start_ranks, take_over
+from leyden.trainer.run.reporting import summary
+from leyden.trainer.run.saved import resuming, saving
+from leyden.trainer.run.saved.restoring import Restorer
+from leyden.trainer.run.saved.rolling_back import roll_back
+from leyden.trainer.run.starting import build
+from leyden.trainer.run.starting.callback_list import CallbackList
+from leyden.trainer.run.starting.fit_limits import FitLimits
+from leyden.trainer.run.starting.loaders import Loaders as RunLoaders
+from leyden.trainer.run.starting.start_ranks import sent_back, start_ranks, take_over
 from leyden.trainer.run.state import Run
 from leyden.trainer.view import TrainerView
 
@@ -196,9 +190,13 @@ class Trainer(TrainerView):
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments
-        enter_cluster(arguments)
+        build.enter_cluster(arguments)
         self.accelerator = Engine(
-            arguments.strategy, arguments.accelerator, precision_of(arguments), arguments.devices, arguments.num_nodes
+            arguments.strategy,
+            arguments.accelerator,
+            build.precision_of(arguments),
+            arguments.devices,
+            arguments.num_nodes,
         )
         self.last_checkpoint: Path | None = None
         self._fit: FitLoop | None = None
@@ -212,7 +210,7 @@ class Trainer(TrainerView):
             limits=FitLimits(arguments),
             signals=Signals() if notices is None else Signals(notices.numbers, notices.exit_code),
             profiler=profiler,
-            callback_list=CallbackList(build_callbacks(arguments)),
+            callback_list=CallbackList(build.build_callbacks(arguments)),
             hooks=hooks,
             module=module,
             loaders=RunLoaders(module, None, self.strategy, arguments, False, {}),
@@ -268,7 +266,7 @@ class Trainer(TrainerView):
         refuse(Trainer.fit, unknown)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        check_datamodule(datamodule, "fit", train_dataloaders, val_dataloaders)
+        build.check_datamodule(datamodule, "fit", train_dataloaders, val_dataloaders)
         if model is None:
             raise ConfigurationError(
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or "
@@ -349,7 +347,7 @@ class Trainer(TrainerView):
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
         keeps = keeping(return_predictions, gather)
-        module, loaders, datamodule = to_evaluate(self._run, "predict", model, dataloaders, datamodule)
+        module, loaders, datamodule = build.to_evaluate(self._run, "predict", model, dataloaders, datamodule)
         goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
         result: list[Any] | None = self._carry_out("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
@@ -481,7 +479,7 @@ class Trainer(TrainerView):
             stack.push(lambda kind, error, trace: run.teardown(error))
             stack.enter_context(run.signals.caught_on(self.world_size))
             departure = stack.enter_context(Departure(run, self.arguments.preemption))
-            stack.enter_context(runtime_settings(self.arguments))
+            stack.enter_context(build.runtime_settings(self.arguments))
             result = None
             try:
                 restorer = self._setup(run, goal)
@@ -516,7 +514,7 @@ class Trainer(TrainerView):
                 "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: "
                 "save a checkpoint and give its path."
             )
-        module, _ = unwrapped(model)
+        module, _ = build.unwrapped(model)
         found = start_ranks(
             self.strategy.ranks, self.arguments.preemption, self._on_rank, (stage, model, datamodule, *run), loaders
         )
@@ -538,7 +536,7 @@ class Trainer(TrainerView):
     def _next_run(
         self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: resuming.Goal, loaders: dict[str, Any]
     ) -> Run:
-        module, compiled = unwrapped(model)
+        module, compiled = build.unwrapped(model)
         if compiled is not None:
             self.accelerator.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
@@ -583,7 +581,7 @@ class Trainer(TrainerView):
     def _evaluate(
         self, stage: str, model: Any, dataloaders: Loaders, datamodule: Any, verbose: bool, goal: resuming.Goal
     ) -> list[dict[str, float]]:
-        module, loaders, datamodule = to_evaluate(self._run, stage, model, dataloaders, datamodule)
+        module, loaders, datamodule = build.to_evaluate(self._run, stage, model, dataloaders, datamodule)
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
         if verbose and (lines := summary.result_lines(results)):

@@ -15,9 +15,9 @@ from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
 from leyden.trainer.logging.values import read_back
 from leyden.trainer.profilers import PassThroughProfiler, Profiler
-from leyden.trainer.run.build import loggers_of, with_loggers
-from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
-from leyden.trainer.run.samples import sample_indices
+from leyden.trainer.run.reporting.samples import sample_indices
+from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
+from leyden.trainer.run.starting.build import loggers_of, with_loggers
 
 if TYPE_CHECKING:
     from leyden.callbacks.bars.progress_bar import ProgressBar
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
-    from leyden.trainer.run.fit_limits import FitLimits
+    from leyden.trainer.run.starting.fit_limits import FitLimits
     from leyden.trainer.run.state import Run
 
 

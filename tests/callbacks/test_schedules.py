@@ -172,7 +172,7 @@ def test_windows_look_nothing_up_that_a_fit_has_settled(schedule: Any, monkeypat
         def on_train_start(self) -> None:
             # From here on.
             monkeypatch.setattr("leyden.trainer.run.state.accumulation_of", searches.append)
-            monkeypatch.setattr("leyden.trainer.run.loaders.batch_sizes", searches.append)
+            monkeypatch.setattr("leyden.trainer.run.starting.loaders.batch_sizes", searches.append)
 
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=schedule)
     trainer.fit(Counted(), DataLoader(torch.ones(40, 2), 2))

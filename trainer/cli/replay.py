@@ -23,9 +23,9 @@ from leyden.trainer.cli.bisect import file_of
 from leyden.trainer.format.digests import NAMES, read_digests
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import aligned, listed
-from leyden.trainer.run.command import Command, printable
-from leyden.trainer.run.identity import Identity
-from leyden.trainer.run.resuming import progress_of
+from leyden.trainer.run.reporting.command import Command, printable
+from leyden.trainer.run.saved.identity import Identity
+from leyden.trainer.run.saved.resuming import progress_of
 
 SHOWN = 20
 """So many parameters the report shows: those that are not finite first, then those with the largest gradients."""

@@ -23,7 +23,7 @@ from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.micro_batches import MicroBatches
 from leyden.trainer.loops.user_step import step_arguments, without_trace
 from leyden.trainer.module import TrainModule
-from leyden.trainer.run.rows import StepRows
+from leyden.trainer.run.reporting.rows import StepRows
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run

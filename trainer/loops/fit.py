@@ -25,10 +25,10 @@ from leyden.trainer.loops.steps import make_step
 from leyden.trainer.loops.validation import Validation
 from leyden.trainer.loops.waits import Waits
 from leyden.trainer.module import TrainModule
-from leyden.trainer.run.build import seconds_of
-from leyden.trainer.run.differences import check_batches
-from leyden.trainer.run.saving import check_composable
-from leyden.trainer.run.summary import settings_of
+from leyden.trainer.run.reporting.summary import settings_of
+from leyden.trainer.run.saved.saving import check_composable
+from leyden.trainer.run.starting.build import seconds_of
+from leyden.trainer.run.starting.differences import check_batches
 
 if TYPE_CHECKING:
     from leyden.trainer.checkpoint.owners import Unclaimed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from leyden.trainer.data.workers import died
-from leyden.trainer.run import advice
+from leyden.trainer.run.reporting import advice
 
 if TYPE_CHECKING:
     from leyden.trainer.datamodule import DataModule

@@ -28,8 +28,15 @@ from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
 from leyden.trainer.plugins import end_plugins, wait_for
-from leyden.trainer.run.advice import checked_for_nan
-from leyden.trainer.run.build import (
+from leyden.trainer.run.ending import call_on_exception, call_teardown
+from leyden.trainer.run.reporting.advice import checked_for_nan
+from leyden.trainer.run.reporting.record import record_start
+from leyden.trainer.run.reporting.rows import send_rows
+from leyden.trainer.run.reporting.summary import five_lines, settings_of
+from leyden.trainer.run.saved.identity import Identity
+from leyden.trainer.run.saved.restoring import Restorer, kept_state
+from leyden.trainer.run.saved.resuming import check_same_run, continued_path, places_of
+from leyden.trainer.run.starting.build import (
     accumulation_of,
     check_steps,
     checkpoint_io,
@@ -39,16 +46,9 @@ from leyden.trainer.run.build import (
     warn_if_untrained,
     warn_of_parts_in_eval_mode,
 )
-from leyden.trainer.run.differences import check_module, check_optimizers
-from leyden.trainer.run.ending import call_on_exception, call_teardown
-from leyden.trainer.run.identity import Identity
-from leyden.trainer.run.loaders import Loaders, transfer_of, transformed
-from leyden.trainer.run.record import record_start
-from leyden.trainer.run.restoring import Restorer, kept_state
-from leyden.trainer.run.resuming import check_same_run, continued_path, places_of
-from leyden.trainer.run.rows import send_rows
-from leyden.trainer.run.summary import five_lines, settings_of
-from leyden.trainer.run.unheard import warn_of_unheard
+from leyden.trainer.run.starting.differences import check_module, check_optimizers
+from leyden.trainer.run.starting.loaders import Loaders, transfer_of, transformed
+from leyden.trainer.run.starting.unheard import warn_of_unheard
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -64,11 +64,11 @@ if TYPE_CHECKING:
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.module import TrainModule
     from leyden.trainer.profilers import Profiler
-    from leyden.trainer.run.callback_list import CallbackList
-    from leyden.trainer.run.fit_limits import FitLimits
-    from leyden.trainer.run.loaders import Transfer
     from leyden.trainer.run.lock import FolderLock
-    from leyden.trainer.run.resuming import Goal, Reader
+    from leyden.trainer.run.saved.resuming import Goal, Reader
+    from leyden.trainer.run.starting.callback_list import CallbackList
+    from leyden.trainer.run.starting.fit_limits import FitLimits
+    from leyden.trainer.run.starting.loaders import Transfer
 
 
 @dataclass(eq=False, kw_only=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from leyden.trainer.cli.replay import checkpoint_before
-from leyden.trainer.run.command import Command
+from leyden.trainer.run.reporting.command import Command
 
 BAD_STEP, LAST = 137, 150
 ORDER = torch.randperm(LAST * 8, generator=torch.Generator().manual_seed(5)).tolist()

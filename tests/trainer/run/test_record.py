@@ -17,9 +17,9 @@ from models import QUIET, Line
 from leyden import Trainer
 from leyden.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger, Timer
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.run import repository
-from leyden.trainer.run.record import start_of
-from leyden.trainer.run.repository import Repository
+from leyden.trainer.run.reporting import repository
+from leyden.trainer.run.reporting.record import start_of
+from leyden.trainer.run.reporting.repository import Repository
 
 KEY = "hf_" + "a1b2c3d4" * 4
 

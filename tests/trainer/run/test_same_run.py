@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from leyden import ConfigurationError, DataModule, Trainer
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.run.identity import Identity, plain
+from leyden.trainer.run.saved.identity import Identity, plain
 
 Optimizers = Callable[["Net"], Any]
 

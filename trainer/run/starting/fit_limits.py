@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.run.build import seconds_of
+from leyden.trainer.run.starting.build import seconds_of
 
 if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import GradientAccumulation

@@ -19,13 +19,13 @@ from leyden.trainer.checkpoint.step_states import SCHEDULERS
 from leyden.trainer.data.positions import check_loaders
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.errors import CheckpointError, blame, naming
-from leyden.trainer.run.identity import Identity
-from leyden.trainer.run.resuming import Goal, Reader, progress_of
-from leyden.trainer.run.run_states import rank_owners, step_states_of
-from leyden.trainer.run.user_states import OWN, UserStates
+from leyden.trainer.run.saved.identity import Identity
+from leyden.trainer.run.saved.resuming import Goal, Reader, progress_of
+from leyden.trainer.run.saved.run_states import rank_owners, step_states_of
+from leyden.trainer.run.saved.user_states import OWN, UserStates
 
 if TYPE_CHECKING:
-    from leyden.trainer.run.lightning_run import LightningRun
+    from leyden.trainer.run.saved.lightning_run import LightningRun
     from leyden.trainer.run.state import Run
 
 UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
@@ -86,7 +86,7 @@ class Restorer:
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
 
     def _read_lightning(self, file: ForeignWeights) -> None:
-        from leyden.trainer.run.lightning_run import LightningRun
+        from leyden.trainer.run.saved.lightning_run import LightningRun
 
         run, parts = self._run, self._parts
         if run.state.stage == "fit" and parts != {"weights"} and file.holds_run:

@@ -32,7 +32,7 @@ from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.plugins import checkpoint_io_of, is_async_plugin
-from leyden.trainer.run.callback_list import check_callbacks
+from leyden.trainer.run.starting.callback_list import check_callbacks
 
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks

@@ -27,9 +27,9 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import listed
-from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks
-from leyden.trainer.run.restoring import Restorer
-from leyden.trainer.run.resuming import PARTS, Goal, progress_of
+from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks
+from leyden.trainer.run.saved.restoring import Restorer
+from leyden.trainer.run.saved.resuming import PARTS, Goal, progress_of
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run

@@ -9,7 +9,7 @@ from leyden.strategies.settings import RunSettings
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.format.text import aligned
 from leyden.trainer.module import TrainModule
-from leyden.trainer.run.loaders import batch_sizes
+from leyden.trainer.run.starting.loaders import batch_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.codec import class_names, known_classes
 from leyden.trainer.format.errors import blame
 from leyden.trainer.format.manifest import KEPT
-from leyden.trainer.run.identity import plain
+from leyden.trainer.run.saved.identity import plain
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run

@@ -17,7 +17,7 @@ from leyden.trainer.checkpoint.optimizers import parameter_names
 from leyden.trainer.checkpoint.owners import Unclaimed
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.errors import blame
-from leyden.trainer.run.run_states import rank_owners, step_states_of
+from leyden.trainer.run.saved.run_states import rank_owners, step_states_of
 
 if TYPE_CHECKING:
     from leyden.trainer.engine.schedulers import SchedulerConfig

@@ -27,10 +27,10 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import MANIFEST, PROGRESS
-from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, depth_of, folder_of_last
-from leyden.trainer.run.identity import FILE as IDENTITY
-from leyden.trainer.run.identity import Difference, Identity
 from leyden.trainer.run.lock import FolderLock
+from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, depth_of, folder_of_last
+from leyden.trainer.run.saved.identity import FILE as IDENTITY
+from leyden.trainer.run.saved.identity import Difference, Identity
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback

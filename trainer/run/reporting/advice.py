@@ -12,7 +12,7 @@ from torch import Tensor
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
 from leyden.trainer.arguments.given import in_known_names
 from leyden.trainer.format.text import listed, size_of
-from leyden.trainer.run.samples import sample_indices
+from leyden.trainer.run.reporting.samples import sample_indices
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy

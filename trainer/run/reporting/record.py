@@ -21,8 +21,8 @@ from leyden.callbacks.loggers.logger import Logger
 from leyden.strategies.errors import kind_of
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.format.secrets import masked_text, masked_value
-from leyden.trainer.run.command import STARTED_IN, Command, words_here
-from leyden.trainer.run.repository import Repository
+from leyden.trainer.run.reporting.command import STARTED_IN, Command, words_here
+from leyden.trainer.run.reporting.repository import Repository
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run

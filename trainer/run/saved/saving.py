@@ -21,15 +21,15 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.plugins import wait_for
-from leyden.trainer.run.build import saves_asynchronously
-from leyden.trainer.run.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
-from leyden.trainer.run.command import FILE as COMMAND
-from leyden.trainer.run.command import Command
-from leyden.trainer.run.identity import FILE as IDENTITY
-from leyden.trainer.run.resuming import PLACES
-from leyden.trainer.run.rolling_back import places_now
-from leyden.trainer.run.run_states import rank_owners, step_states_of
-from leyden.trainer.run.user_states import UserStates
+from leyden.trainer.run.reporting.command import FILE as COMMAND
+from leyden.trainer.run.reporting.command import Command
+from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
+from leyden.trainer.run.saved.identity import FILE as IDENTITY
+from leyden.trainer.run.saved.resuming import PLACES
+from leyden.trainer.run.saved.rolling_back import places_now
+from leyden.trainer.run.saved.run_states import rank_owners, step_states_of
+from leyden.trainer.run.saved.user_states import UserStates
+from leyden.trainer.run.starting.build import saves_asynchronously
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

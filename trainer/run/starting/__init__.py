@@ -1,0 +1,1 @@
+"""What a run needs before its first batch: callbacks, ranks, loaders, limits, and their checks."""
