@@ -11,7 +11,7 @@ optimizer step.
     launched.py                              what `leyden launch` adds to them
     run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
-    events/                                  hooks, progress, signals, and the stage of a run
+    events/                                  hooks, progress, signals, preemption, and the stage of a run
     engine/                                  what Trainer and Accelerator both drive: windows, optimizers, schedulers
     logging/                                 `self.log`
     data/                                    loaders that resume, sharding, random numbers
@@ -34,7 +34,7 @@ _HOMES = {
     "CheckpointIO": "leyden.trainer.checkpoint.checkpoint_io",
     "CombinedLoader": "leyden.trainer.data.combined",
     "DataModule": "leyden.trainer.datamodule",
-    "Preemption": "leyden.trainer.arguments.preemption",
+    "Preemption": "leyden.trainer.events.preemption",
     "TrainModule": "leyden.trainer.module",
     "Trainer": "leyden.trainer.trainer",
     "Tuner": "leyden.trainer.tuning.tuner",
@@ -43,11 +43,11 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
-    from leyden.trainer.arguments.preemption import Preemption as Preemption
     from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
+    from leyden.trainer.events.preemption import Preemption as Preemption
     from leyden.trainer.module import TrainModule as TrainModule
     from leyden.trainer.plugins import AsyncCheckpointIO as AsyncCheckpointIO
     from leyden.trainer.trainer import Trainer as Trainer

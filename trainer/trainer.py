@@ -35,7 +35,6 @@ from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.run import ending
-from leyden.trainer.run.preempting import Departure
 from leyden.trainer.run.reporting import summary
 from leyden.trainer.run.saved import resuming, saving
 from leyden.trainer.run.saved.restoring import Restorer
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
     from leyden.strategies.precision import Precision
-    from leyden.trainer.arguments.preemption import Preemption
+    from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.plugins import Plugin
     from leyden.trainer.profilers import Profiler
 
@@ -478,7 +477,7 @@ class Trainer(TrainerView):
             stack.enter_context(watched(run.heartbeat, self.strategy.ranks, *watch))
             stack.push(lambda kind, error, trace: run.teardown(error))
             stack.enter_context(run.signals.caught_on(self.world_size))
-            departure = stack.enter_context(Departure(run, self.arguments.preemption))
+            departure = stack.enter_context(run.departure())
             stack.enter_context(build.runtime_settings(self.arguments))
             result = None
             try:

@@ -19,8 +19,8 @@ from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.watchdog import hang_limit
 from leyden.trainer.arguments.given import UNSET
-from leyden.trainer.arguments.preemption import wanted
 from leyden.trainer.arguments.replay import replay_of
+from leyden.trainer.events.preemption import wanted
 from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")

@@ -19,6 +19,7 @@ from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.checkpoint.trained import Trained
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
+from leyden.trainer.events.departure import Departure
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.state import RunState
 from leyden.trainer.hparams import hparams_to_log
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
+    from leyden.trainer.checkpoint.lock import FolderLock
     from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
@@ -64,7 +66,6 @@ if TYPE_CHECKING:
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.module import TrainModule
     from leyden.trainer.profilers import Profiler
-    from leyden.trainer.run.lock import FolderLock
     from leyden.trainer.run.saved.resuming import Goal, Reader
     from leyden.trainer.run.starting.callback_list import CallbackList
     from leyden.trainer.run.starting.fit_limits import FitLimits
@@ -282,6 +283,14 @@ class Run:
         """Gives the folder up."""
         if self.lock is not None:
             self.lock.release()
+
+    def departure(self) -> Departure:
+        """What ends it if it is preempted."""
+
+        def where() -> str:
+            return f"step {self.progress.global_step}, epoch {self.progress.epoch}"
+
+        return Departure(self.arguments.preemption, self.signals, self.strategy.ranks, where, self.release)
 
     def setup(self, reader: Reader | None, origin: str, goal: Goal) -> Restorer:
         """Sets up everybody, and loads the weights.

@@ -20,6 +20,7 @@ from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest_reader
 from leyden.trainer.checkpoint.foreign import OPTIMIZERS, ForeignWeights
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
+from leyden.trainer.checkpoint.lock import FolderLock
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.owners import saved_data_ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
@@ -27,7 +28,6 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import MANIFEST, PROGRESS
-from leyden.trainer.run.lock import FolderLock
 from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, depth_of, folder_of_last
 from leyden.trainer.run.saved.identity import FILE as IDENTITY
 from leyden.trainer.run.saved.identity import Difference, Identity

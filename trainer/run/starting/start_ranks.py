@@ -22,7 +22,7 @@ from leyden.trainer.data.rng import rng_state, set_rng_state
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.strategies.ranks import Ranks
-    from leyden.trainer.arguments.preemption import Preemption
+    from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.module import TrainModule
     from leyden.trainer.run.state import Run
 

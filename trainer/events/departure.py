@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from leyden.strategies.launch.leaving import note_exit
 
 if TYPE_CHECKING:
-    from leyden.trainer.arguments.preemption import Preemption
-    from leyden.trainer.run.state import Run
+    from leyden.strategies.ranks import Ranks
+    from leyden.trainer.events.preemption import Preemption
+    from leyden.trainer.events.signals import Signals
 
 ANSWER = 60.0
 """Seconds in which scontrol must answer."""
@@ -29,13 +30,23 @@ class Departure:
     there are several ranks, the first of each machine asks, since a cloud announces a machine's end on that machine.
 
     Args:
-        run: what runs.
-        preemption: the Trainer's; None without one.
+        preemption: as the user gave it; None without one.
+        signals: those that came to this rank.
+        ranks: of the run.
+        where: says how far the run is, for a message.
+        release: gives up what the run holds, before its process ends without a tear-down.
     """
 
-    def __init__(self, run: Run, preemption: Preemption | None) -> None:
-        self._run = run
-        self._preemption = preemption
+    def __init__(
+        self,
+        preemption: Preemption | None,
+        signals: Signals,
+        ranks: Ranks,
+        where: Callable[[], str],
+        release: Callable[[], None],
+    ) -> None:
+        self._preemption, self._signals, self._ranks = preemption, signals, ranks
+        self._where, self._release = where, release
         self._over = threading.Event()
         self._leaving = threading.Lock()
         self._has_left = self._has_warned = False
@@ -58,7 +69,7 @@ class Departure:
 
     def leave(self) -> None:
         """Notes the exit code for the launcher, and hands a job of SLURM back to the queue; once."""
-        preemption, came = self._preemption, self._run.signals.preempting
+        preemption, came = self._preemption, self._signals.preempting
         if preemption is None or came is None:
             return
         with self._leaving:
@@ -67,13 +78,13 @@ class Departure:
             self._has_left = True
             note_exit(preemption.exit_code)
             job = job_of_slurm()
-            if job is not None and preemption.requeues(came) and self._run.strategy.ranks.is_global_zero:
+            if job is not None and preemption.requeues(came) and self._ranks.is_global_zero:
                 requeue(job)
 
     # the thread -------------------------------------------------------------------------------------------------------
     def _look(self, preemption: Preemption) -> None:
-        signals, grace = self._run.signals, preemption.grace
-        asks = preemption.should_preempt if self._run.strategy.ranks.local_rank == 0 else None
+        signals, grace = self._signals, preemption.grace
+        asks = preemption.should_preempt if self._ranks.local_rank == 0 else None
         pauses = [preemption.poll_every] if asks is not None else []
         pauses += [min(1.0, grace / 10)] if grace is not None else []
         next_call = 0.0
@@ -101,19 +112,14 @@ class Departure:
 
     def _end_here(self, grace: float, exit_code: int) -> None:
         """Ends this process wherever it is: the main thread may wait for anything."""
-        run = self._run
-        if self._over.is_set() or run.signals.preempting is None:
+        if self._over.is_set() or self._signals.preempting is None:
             return
-        saved = run.signals.interruption is not None
-        where = f"rank {run.strategy.ranks.global_rank}, step {run.progress.global_step}, epoch {run.progress.epoch}"
-        done = (
-            "it is saved, and its hooks have not finished"
-            if saved
-            else "it is not saved, and the checkpoint before counts"
-        )
+        where = f"rank {self._ranks.global_rank}, {self._where()}"
+        saved = self._signals.interruption is not None
+        done = "it is saved, and its end was cut off" if saved else "it is not saved, and the checkpoint before counts"
         print(f"leyden: the grace period of {grace:g} s is over ({where}): {done}.", file=sys.stderr, flush=True)
         self.leave()
-        run.release()
+        self._release()
         os._exit(exit_code)
 
 
