@@ -18,7 +18,7 @@ _HOMES = {
     "CombinedLoader": "leyden.trainer.data.combined",
     "ConfigurationError": "leyden.strategies.errors",
     "DataModule": "leyden.trainer.datamodule",
-    "LeydenCLI": "leyden.trainer.cli.leyden_cli",
+    "LeydenCLI": "leyden.trainer.cli.configuration.leyden_cli",
     "LeydenError": "leyden.strategies.errors",
     "seed_everything": "leyden.trainer.data.rng",
     "rank_zero_debug": "leyden.strategies.rank_zero",
@@ -130,7 +130,7 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.tracking import GeneralTracker as GeneralTracker
     from leyden.trainer.accelerator.world import set_seed as set_seed
     from leyden.trainer.accelerator.world import synchronize_rng_states as synchronize_rng_states
-    from leyden.trainer.cli.leyden_cli import LeydenCLI as LeydenCLI
+    from leyden.trainer.cli.configuration.leyden_cli import LeydenCLI as LeydenCLI
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule

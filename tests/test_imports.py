@@ -38,6 +38,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),
     ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.trainer.accelerator"),
+    ("leyden.trainer.cli.settings", "leyden.trainer.cli.models"),
+    tuple(f"leyden.trainer.cli.{room}" for room in ("checkpoint", "configuration", "estimate", "migrate")),
+    ("leyden.trainer.cli.launch",),
     ("leyden.trainer.cli",),
 )
 # What users subclass and what hooks are handed: annotations may name these from anywhere.
@@ -73,7 +76,7 @@ LAZY = {
 # A room that is imported only where its library is used: when a command is run, or layers are converted.
 OWNERS = {
     "leyden.trainer.cli": "click",
-    "leyden.trainer.cli.argument_parser": "jsonargparse",
+    "leyden.trainer.cli.configuration.argument_parser": "jsonargparse",
     "leyden.strategies.precision.float8_linear": "torchao",
 }
 # Loading what these wrote runs code. Files of other trainers are pickles, and need `trust=True`.

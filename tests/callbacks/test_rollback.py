@@ -37,7 +37,7 @@ from leyden.callbacks import (
 )
 from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.cli.replay import _report, passed_over_after
+from leyden.trainer.cli.checkpoint.replay import _report, passed_over_after
 from leyden.trainer.format.digests import read_digests
 
 SIZE = 40

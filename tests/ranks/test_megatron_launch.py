@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, resolve
-from leyden.trainer.cli.settings import parse
+from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, resolve
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import parse
 
 
 class Planned(GPT):

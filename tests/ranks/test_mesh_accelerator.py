@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from leyden import Accelerator, DataLoaderConfiguration, Trainer
 from leyden.strategies import MeshStrategy
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import ElasticOptions, resolve
-from leyden.trainer.cli.settings import parse
+from leyden.trainer.cli.launch.plan import ElasticOptions, resolve
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import parse
 from leyden.utils import ParallelismConfig
 
 GLOBAL_BATCH = 4

@@ -6,29 +6,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "ArgsType": "leyden.trainer.cli.class_paths",
-    "LRSchedulerCallable": "leyden.trainer.cli.class_paths",
-    "LRSchedulerTypeTuple": "leyden.trainer.cli.class_paths",
-    "LRSchedulerTypeUnion": "leyden.trainer.cli.class_paths",
-    "LeydenArgumentParser": "leyden.trainer.cli.argument_parser",
-    "LeydenCLI": "leyden.trainer.cli.leyden_cli",
-    "OptimizerCallable": "leyden.trainer.cli.class_paths",
-    "ReduceLROnPlateau": "leyden.trainer.cli.class_paths",
+    "ArgsType": "leyden.trainer.cli.configuration.class_paths",
+    "LRSchedulerCallable": "leyden.trainer.cli.configuration.class_paths",
+    "LRSchedulerTypeTuple": "leyden.trainer.cli.configuration.class_paths",
+    "LRSchedulerTypeUnion": "leyden.trainer.cli.configuration.class_paths",
+    "LeydenArgumentParser": "leyden.trainer.cli.configuration.argument_parser",
+    "LeydenCLI": "leyden.trainer.cli.configuration.leyden_cli",
+    "OptimizerCallable": "leyden.trainer.cli.configuration.class_paths",
+    "ReduceLROnPlateau": "leyden.trainer.cli.configuration.class_paths",
     "SaveConfigCallback": "leyden.callbacks.save_config",
-    "instantiate_class": "leyden.trainer.cli.class_paths",
+    "instantiate_class": "leyden.trainer.cli.configuration.class_paths",
 }
 
 if TYPE_CHECKING:
     from leyden.callbacks.save_config import SaveConfigCallback as SaveConfigCallback
-    from leyden.trainer.cli.argument_parser import LeydenArgumentParser as LeydenArgumentParser
-    from leyden.trainer.cli.class_paths import ArgsType as ArgsType
-    from leyden.trainer.cli.class_paths import LRSchedulerCallable as LRSchedulerCallable
-    from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple as LRSchedulerTypeTuple
-    from leyden.trainer.cli.class_paths import LRSchedulerTypeUnion as LRSchedulerTypeUnion
-    from leyden.trainer.cli.class_paths import OptimizerCallable as OptimizerCallable
-    from leyden.trainer.cli.class_paths import ReduceLROnPlateau as ReduceLROnPlateau
-    from leyden.trainer.cli.class_paths import instantiate_class as instantiate_class
-    from leyden.trainer.cli.leyden_cli import LeydenCLI as LeydenCLI
+    from leyden.trainer.cli.configuration.argument_parser import LeydenArgumentParser as LeydenArgumentParser
+    from leyden.trainer.cli.configuration.class_paths import ArgsType as ArgsType
+    from leyden.trainer.cli.configuration.class_paths import LRSchedulerCallable as LRSchedulerCallable
+    from leyden.trainer.cli.configuration.class_paths import LRSchedulerTypeTuple as LRSchedulerTypeTuple
+    from leyden.trainer.cli.configuration.class_paths import LRSchedulerTypeUnion as LRSchedulerTypeUnion
+    from leyden.trainer.cli.configuration.class_paths import OptimizerCallable as OptimizerCallable
+    from leyden.trainer.cli.configuration.class_paths import ReduceLROnPlateau as ReduceLROnPlateau
+    from leyden.trainer.cli.configuration.class_paths import instantiate_class as instantiate_class
+    from leyden.trainer.cli.configuration.leyden_cli import LeydenCLI as LeydenCLI
 
 
 def __getattr__(name: str) -> Any:

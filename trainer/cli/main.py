@@ -12,37 +12,38 @@ from typing import Any
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "fit": ("leyden.trainer.cli.stages:fit", "Train the module of a configuration (also validate, test, predict)."),
-    "validate": ("leyden.trainer.cli.stages:validate", "Validate the module of a configuration."),
-    "predict": ("leyden.trainer.cli.stages:predict", "Run predict_step of the module of a configuration."),
-    "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and save the answers to a file."),
-    "launch": ("leyden.trainer.cli.launch", "Run a script on all ranks of this machine, or of several."),
-    "env": ("leyden.trainer.cli.env", "Print versions and hardware of this machine, for a bug report."),
+    "fit": ("configuration.stages:fit", "Train the module of a configuration (also validate, test, predict)."),
+    "validate": ("configuration.stages:validate", "Validate the module of a configuration."),
+    "predict": ("configuration.stages:predict", "Run predict_step of the module of a configuration."),
+    "config": ("settings.wizard", "Ask how to run on this machine, and save the answers to a file."),
+    "launch": ("launch.launch", "Run a script on all ranks of this machine, or of several."),
+    "env": ("env", "Print versions and hardware of this machine, for a bug report."),
     "test": (
-        "leyden.trainer.cli.launch:selftest_command",
+        "launch.launch:selftest_command",
         "Test the module of a configuration (--config, --model); without one, test the ranks themselves.",
     ),
     "estimate": (
-        "leyden.trainer.cli.estimate",
+        "estimate.estimate",
         "Estimate the parameters of a model and the memory to train it (also estimate-memory).",
     ),
     "plan": (
-        "leyden.trainer.cli.placements",
+        "estimate.placements",
         "Print where a mesh of ranks puts every parameter of a model, and the bytes on each rank.",
     ),
-    "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
-    "bisect": ("leyden.trainer.cli.bisect", "Name the first step after which the weights of two runs differ."),
-    "replay": ("leyden.trainer.cli.replay", "Run one step of a run again, and report what happens in it."),
+    "checkpoint": ("checkpoint.checkpoints", "List, verify and show checkpoints."),
+    "bisect": ("checkpoint.bisect", "Name the first step after which the weights of two runs differ."),
+    "replay": ("checkpoint.replay", "Run one step of a run again, and report what happens in it."),
     "merge": (
-        "leyden.trainer.cli.checkpoints:merge_command",
+        "checkpoint.checkpoints:merge_command",
         "Write the weights of a sharded checkpoint to one file (also merge-weights).",
     ),
     "migrate": (
-        "leyden.trainer.cli.migrate",
+        "migrate.migrate",
         "Rewrite imports and names of Lightning and Accelerate in scripts, and list what is left.",
     ),
-    "convert": ("leyden.trainer.cli.convert", "Convert a checkpoint of Lightning or Accelerate."),
+    "convert": ("checkpoint.convert", "Convert a checkpoint of Lightning or Accelerate."),
 }
+"""Each command's module under `leyden.trainer.cli`, with the name in it if that is not `command`, and its help."""
 ALIASES = {"estimate-memory": "estimate", "merge-weights": "merge"}
 
 
@@ -57,7 +58,7 @@ class Commands(click.Group):
         if name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute or "command")
+        command = getattr(importlib.import_module(f"leyden.trainer.cli.{module}"), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 
@@ -114,7 +115,7 @@ def _is_users(error: Exception, words: Sequence[str]) -> bool:
     """Returns True for an error of the module that a command runs, or of a rank, which others than the user read."""
     from leyden.strategies.errors import LeydenError
     from leyden.strategies.launch.environment import rank_environment
-    from leyden.trainer.cli.stages import is_stage
+    from leyden.trainer.cli.configuration.stages import is_stage
 
     return is_stage(list(words)) and (not isinstance(error, LeydenError) or rank_environment() is not None)
 

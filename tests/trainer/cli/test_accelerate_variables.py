@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from leyden.trainer.cli.launch import ElasticOptions
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import resolve
-from leyden.trainer.cli.settings import read_file
+from leyden.trainer.cli.launch.launch import ElasticOptions
+from leyden.trainer.cli.launch.plan import resolve
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import read_file
 
 GPUS = Machine(cpus=8, gpus=2, bf16=True, fp8=True, numa_nodes=1, slurm=False)
 COMMON = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\nuse_cpu: false\n"

@@ -570,7 +570,7 @@ def test_the_seed_is_kept_as_a_number(seed: str, kept: Any, monkeypatch: pytest.
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    monkeypatch.delitem(sys.modules, "leyden.trainer.cli.argument_parser")
+    monkeypatch.delitem(sys.modules, "leyden.trainer.cli.configuration.argument_parser")
     with pytest.raises(ImportError, match=r"LeydenCLI needs the package 'jsonargparse': pip install 'leyden\[cli\]'"):
         LeydenCLI(OwnNet, Points, run=False, args=[])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from leyden.trainer.cli.estimate import memory
+from leyden.trainer.cli.estimate.estimate import memory
 
 MODEL = """
 import torch

@@ -311,12 +311,12 @@ def test_a_rank_is_the_main_program(tmp_path: Path, environ: dict[str, str]) -> 
         "        print(pool.map(double, [1, 2]), sys.argv, beside.word, __file__)\n"
         "    sys.exit(5)\n"
     )
-    command = [sys.executable, "-m", "leyden.trainer.cli.rank", "main.py", "a"]
+    command = [sys.executable, "-m", "leyden.trainer.cli.launch.rank", "main.py", "a"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (5, "[2, 4] ['main.py', 'a'] beside main.py\n"), done.stderr
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("import sys\nprint(sys.argv[1:], __name__, __package__)\n1 / 0")
-    command = [sys.executable, "-m", "leyden.trainer.cli.rank", "-m", "package", "b"]
+    command = [sys.executable, "-m", "leyden.trainer.cli.launch.rank", "-m", "package", "b"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "['b'] __main__ package\n")
     assert done.stderr.splitlines()[0].startswith("Traceback")

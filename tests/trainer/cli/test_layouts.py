@@ -167,8 +167,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 def on_simulated_ranks() -> tuple[dict[str, tuple[int, ...]], int]:
     """The layouts' bytes, and those that one process saves without any strategy."""
-    from leyden.trainer.cli.layouts import Training
-    from leyden.trainer.cli.traced_step import TracedBatch
+    from leyden.trainer.cli.estimate.layouts import Training
+    from leyden.trainer.cli.estimate.traced_step import TracedBatch
 
     found: dict[str, tuple[int, ...]] = {}
     for name, (layout, plan, precision) in {**LAYOUTS, "1 rank": (Layout(1, 1, 1), PLAN, "32-true")}.items():

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from leyden.trainer.cli.migrate_names import OF_FABRIC, TARGETS, WHY, lookup
-from leyden.trainer.cli.migrate_script import Script, migrated
+from leyden.trainer.cli.migrate.names import OF_FABRIC, TARGETS, WHY, lookup
+from leyden.trainer.cli.migrate.script import Script, migrated
 
 # What Lightning 2.6 exports, by module.
 PUBLIC = {

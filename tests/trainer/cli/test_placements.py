@@ -142,7 +142,7 @@ def on_real_ranks() -> list[list[tuple[str, int]]]:
 
 
 def on_simulated_ranks() -> list[list[tuple[str, int]]]:
-    from leyden.trainer.cli.placements import placed
+    from leyden.trainer.cli.estimate.placements import placed
 
     return [
         [(row.name, row.held) for row in placed(GPT(), layout, PLAN) if not row.placement.startswith("is ")]

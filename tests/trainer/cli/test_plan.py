@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from leyden import ConfigurationError
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
-from leyden.trainer.cli.settings import parse
+from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import parse
 from leyden.trainer.launched import read_launched, with_options
 
 CPU, GPUS = Machine(cpus=8), Machine(gpus=4, cpus=8, bf16=True)

@@ -11,7 +11,7 @@ import pytest
 from ranks.world import free_port
 
 from leyden import ConfigurationError
-from leyden.trainer.cli.preflight import Facts, check, facts_of
+from leyden.trainer.cli.launch.preflight import Facts, check, facts_of
 
 VALUES = {"leyden": "1", "torch": "2.13", "python": "3.11", "machines": "3", "backend": "static"}
 

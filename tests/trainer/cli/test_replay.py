@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from leyden.trainer.cli.replay import checkpoint_before
+from leyden.trainer.cli.checkpoint.replay import checkpoint_before
 from leyden.trainer.run.reporting.command import Command
 
 BAD_STEP, LAST = 137, 150

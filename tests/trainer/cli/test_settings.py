@@ -11,8 +11,8 @@ import yaml
 from leyden import ConfigurationError
 from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.fsdp.strategy import FSDPStrategy
-from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey
-from leyden.trainer.cli.settings import accelerate_file, default_file, parse, read_file, write_file
+from leyden.trainer.cli.settings.keys import FAMILIES, TOP, ConfigKey
+from leyden.trainer.cli.settings.settings import accelerate_file, default_file, parse, read_file, write_file
 
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from leyden import ConfigurationError
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, resolve
-from leyden.trainer.cli.settings import parse
+from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, resolve
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import parse
 from leyden.trainer.launched import read_launched
 
 # As `accelerate config` writes it for a TPU host.

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.settings import Settings, parse
-from leyden.trainer.cli.wizard import Wizard
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import Settings, parse
+from leyden.trainer.cli.settings.wizard import Wizard
 
 pexpect = pytest.importorskip("pexpect", reason="pip install 'leyden[test]'")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import click
 
-from leyden.trainer.cli.migrate_names import lookup
-from leyden.trainer.cli.migrate_script import LINE, Edit, Left, Script, migrated
+from leyden.trainer.cli.migrate.names import lookup
+from leyden.trainer.cli.migrate.script import LINE, Edit, Left, Script, migrated
 
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 """The files that are read in a folder."""

@@ -1,7 +1,7 @@
 """Runs the user's script on one rank of `leyden launch`, as `python script.py` would, and records the error if it
 fails.
 
-Usage: `python -m leyden.trainer.cli.rank script.py …` or `python -m leyden.trainer.cli.rank -m module …`.
+Usage: `python -m leyden.trainer.cli.launch.rank script.py …` or `python -m leyden.trainer.cli.launch.rank -m module …`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _line(error: BaseException, trace: types.TracebackType | None) -> str:
     frames = traceback.extract_tb(trace)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    ours = str(Path(__file__).resolve().parents[2])
+    ours = str(Path(__file__).resolve().parents[3])
     own = [frame for frame in frames if not any(place in frame.filename for place in PLACES)]
     own = [frame for frame in own if not frame.filename.startswith((sys.prefix, sys.base_prefix))] or own
     own = [
@@ -162,6 +162,6 @@ def _failures(folder: Path) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     # Imported under its own name: the script replaces the contents of the main module.
-    from leyden.trainer.cli import rank
+    from leyden.trainer.cli.launch import rank
 
     rank.main(sys.argv[1:])

@@ -19,7 +19,7 @@ from leyden.strategies.launch.folders import temporary
 from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.folder import all_checkpoints, is_checkpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.cli.bisect import file_of
+from leyden.trainer.cli.checkpoint.bisect import file_of
 from leyden.trainer.format.digests import NAMES, read_digests
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import aligned, listed

@@ -12,11 +12,12 @@ import click
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.folders import temporary
-from leyden.trainer.cli import agent, preflight, stages
-from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey, read_section
-from leyden.trainer.cli.machine import this_machine
-from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
-from leyden.trainer.cli.settings import Settings, found_file, read_file
+from leyden.trainer.cli.configuration import stages
+from leyden.trainer.cli.launch import agent, preflight
+from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
+from leyden.trainer.cli.settings.keys import FAMILIES, TOP, ConfigKey, read_section
+from leyden.trainer.cli.settings.machine import this_machine
+from leyden.trainer.cli.settings.settings import Settings, found_file, read_file
 from leyden.trainer.format.secrets import masked_words
 
 KINDS = {
@@ -209,7 +210,15 @@ def command_of(script: str, arguments: tuple[str, ...], module: bool, no_python:
     """Returns the command of each rank. A script runs inside a small program of ours that records its errors."""
     if no_python:
         return [script, *arguments]
-    return [sys.executable, "-u", "-m", "leyden.trainer.cli.rank", *(["-m"] if module else []), script, *arguments]
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        "leyden.trainer.cli.launch.rank",
+        *(["-m"] if module else []),
+        script,
+        *arguments,
+    ]
 
 
 def _given(flags: dict[str, Any]) -> Settings:
@@ -299,6 +308,6 @@ def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
         click.echo(ctx.get_help())
         return 0
     with temporary("test") as folder:
-        arguments = [*flags, "--module", "leyden.trainer.cli.trial", str(folder)]
+        arguments = [*flags, "--module", "leyden.trainer.cli.launch.trial", str(folder)]
         with command.make_context("test", arguments, parent=ctx.parent) as inner:
             return command.invoke(inner)

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of, needs
-from leyden.trainer.cli.class_paths import LRSchedulerTypeTuple
-from leyden.trainer.cli.known_classes import import_slow
-from leyden.trainer.cli.passed_on import passed_on
-from leyden.trainer.cli.writable import LOST, writable
+from leyden.trainer.cli.configuration.class_paths import LRSchedulerTypeTuple
+from leyden.trainer.cli.configuration.known_classes import import_slow
+from leyden.trainer.cli.configuration.passed_on import passed_on
+from leyden.trainer.cli.configuration.writable import LOST, writable
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.settings import Settings
-from leyden.trainer.cli.zero import StrategyChoice
+from leyden.trainer.cli.launch.zero import StrategyChoice
+from leyden.trainer.cli.settings.settings import Settings
 
 SECTION = "megatron_lm_config"
 ABSENT = {"cp": "context", "ep": "expert"}

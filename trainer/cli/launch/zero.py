@@ -8,7 +8,7 @@ from typing import Any
 
 from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.settings import Settings
+from leyden.trainer.cli.settings.settings import Settings
 
 STAGES = (1, 2, 3)
 """ZeRO stages that have a strategy name of their own."""

@@ -37,7 +37,7 @@ def is_stage(words: Sequence[str]) -> bool:
 
 def run(words: Sequence[str]) -> int:
     """Runs a stage. Modules are found in the current folder, too, as `python -m` finds them."""
-    from leyden.trainer.cli.leyden_cli import LeydenCLI
+    from leyden.trainer.cli.configuration.leyden_cli import LeydenCLI
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

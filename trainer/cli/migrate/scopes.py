@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from leyden.trainer.cli.migrate_names import ROOTS
+from leyden.trainer.cli.migrate.names import ROOTS
 
 Import = ast.Import | ast.ImportFrom
 

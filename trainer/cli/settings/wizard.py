@@ -13,9 +13,9 @@ import click
 
 from leyden.strategies import NAMES
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey
-from leyden.trainer.cli.machine import Machine, this_machine
-from leyden.trainer.cli.settings import Settings, default_file, read_file, write_file
+from leyden.trainer.cli.settings.keys import FAMILIES, TOP, ConfigKey
+from leyden.trainer.cli.settings.machine import Machine, this_machine
+from leyden.trainer.cli.settings.settings import Settings, default_file, read_file, write_file
 from leyden.trainer.format.text import aligned
 
 KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}

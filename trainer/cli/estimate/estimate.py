@@ -160,7 +160,7 @@ def command(
     built, note = load_model(model, parse_arguments(arguments), download)
     click.echo(describe(model, built, note))
     if by_layout:
-        from leyden.trainer.cli.layouts import report
+        from leyden.trainer.cli.estimate.layouts import report
 
         click.echo(report(built, sizes, precisions, optimizer, **mesh))
         return

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, ConfigKey, read_section, shown
+from leyden.trainer.cli.settings.keys import FAMILIES, OLDER_TYPES, TOP, ConfigKey, read_section, shown
 
 FILE = "default_config.yaml"
 LARGEST = 1_000_000

@@ -19,7 +19,7 @@ from torch import Tensor
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.cli.convert_state import Names, of_accelerate, of_lightning
+from leyden.trainer.cli.checkpoint.convert_state import Names, of_accelerate, of_lightning
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.errors import CheckpointError
 

@@ -14,12 +14,12 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
 from leyden.strategies.launch.watchdog import hang_limit
 from leyden.strategies.mesh.layout import Layout
-from leyden.trainer.cli.accelerate_variables import accelerate_variables
-from leyden.trainer.cli.keys import FP8, NO, PRECISIONS
-from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.megatron import mesh_of
-from leyden.trainer.cli.settings import Settings
-from leyden.trainer.cli.zero import StrategyChoice, zero_of
+from leyden.trainer.cli.launch.accelerate_variables import accelerate_variables
+from leyden.trainer.cli.launch.megatron import mesh_of
+from leyden.trainer.cli.launch.zero import StrategyChoice, zero_of
+from leyden.trainer.cli.settings.keys import FP8, NO, PRECISIONS
+from leyden.trainer.cli.settings.machine import Machine
+from leyden.trainer.cli.settings.settings import Settings
 from leyden.trainer.format.secrets import masked_value
 from leyden.trainer.launched import LaunchSettings
 

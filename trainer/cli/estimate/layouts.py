@@ -16,9 +16,9 @@ from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.layout import Layout, layouts_of
 from leyden.strategies.mesh.plan import PlanLike
 from leyden.strategies.precision import find_precision
-from leyden.trainer.cli.estimate import OPTIMIZERS, Memory
-from leyden.trainer.cli.placements import filled, load_plan
-from leyden.trainer.cli.traced_step import TracedBatch, find_batch, step_of
+from leyden.trainer.cli.estimate.estimate import OPTIMIZERS, Memory
+from leyden.trainer.cli.estimate.placements import filled, load_plan
+from leyden.trainer.cli.estimate.traced_step import TracedBatch, find_batch, step_of
 from leyden.trainer.engine.schedulers import parse
 from leyden.trainer.format.text import aligned, size_of
 from leyden.trainer.module import TrainModule

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from leyden.trainer.cli.migrate_names import MEMBERS, Found, lookup
-from leyden.trainer.cli.migrate_scopes import Import, Imported, Name, Scope, Scopes, Use
+from leyden.trainer.cli.migrate.names import MEMBERS, Found, lookup
+from leyden.trainer.cli.migrate.scopes import Import, Imported, Name, Scope, Scopes, Use
 from leyden.trainer.run.starting.unheard import FORMER
 
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r|$)")

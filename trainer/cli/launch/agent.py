@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.folders import temporary
-from leyden.trainer.cli.rank import TRACE
+from leyden.trainer.cli.launch.rank import TRACE
 from leyden.trainer.format.text import aligned
 
 if TYPE_CHECKING:
     from leyden.strategies.launch.elastic import Ended
-    from leyden.trainer.cli.plan import LaunchPlan
+    from leyden.trainer.cli.launch.plan import LaunchPlan
 
 MEETING_SECONDS = 900
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.trainer.cli.keys import DEEPSPEED, FSDP, PRECISIONS
-from leyden.trainer.cli.settings import Settings
+from leyden.trainer.cli.settings.keys import DEEPSPEED, FSDP, PRECISIONS
+from leyden.trainer.cli.settings.settings import Settings
 from leyden.trainer.launched import LaunchSettings
 
 FSDP_DEFAULTS = {

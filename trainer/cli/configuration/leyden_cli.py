@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.callbacks.save_config import SaveConfigCallback
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.class_paths import ArgsType, ReduceLROnPlateau, instantiate_class
-from leyden.trainer.cli.known_classes import import_own
+from leyden.trainer.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, instantiate_class
+from leyden.trainer.cli.configuration.known_classes import import_own
 from leyden.trainer.data.rng import seed_everything
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    from leyden.trainer.cli.argument_parser import LeydenArgumentParser
+    from leyden.trainer.cli.configuration.argument_parser import LeydenArgumentParser
 
 SUBCOMMANDS = {
     "fit": "Train a module.",
@@ -135,7 +135,7 @@ class LeydenCLI:
 
     def init_parser(self, **kwargs: Any) -> LeydenArgumentParser:
         """Makes a parser; `kwargs` are `parser_kwargs`."""
-        from leyden.trainer.cli.argument_parser import LeydenArgumentParser
+        from leyden.trainer.cli.configuration.argument_parser import LeydenArgumentParser
 
         parser = (self.parser_class or LeydenArgumentParser)(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML or JSON; or its text.")

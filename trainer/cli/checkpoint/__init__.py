@@ -1,0 +1,1 @@
+"""Commands that read checkpoints: `leyden checkpoint`, `merge`, `convert`, `bisect` and `replay`."""

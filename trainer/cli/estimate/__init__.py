@@ -1,0 +1,1 @@
+"""What a model takes before it trains: `leyden estimate` and `leyden plan`."""

@@ -1,0 +1,1 @@
+"""`leyden migrate`: scripts of Lightning and Accelerate, rewritten for Leyden."""
