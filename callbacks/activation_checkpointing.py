@@ -11,6 +11,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.policy import modules_of_classes
 from leyden.strategies.recomputing import keep, recompute
+from leyden.trainer.arguments.checks import check_flags, check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -61,10 +62,8 @@ class ActivationCheckpointing(Callback):
         wanted: Any = modules if is_function or isinstance(modules, (str, type)) else _each(modules)
         if isinstance(wanted, (str, tuple)) and not wanted:
             raise ConfigurationError(f"ActivationCheckpointing({modules!r}): give the classes of the model's blocks.")
-        if type(every) is not int or every < 1:
-            raise ConfigurationError(f"ActivationCheckpointing(every={every!r}): give a whole number from 1.")
-        if not isinstance(offload, bool):
-            raise ConfigurationError(f"ActivationCheckpointing(offload={offload!r}): use True or False.")
+        check_whole("ActivationCheckpointing", 1, every=every)
+        check_flags("ActivationCheckpointing", offload=offload)
         self.modules, self.every, self.offload = wanted, every, offload
         self.names: list[str] = []
         self._changed: list[nn.Module] = []

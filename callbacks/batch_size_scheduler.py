@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_whole
 
 
 class BatchSizeScheduler(GradientAccumulation):
@@ -57,10 +58,7 @@ class BatchSizeScheduler(GradientAccumulation):
             >>> BatchSizeScheduler.rampup(32, 32, 960, 128).scheduling
             {0: 32, 10: 64, 15: 96, 19: 128}
         """
-        named = {"start": start, "increment": increment, "samples": samples, "size": size}
-        for name, value in named.items():
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(f"BatchSizeScheduler.rampup({name}={value!r}): give a whole number from 1.")
+        check_whole("BatchSizeScheduler.rampup", 1, start=start, increment=increment, samples=samples, size=size)
         stages, rest = divmod(size - start, increment)
         if stages < 0 or rest:
             raise ConfigurationError(

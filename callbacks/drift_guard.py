@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.trainer.arguments.checks import check_choice, check_whole
 from leyden.trainer.checkpoint.digests import WeightReader, combined, merged
 
 if TYPE_CHECKING:
@@ -61,10 +62,8 @@ class DriftGuard(Callback):
     closing_hooks = frozenset({"on_train_batch_end"})
 
     def __init__(self, every_n_steps: int = 100, action: Literal["stop", "warn"] = "stop") -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"DriftGuard(every_n_steps={every_n_steps!r}): give a whole number from 1.")
-        if action not in ACTIONS:
-            raise ConfigurationError(f"DriftGuard(action={action!r}): {nearest(str(action), ACTIONS)}")
+        check_whole("DriftGuard", 1, every_n_steps=every_n_steps)
+        check_choice("DriftGuard", ACTIONS, action=action)
         self.every_n_steps, self.action = every_n_steps, action
         self.drifted: list[int] = []
         self._checked = self._agreed = -1

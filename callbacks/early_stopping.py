@@ -13,6 +13,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.arguments.given import checks_names
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ class EarlyStopping(Callback):
             raise ConfigurationError(
                 f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric, such as 'val_loss'."
             )
-        if mode not in MODES:
-            raise ConfigurationError(f"EarlyStopping(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
+        check_choice("EarlyStopping", MODES, mode=mode)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks from 0.")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:

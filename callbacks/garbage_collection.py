@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -51,8 +52,7 @@ class GarbageCollection(Callback):
     closing_hooks = frozenset({"on_train_batch_end"})
 
     def __init__(self, every_n_steps: int = 1000, generation: int = 2) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"GarbageCollection(every_n_steps={every_n_steps!r}): give a whole number from 1.")
+        check_whole("GarbageCollection", 1, every_n_steps=every_n_steps)
         if type(generation) is not int or generation not in (0, 1, 2):
             raise ConfigurationError(f"GarbageCollection(generation={generation!r}): give 2, 1 or 0.")
         self.every_n_steps, self.generation = every_n_steps, generation

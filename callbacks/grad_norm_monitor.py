@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.engine import needs_closure
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class GradNormMonitor(Callback):
         prog_bar: bool = False,
     ) -> None:
         self.norm_type = _norm_type("GradNormMonitor", norm_type)
-        if per not in PER:
-            raise ConfigurationError(f"GradNormMonitor(per={per!r}): {nearest(str(per), PER)}")
+        check_choice("GradNormMonitor", PER, per=per)
         if max_depth is not None and (type(max_depth) is not int or max_depth < 1 or per != "module"):
             raise ConfigurationError(
                 f"GradNormMonitor(per={per!r}, max_depth={max_depth!r}): give a depth from 1, with per='module'."

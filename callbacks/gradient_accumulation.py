@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_choice, check_flags, check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress
@@ -41,11 +42,10 @@ class GradientAccumulation(Callback):
     """A batch that does not fit into memory is cut, so that none is too large."""
 
     def __init__(self, steps: int | Mapping[int, int], by: Literal["epoch", "step"] = "epoch") -> None:
-        if by not in BY:
-            raise ConfigurationError(f"{type(self).__name__}(by={by!r}): {nearest(str(by), BY)}")
+        name = type(self).__name__
+        check_choice(name, BY, by=by)
         self.by = by
         schedule = {0: steps} if not isinstance(steps, Mapping) else dict(steps)
-        name = type(self).__name__
         if not schedule:
             raise ConfigurationError(f"{name} got an empty schedule: write {{0: 4}}, for example, or a number.")
         for epoch, length in schedule.items():
@@ -150,10 +150,8 @@ class AutoAccumulation(GradientAccumulation):
 
     def __init__(self, micro_batches: int = 1, try_largest: bool = False) -> None:
         super().__init__(1)
-        if not _is_whole(micro_batches) or micro_batches < 1:
-            raise ConfigurationError(f"AutoAccumulation(micro_batches={micro_batches!r}): give a whole number from 1.")
-        if not isinstance(try_largest, bool):
-            raise ConfigurationError(f"AutoAccumulation(try_largest={try_largest!r}): give True or False.")
+        check_whole("AutoAccumulation", 1, micro_batches=micro_batches)
+        check_flags("AutoAccumulation", try_largest=try_largest)
         self.micro_batches, self.try_largest = micro_batches, try_largest
 
     def cut_finer(self, least: int = 0) -> int:

@@ -6,7 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_choice
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -45,9 +46,8 @@ class LearningRateMonitor(Callback):
         log_momentum: bool = False,
         log_weight_decay: bool = False,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            hint = nearest(str(logging_interval), ("step", "epoch"))
-            raise ConfigurationError(f"LearningRateMonitor(logging_interval={logging_interval!r}): {hint}")
+        if logging_interval is not None:
+            check_choice("LearningRateMonitor", ("step", "epoch"), logging_interval=logging_interval)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback, refusal
 from leyden.callbacks.replayed_step import ReplayedStep
-from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import listed
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class NonFiniteGuard(Callback):
         patience: int | None = 10,
         further_batches: int = 0,
     ) -> None:
-        if action not in ACTIONS:
-            raise ConfigurationError(f"NonFiniteGuard(action={action!r}): {nearest(str(action), ACTIONS)}")
+        check_choice("NonFiniteGuard", ACTIONS, action=action)
         if patience is not None and (type(patience) is not int or patience < 1):
             raise ConfigurationError(f"NonFiniteGuard(patience={patience!r}): give a number from 1, or None.")
         if type(further_batches) is not int or further_batches < 0 or (further_batches and action != "rollback"):

@@ -11,7 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.batch import move_to_device
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.sharding import block
 
@@ -62,11 +63,8 @@ class BasePredictionWriter(Callback):
     state_per_rank = False
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
-        values = [interval.value for interval in WriteInterval]
-        if write_interval not in values:
-            raise ConfigurationError(
-                f"{type(self).__name__}(write_interval={write_interval!r}): {nearest(str(write_interval), values)}"
-            )
+        intervals = [interval.value for interval in WriteInterval]
+        check_choice(type(self).__name__, intervals, write_interval=write_interval)
         self.interval = WriteInterval(write_interval)
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[int] | None]] = []

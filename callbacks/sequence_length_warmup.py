@@ -13,6 +13,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.batch import map_children, map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_whole
 from leyden.trainer.format.text import listed
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ class SequenceLengthWarmup(Callback):
                 f"SequenceLengthWarmup(duration={duration!r}): give a number of steps from 1, or a part of the run, "
                 "such as 0.3."
             )
-        for name, value in (("min_seq_length", min_seq_length), ("step_size", step_size)):
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(f"SequenceLengthWarmup({name}={value!r}): give a whole number from 1.")
+        check_whole("SequenceLengthWarmup", 1, min_seq_length=min_seq_length, step_size=step_size)
         if type(max_seq_length) is not int or max_seq_length < min_seq_length:
             raise ConfigurationError(
                 f"SequenceLengthWarmup(max_seq_length={max_seq_length!r}): give a whole number from {min_seq_length}, "

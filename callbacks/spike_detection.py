@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of, nearest
+from leyden.callbacks.early_stopping import MODES
+from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_choice, check_flags, check_whole
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.format.text import listed
 from leyden.trainer.logging.values import start_reading
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
-MODES = ("min", "max")
 FILE = "skip_batches.json"
 
 
@@ -98,11 +99,9 @@ class SpikeDetection(Callback):
         exclude_batches_path: str | os.PathLike[str] | None = None,
         finite_only: bool = True,
     ) -> None:
-        if mode not in MODES:
-            raise ConfigurationError(f"SpikeDetection(mode={mode!r}): {nearest(str(mode), MODES)}")
-        for name, count, least in (("window", window, 1), ("warmup", warmup, 0)):
-            if type(count) is not int or count < least:
-                raise ConfigurationError(f"SpikeDetection({name}={count!r}): give a whole number from {least}.")
+        check_choice("SpikeDetection", MODES, mode=mode)
+        check_whole("SpikeDetection", 1, window=window)
+        check_whole("SpikeDetection", 0, warmup=warmup)
         for name, tolerance in (("atol", atol), ("rtol", rtol)):
             is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
             if tolerance is not None and not (is_number and tolerance >= 0):
@@ -115,8 +114,7 @@ class SpikeDetection(Callback):
                 f"SpikeDetection(exclude_batches_path={exclude_batches_path!r}): give the path of a file or a folder, "
                 "or None."
             )
-        if type(finite_only) is not bool:
-            raise ConfigurationError(f"SpikeDetection(finite_only={finite_only!r}): give True or False.")
+        check_flags("SpikeDetection", finite_only=finite_only)
         self.exclude_batches_path = exclude_batches_path
         self.finite_only = finite_only
         self._begin()

@@ -11,8 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_choice, check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -75,15 +76,8 @@ class StochasticWeightAveraging(ExchangesWeights):
                 f"StochasticWeightAveraging(swa_epoch_start={start!r}): give an epoch from 1, or a fraction of "
                 "max_epochs from 0.0 to 1.0."
             )
-        if type(annealing_epochs) is not int or annealing_epochs < 0:
-            raise ConfigurationError(
-                f"StochasticWeightAveraging(annealing_epochs={annealing_epochs!r}): give a whole number from 0."
-            )
-        if annealing_strategy not in ANNEALING:
-            raise ConfigurationError(
-                f"StochasticWeightAveraging(annealing_strategy={annealing_strategy!r}): "
-                f"{nearest(str(annealing_strategy), ANNEALING)}"
-            )
+        check_whole("StochasticWeightAveraging", 0, annealing_epochs=annealing_epochs)
+        check_choice("StochasticWeightAveraging", ANNEALING, annealing_strategy=annealing_strategy)
         if avg_fn is not None and not callable(avg_fn):
             raise ConfigurationError(f"StochasticWeightAveraging(avg_fn={avg_fn!r}): give a function, or None.")
         self._rates: float | list[float] = rates if by_group else float(rates[0])

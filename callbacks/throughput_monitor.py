@@ -14,6 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.peak_flops import peak_flops
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -74,8 +75,7 @@ class ThroughputMonitor(Callback):
                     f"ThroughputMonitor({name}={function!r}) is {kind_of(function)}: give a function of the batch, "
                     "such as lambda batch: len(batch[0])."
                 )
-        if type(window_size) is not int or window_size < 2:
-            raise ConfigurationError(f"ThroughputMonitor(window_size={window_size!r}): give a whole number from 2.")
+        check_whole("ThroughputMonitor", 2, window_size=window_size)
         if available_flops is not None and not available_flops > 0:
             raise ConfigurationError(f"ThroughputMonitor(available_flops={available_flops!r}): give a number above 0.")
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn

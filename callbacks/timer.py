@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, StateError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_choice
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -48,8 +49,7 @@ class Timer(Callback):
     def __init__(
         self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
     ) -> None:
-        if interval not in ("step", "epoch"):
-            raise ConfigurationError(f"Timer(interval={interval!r}): {nearest(str(interval), ('step', 'epoch'))}")
+        check_choice("Timer", ("step", "epoch"), interval=interval)
         self._duration = None if duration is None else parse_duration(duration).total_seconds()
         self._interval = interval
         self._verbose = verbose

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.arguments.checks import check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -231,14 +232,11 @@ class EMAWeightAveraging(WeightAveraging):
             )
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ConfigurationError(f"EMAWeightAveraging(decay={decay!r}): give a number from 0 to 1, such as 0.999.")
-        numbers = {
-            "update_every_n_steps": update_every_n_steps,
-            "update_starting_at_step": update_starting_at_step,
-            "update_starting_at_epoch": update_starting_at_epoch,
-        }
-        for name, number in numbers.items():
-            if (number is not None or name == "update_every_n_steps") and (type(number) is not int or number < 0):
-                raise ConfigurationError(f"EMAWeightAveraging({name}={number!r}): give a whole number from 0.")
+        check_whole("EMAWeightAveraging", 0, update_every_n_steps=update_every_n_steps)
+        if update_starting_at_step is not None:
+            check_whole("EMAWeightAveraging", 0, update_starting_at_step=update_starting_at_step)
+        if update_starting_at_epoch is not None:
+            check_whole("EMAWeightAveraging", 0, update_starting_at_epoch=update_starting_at_epoch)
         super().__init__(device, use_buffers, **kwargs)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps

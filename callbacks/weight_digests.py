@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_whole
 from leyden.trainer.checkpoint.digests import WeightReader, merged
 from leyden.trainer.format.digests import DigestFile, Place
 from leyden.trainer.format.tensors import is_sharded
@@ -48,8 +48,7 @@ class WeightDigests(Callback):
     state_per_rank = False
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"WeightDigests(every_n_steps={every_n_steps!r}): give a whole number from 1.")
+        check_whole("WeightDigests", 1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._place = Place()
         """How far the file was written when the run was saved, or when the last fit ended."""

@@ -27,10 +27,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.logging",),
     ("leyden.trainer.engine",),
     ("leyden.trainer.checkpoint",),
-    # Callbacks name the argument that was meant, too; the rest of its room reads callbacks.
+    # Callbacks check arguments and name those that were meant, too; the rest of that room reads callbacks.
     (
         *("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.exporting"),
-        "leyden.trainer.arguments.given",
+        *("leyden.trainer.arguments.given", "leyden.trainer.arguments.checks"),
     ),
     ("leyden.trainer.tuning",),
     ("leyden.callbacks",),

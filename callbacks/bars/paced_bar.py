@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.bars.progress_bar import ProgressBar, format_metrics
-from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -39,7 +39,8 @@ class PacedProgressBar(ProgressBar, ABC):
     """
 
     def __init__(self, refresh_rate: int = 1) -> None:
-        self._refresh_rate = self._whole_number("refresh_rate", refresh_rate)
+        check_whole(type(self).__name__, 0, refresh_rate=refresh_rate)
+        self._refresh_rate = refresh_rate
         self._is_plain = False
         self._is_training = False
         self._due = NEVER
@@ -57,11 +58,6 @@ class PacedProgressBar(ProgressBar, ABC):
         """True once a line was written in this run."""
         self._names: dict[str, None] = {}
         """The metrics that this run has shown."""
-
-    def _whole_number(self, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigurationError(f"{type(self).__name__}({name}={value!r}): give a whole number of 0 or more.")
-        return value
 
     # how to draw
     @abstractmethod

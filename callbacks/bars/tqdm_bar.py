@@ -11,6 +11,7 @@ from leyden.callbacks.bars.notebook_bar import notebook_bar
 from leyden.callbacks.bars.paced_bar import PacedProgressBar, in_notebook
 from leyden.callbacks.bars.progress_bar import format_metrics
 from leyden.strategies.errors import needs
+from leyden.trainer.arguments.checks import check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -50,7 +51,8 @@ class TQDMProgressBar(PacedProgressBar):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate)
-        self._position = self._whole_number("process_position", process_position)
+        check_whole(type(self).__name__, 0, process_position=process_position)
+        self._position = process_position
         self._leave = leave
         self._bars: dict[str, Any] = {}
         """The bars on the screen by stage: "train", and below it one of an evaluation."""

@@ -6,15 +6,15 @@ from typing import Any
 
 from leyden.callbacks.early_stopping import MODES
 from leyden.callbacks.timer import parse_duration
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_choice
 
 
 def check_arguments(monitor: Any, mode: Any, save_top_k: Any, save_last: Any) -> None:
     """Raises ConfigurationError for arguments of a ModelCheckpoint that cannot be."""
     if monitor is not None and (not isinstance(monitor, str) or not monitor):
         raise ConfigurationError(f"ModelCheckpoint(monitor={monitor!r}): give the name of a logged metric, or None.")
-    if mode not in MODES:
-        raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
+    check_choice("ModelCheckpoint", MODES, mode=mode)
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
             f"ModelCheckpoint(save_top_k={save_top_k!r}): give a whole number from 0, or -1 for all."

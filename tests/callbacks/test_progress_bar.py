@@ -499,5 +499,5 @@ def test_numbers_are_short(value: Any, text: str) -> None:
     "arguments", [{"refresh_rate": -1}, {"refresh_rate": 0.5}, {"process_position": -1}, {"refresh_rate": True}]
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="give a whole number of 0 or more"):
+    with pytest.raises(ConfigurationError, match="give a whole number from 0"):
         TQDMProgressBar(**arguments)
