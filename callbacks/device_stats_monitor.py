@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.loggers.run_loggers import check_has_logger, is_logged, log_to_all
 from leyden.strategies.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
@@ -47,17 +48,14 @@ class DeviceStatsMonitor(Callback):
         """The step that the batch belongs to, if it is logged."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError(
-                "DeviceStatsMonitor needs a logger: use Trainer(logger=True), or leave the callback out."
-            )
+        check_has_logger(self, trainer)
         if self._has_cpu(trainer.strategy.root_device):
             # The first call has nothing to compare with, and returns 0.
             cpu_statistics()
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0 and trainer.window.index == 0:
+        if is_logged(trainer, step) and trainer.window.index == 0:
             self._step = step
             self._log(trainer, "on_train_batch_start", step)
 
@@ -71,26 +69,18 @@ class DeviceStatsMonitor(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._log_evaluation(trainer, "on_validation_batch_start", batch_idx)
+        self._log_evaluation(trainer, "start", batch_idx)
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._log_evaluation(trainer, "on_validation_batch_end", batch_idx)
+        self._log_evaluation(trainer, "end", batch_idx)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._log_evaluation(trainer, "on_test_batch_start", batch_idx)
+    on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
 
-    def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._log_evaluation(trainer, "on_test_batch_end", batch_idx)
-
-    def _log_evaluation(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
-        if batch_idx % trainer.log_every_n_steps == 0 and not trainer.sanity_checking:
-            self._log(trainer, hook, trainer.global_step)
+    def _log_evaluation(self, trainer: Trainer, end: str, batch_idx: int) -> None:
+        if is_logged(trainer, batch_idx) and not trainer.sanity_checking:
+            self._log(trainer, f"on_{trainer.state.pass_of}_batch_{end}", trainer.global_step)
 
     def _log(self, trainer: Trainer, hook: str, step: int) -> None:
         if not trainer.is_global_zero:
@@ -99,9 +89,7 @@ class DeviceStatsMonitor(Callback):
         found = device_statistics(device)
         if self._has_cpu(device):
             found |= cpu_statistics()
-        values = {f"{type(self).__name__}.{hook}/{name}": value for name, value in found.items()}
-        for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step=step)
+        log_to_all(trainer, {f"{type(self).__name__}.{hook}/{name}": value for name, value in found.items()}, step)
 
     def _has_cpu(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.loggers.run_loggers import is_logged
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.engine import needs_closure
@@ -108,12 +109,10 @@ class GradNormMonitor(Callback):
             self._handles.append(optimizer.register_step_pre_hook(partial(self._note_clipped, trainer)))
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        if self._is_due(trainer):
-            self._note(self.kind, trainer.strategy, optimizer, trainer.global_step + 1)
+        self._note(self.kind, trainer, optimizer)
 
     def _note_clipped(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
-        if self._is_due(trainer):
-            self._note(f"{self.kind}_clipped", trainer.strategy, optimizer, trainer.global_step + 1)
+        self._note(f"{self.kind}_clipped", trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -135,12 +134,11 @@ class GradNormMonitor(Callback):
             handle.remove()
         self._handles = []
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        every = trainer.log_every_n_steps
-        return bool(every) and (trainer.global_step + 1) % every == 0
-
     # norms ------------------------------------------------------------------------------------------------------------
-    def _note(self, kind: str, strategy: Strategy, optimizer: Optimizer, step: int) -> None:
+    def _note(self, kind: str, trainer: Trainer, optimizer: Optimizer) -> None:
+        step, strategy = trainer.global_step + 1, trainer.strategy
+        if not is_logged(trainer, step):
+            return
         if step != self._step:
             self._found, self._step = {}, step
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

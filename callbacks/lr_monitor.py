@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.loggers.run_loggers import check_has_logger, is_logged, log_to_all
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.arguments.checks import check_choice
 
@@ -55,10 +56,7 @@ class LearningRateMonitor(Callback):
         self._named: list[tuple[str, Optimizer, str]] = []
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError(
-                "LearningRateMonitor needs a logger: use Trainer(logger=True), or leave the callback out."
-            )
+        check_has_logger(self, trainer)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._named = list(self._names(trainer))
@@ -73,7 +71,7 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         # The step at the end of this window is logged under its own number.
         step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0 and trainer.window.index == 0 and self.logging_interval != "epoch":
+        if is_logged(trainer, step) and trainer.window.index == 0 and self.logging_interval != "epoch":
             self._log(trainer, "step", step)
 
     def _names(self, trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
@@ -100,9 +98,7 @@ class LearningRateMonitor(Callback):
             for label in _group_names(name, optimizer):
                 self.lrs.setdefault(label, []).append(found[label])
         trainer.logs.show(values)
-        if values and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
+        log_to_all(trainer, values, step)
 
     def _values(self, name: str, optimizer: Optimizer) -> dict[str, float]:
         """Returns the values to log for an optimizer, under its name."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.loggers.run_loggers import folder_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.format import staging
 
@@ -85,7 +86,7 @@ class SaveConfigCallback(Callback):
             return
         self.already_saved = True
         if self.save_to_log_dir:
-            self._save(_folder_of(trainer), stage, replaces=stage != "fit" or trainer.ckpt_path is not None)
+            self._save(folder_of(trainer), stage, replaces=stage != "fit" or trainer.ckpt_path is not None)
         self.save_config(trainer, module, stage)
 
     def _save(self, folder: Path, stage: str, replaces: bool) -> None:
@@ -191,14 +192,6 @@ def _parts_of(whole: Path) -> list[Path]:
         elif isinstance(value, (dict, list)):
             values += value.values() if isinstance(value, dict) else value
     return sorted(path for path in whole.parent.iterdir() if path.name in named and path.is_file())
-
-
-def _folder_of(trainer: Trainer) -> Path:
-    if trainer.log_dir is None:
-        for logger in trainer.loggers:
-            # W&B names its folder when its run begins.
-            _ = logger.experiment
-    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def _free_name(path: Path) -> Path:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.loggers.run_loggers import check_has_logger, log_to_all
 from leyden.callbacks.peak_flops import peak_flops
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.saved_state import SavedState
@@ -88,15 +89,12 @@ class ThroughputMonitor(Callback):
         """The step of the last row of training."""
 
     def state_dict(self) -> dict[str, Any]:
-        totals = self._stages["train"].totals
-        return {"time": totals.time, "batches": totals.batches, "samples": totals.samples, "lengths": totals.lengths}
+        return asdict(self._stages["train"].totals)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = SavedState(state)
-        totals = _Totals(
-            saved.number("time"), saved.integer("batches"), saved.integer("samples"), saved.integer("lengths")
-        )
-        self._stages["train"] = _Counted(self.window_size, totals)
+        counts = {name: saved.integer(name) for name in ("batches", "samples", "lengths")}
+        self._stages["train"] = _Counted(self.window_size, _Totals(saved.number("time"), **counts))
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Keeps its totals, of what was read and computed: it is no less for being undone."""
@@ -104,10 +102,7 @@ class ThroughputMonitor(Callback):
         self._row = min(self._row, step)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError(
-                "ThroughputMonitor needs a logger: use Trainer(logger=True), or leave the callback out."
-            )
+        check_has_logger(self, trainer)
         self._stages |= {name: _Counted(self.window_size) for name in self._stages if name != "train"}
         dtype = _computed_in(trainer)
         self._peak = self.available_flops
@@ -124,8 +119,9 @@ class ThroughputMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._clock.begin()
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._clock.begin()
+    # What was between two epochs, or from an evaluation to the next batch, is nobody's time.
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = on_train_epoch_start
+    on_validation_end = on_train_epoch_start
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self._clock.mark("data")
@@ -146,38 +142,20 @@ class ThroughputMonitor(Callback):
             self._log(trainer, "train", self._row)
 
     # evaluation -------------------------------------------------------------------------------------------------------
-    def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._clock.begin()
-
-    def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._clock.begin()
-
-    def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._clock.begin()
-
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if not trainer.sanity_checking:
-            self._evaluated("validate", trainer, module, batch)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._evaluated("test", trainer, module, batch)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._evaluated("predict", trainer, module, batch)
-
-    def _evaluated(self, stage: str, trainer: Trainer, module: TrainModule, batch: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        stage = "validate" if trainer.state.stage == "fit" else str(trainer.state.stage)
         self._clock.mark("forward")
         self._count(stage, module, batch, self._clock.take())
         batches = self._stages[stage].totals.batches
         if self._due(trainer, batches, batches - 1):
             # Beside the steps of a fit; else by its own batches, which no other step counts.
             self._log(trainer, stage, trainer.global_step if stage == "validate" else batches)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     # both -------------------------------------------------------------------------------------------------------------
     def _count(self, stage: str, module: TrainModule, batch: Any, parts: dict[str, float]) -> None:
@@ -201,8 +179,7 @@ class ThroughputMonitor(Callback):
         values = self._values(trainer, self._stages[stage])
         named = {self.separator.join((stage, *name)): value for name, value in values.items()}
         trainer.logs.show(named)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics(named, step=step)
+        log_to_all(trainer, named, step)
 
     def _values(self, trainer: Trainer, counted: _Counted) -> dict[tuple[str, ...], float]:
         """Returns what is logged, by the parts of its name."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.loggers.run_loggers import folder_of
 from leyden.trainer.arguments.checks import check_whole
 from leyden.trainer.checkpoint.digests import WeightReader, merged
 from leyden.trainer.format.digests import DigestFile, Place
@@ -102,11 +103,7 @@ class WeightDigests(Callback):
             self._file = None
 
     def _opened(self, trainer: Trainer) -> DigestFile:
-        if trainer.log_dir is None:
-            for logger in trainer.loggers:
-                # W&B names its folder when its run begins.
-                _ = logger.experiment
-        folder, place = Path(trainer.log_dir or trainer.default_root_dir), self._place
+        folder, place = folder_of(trainer), self._place
         # A new run leaves the file of the fit before it as it is.
         is_new = trainer.global_step == 0 and trainer.ckpt_path is None
         if is_new or not place.file or place.step > trainer.global_step:

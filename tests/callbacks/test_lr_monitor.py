@@ -142,12 +142,6 @@ def test_group_names_must_differ(tmp_path: Path) -> None:
         fit(tmp_path, configure, LearningRateMonitor())
 
 
-def test_a_monitor_without_a_logger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="LearningRateMonitor needs a logger"):
-        fit(tmp_path, by_step, LearningRateMonitor(), logger=False)
-    fit(tmp_path, by_step, LearningRateMonitor(), fast_dev_run=True)
-
-
 def test_a_wrong_interval_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'epoch'"):
         LearningRateMonitor("epochs")  # type: ignore[arg-type]

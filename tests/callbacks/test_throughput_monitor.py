@@ -167,11 +167,6 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> Non
         ThroughputMonitor(**arguments)
 
 
-def test_a_run_without_a_logger_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="needs a logger"):
-        Trainer(**QUIET, callbacks=[ThroughputMonitor(len)]).fit(module(), BATCHES)
-
-
 def test_devices_are_known_by_their_names() -> None:
     assert peak_of("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
     assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
