@@ -18,6 +18,7 @@ from leyden.trainer.checkpoint.shards import copy_part
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
 
+    from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
 
@@ -219,7 +220,7 @@ def fill_part(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
 
 
 class ExchangesWeights(Callback):
-    """A callback that puts averages in the place of the weights."""
+    """A callback that puts averages in the place of the weights; `_average` makes them of a flat module."""
 
     # Before other callbacks, which may save or look at weights in the same hooks.
     order: ClassVar[int] = -100
@@ -228,12 +229,48 @@ class ExchangesWeights(Callback):
     changes_weights = True
     state_per_rank = False
 
-    def check_exchange(self, trainer: Trainer) -> None:
-        """Refuses a strategy that cannot exchange weights, and a second callback that does.
+    _device: torch.device | None = None
+    """Of the averages; that of the weights if None."""
+    _weights: AveragedWeights | None = None
+    _latest_update_epoch = -1
+    _restored: SavedState | None = None
+    """A checkpoint's averages, until the module has its weights."""
 
-        Raises:
-            ConfigurationError: names the strategy or the other callback.
+    def _average(self, flat: nn.Module) -> AveragedModel:
+        raise NotImplementedError
+
+    @property
+    def n_averaged(self) -> int:
+        """How often the averages have been updated."""
+        return 0 if self._weights is None else self._weights.count
+
+    def _begin(self, trainer: Trainer, module: nn.Module) -> bool:
+        """Begins the averages of a fit; returns False if it goes on with those of the last one."""
+        self._check_exchange(trainer)
+        if self._weights is not None and trainer.global_step > 0:
+            return False
+        self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
+        self._latest_update_epoch = -1
+        return True
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        assert self._weights is not None
+        self._weights.check_names()
+        self._weights.check_dtypes()
+        if self._weights.in_module:
+            # The fit goes on from where the last one ended.
+            self._weights.exchange()
+
+    def _has_new_epoch(self, trainer: Trainer) -> bool:
+        """True if an epoch has ended that is not in the averages yet.
+
+        The hook of its end runs for an epoch that a limit interrupts, too, and once more when a resume has ended it.
         """
+        is_over = trainer.progress.ended or trainer.progress.cut
+        return is_over and trainer.current_epoch > self._latest_update_epoch
+
+    def _check_exchange(self, trainer: Trainer) -> None:
+        """Refuses a strategy that cannot exchange weights, and a second callback that does."""
         name, why = type(self).__name__, trainer.strategy.refusals.get("exchange")
         if why is not None:
             raise ConfigurationError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
+from leyden.callbacks.averaged_weights import ExchangesWeights, parse_device
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice, check_whole
@@ -83,21 +83,13 @@ class StochasticWeightAveraging(ExchangesWeights):
         self._rates: float | list[float] = rates if by_group else float(rates[0])
         self._start, self._epochs, self._strategy = swa_epoch_start, annealing_epochs, annealing_strategy
         self._function, self._device = avg_fn, parse_device(self, device)
-        self._weights: AveragedWeights | None = None
         self._scheduler: SWALR | None = None
-        self._restored: SavedState | None = None
-        self._latest_update_epoch = -1
         self._steps: int | None = None
         """Steps of the scheduler; None before the first epoch."""
         self._measured = 0
         """Number of averages for which batch norm has its statistics."""
 
     refuses_rollback = "sets the learning rates from an epoch on, which a checkpoint from before it does not know of"
-
-    @property
-    def n_averaged(self) -> int:
-        """How often the averages have been updated."""
-        return 0 if self._weights is None else self._weights.count
 
     def first_epoch(self, max_epochs: int | None) -> int:
         """The first epoch that is averaged, counted from 0.
@@ -121,19 +113,14 @@ class StochasticWeightAveraging(ExchangesWeights):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.check_exchange(trainer)
         self.first_epoch(trainer.max_epochs)
-        if self._weights is None or trainer.global_step == 0:
-            self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
-            self._latest_update_epoch, self._steps, self._measured = -1, None, 0
+        if self._begin(trainer, module):
+            self._steps, self._measured = None, 0
 
     def _average(self, flat: nn.Module) -> AveragedModel:
         return AveragedModel(flat, avg_fn=self._function)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        assert self._weights is not None
-        self._weights.check_names()
-        self._weights.check_dtypes()
         if not module.automatic_optimization and any(isinstance(part, _BatchNorm) for part in module.modules()):
             raise ConfigurationError(
                 "StochasticWeightAveraging runs training_step once more for batch norm's statistics of the averages, "
@@ -152,9 +139,7 @@ class StochasticWeightAveraging(ExchangesWeights):
                 f"swa_lrs has {len(self._rates)} learning rates, and the optimizer has {groups} groups: give one for "
                 "each, or a single one for all."
             )
-        if self._weights.in_module:
-            # The fit goes on from where the last one ended.
-            self._weights.exchange()
+        super().on_fit_start(trainer, module)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps is not None:
@@ -179,15 +164,13 @@ class StochasticWeightAveraging(ExchangesWeights):
             self._scheduler.load_state_dict({"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        epoch, progress = trainer.current_epoch, trainer.progress
-        is_over = progress.ended or progress.cut
-        if self._scheduler is None or self._steps is None or not is_over or epoch <= self._latest_update_epoch:
+        if self._scheduler is None or self._steps is None or not self._has_new_epoch(trainer):
             return
         assert self._weights is not None
         self._weights.update()
         self._scheduler.step()
         self._steps += 1
-        self._latest_update_epoch = epoch
+        self._latest_update_epoch = epoch = trainer.current_epoch
         if trainer.max_epochs is not None and epoch + 1 == trainer.max_epochs:
             self._finish(trainer)
 

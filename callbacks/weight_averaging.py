@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
+from leyden.callbacks.averaged_weights import ExchangesWeights, parse_device
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_whole
@@ -59,11 +59,8 @@ class WeightAveraging(ExchangesWeights):
             raise ConfigurationError(f"{type(self).__name__} was given avg_fn and multi_avg_fn: give one of them.")
         self._device = parse_device(self, device)
         self._use_buffers, self._functions = use_buffers, kwargs
-        self._weights: AveragedWeights | None = None
-        self._restored: SavedState | None = None
         self._latest_update_step = 0
         """The global step after which `should_update` was true last."""
-        self._latest_update_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Returns True if the averages are to be updated now. Override it to choose when; by default after each step.
@@ -74,27 +71,16 @@ class WeightAveraging(ExchangesWeights):
         """
         return step_idx is not None
 
-    @property
-    def n_averaged(self) -> int:
-        """How often the averages have been updated."""
-        return 0 if self._weights is None else self._weights.count
-
     # a run ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        self.check_exchange(trainer)
-        if self._weights is None or trainer.global_step == 0:
-            self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
-            self._latest_update_step, self._latest_update_epoch = 0, -1
+        if stage == "fit" and self._begin(trainer, module):
+            self._latest_update_step = 0
 
     def _average(self, flat: nn.Module) -> AveragedModel:
         return AveragedModel(flat, use_buffers=self._use_buffers, **self._functions)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        assert self._weights is not None
-        self._weights.check_names()
-        self._weights.check_dtypes()
+        super().on_fit_start(trainer, module)
         if self._restored is not None:
             self._restored = None
             warnings.warn(
@@ -102,9 +88,6 @@ class WeightAveraging(ExchangesWeights):
                 "saved averages are.",
                 stacklevel=2,
             )
-        if self._weights.in_module:
-            # The fit goes on from where the last one ended.
-            self._weights.exchange()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,10 +98,8 @@ class WeightAveraging(ExchangesWeights):
             self._latest_update_step = step
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        epoch, progress = trainer.current_epoch, trainer.progress
-        # The hook runs for an epoch that a limit interrupts, too, and once more when a resume has ended it.
-        is_over = progress.ended or progress.cut
-        if is_over and epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
+        epoch = trainer.current_epoch
+        if self._has_new_epoch(trainer) and self.should_update(epoch_idx=epoch):
             self._update()
             self._latest_update_epoch = epoch
 
