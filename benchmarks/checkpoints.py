@@ -4,10 +4,10 @@
 
 The size is that of everything written: weights, and two moments for each. Every save is flushed to the disk: what a
 library leaves in memory is fsynced before the clock stops. A load ends when every byte is in the module and in the
-optimizer. It fills a module that is there and an optimizer without state, as a resume does, with the file in the page
-cache ("warm") and evicted from it ("cold"). The contestants take turns within one round, and each round starts with
-another one. The table shows medians of the rounds, ratios to the quickest of the others within a round, and the memory
-that a contestant takes beyond the tensors at its peak.
+optimizer. It fills a module that is there and an optimizer without state, in a process of its own, as a resume does,
+with the file in the page cache ("warm") and evicted from it ("cold"). The contestants take turns within one round, and
+each round starts with another one. The table shows medians of the rounds, ratios to the quickest of the others within a
+round, and the memory that a contestant takes beyond the tensors at its peak.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import io
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -23,14 +24,18 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
+import xxhash
 from torch import nn
 from torch.optim import AdamW
 
 from leyden.trainer.accelerator.accelerator import Accelerator
+from leyden.trainer.format.safefile import memory_of
 from leyden.trainer.format.text import size_of
 
 WIDTH = 1024
@@ -40,9 +45,9 @@ WIDTH = 1024
 def make(gigabytes: float) -> tuple[nn.Module, AdamW]:
     """Returns a model and its optimizer, which has no state yet; together they save about so many GB."""
     block = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
-    blocks = max(1, round(gigabytes * 1e9 / 3 / block))
+    blocks = round(gigabytes * 1e9 / 3 / block)
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(nn.Linear(8, 8), *layers)
     return model, AdamW(model.parameters(), lr=1e-3)
 
 
@@ -168,28 +173,32 @@ def evict(folder: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass
-class Timings:
-    """Seconds of each round, and the most bytes beyond the tensors, by what was measured."""
+@dataclass(frozen=True)
+class Sample:
+    """Seconds that something took, and the most bytes beyond its tensors that were resident meanwhile."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    beyond: dict[str, int] = field(default_factory=dict)
+    seconds: float
+    beyond: int
 
-    def measure(self, what: str, action: Callable[[], None], made: int) -> None:
-        """Times an action that makes so many bytes of tensors which stay."""
-        gc.collect()
-        os.sync()
-        with contextlib.suppress(OSError):
-            # Starts VmHWM, the most memory that was resident, at what is resident now.
-            Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            began = time.perf_counter()
-            action()
-            took = time.perf_counter() - began
-        self.seconds.setdefault(what, []).append(took)
-        self.beyond[what] = max(self.beyond.get(what, 0), resident("VmHWM") - before - made)
+
+Samples: TypeAlias = dict[str, dict[str, list[Sample]]]
+"""Of each contestant, by what was measured, one of each round."""
+
+
+def measure(action: Callable[[], None], made: int) -> Sample:
+    """Times an action that makes so many bytes of tensors which stay."""
+    gc.collect()
+    os.sync()
+    with contextlib.suppress(OSError):
+        # Starts VmHWM, the most memory that was resident, at what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        began = time.perf_counter()
+        action()
+        took = time.perf_counter() - began
+    return Sample(took, max(0, resident("VmHWM") - before - made))
 
 
 def resident(line: str) -> int:
@@ -201,60 +210,92 @@ def resident(line: str) -> int:
     return 1024 * int(status.partition(f"{line}:")[2].split()[0])
 
 
-def run(kinds: list[type[Contestant]], gigabytes: float, repeats: int, folder: Path) -> dict[str, Timings]:
+def digest(model: nn.Module, optimizer: AdamW) -> str:
+    """Returns a digest of every weight and moment."""
+    found = xxhash.xxh3_128()
+    for parameter in model.parameters():
+        for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+            found.update(memory_of(tensor.contiguous()))
+    return found.hexdigest()
+
+
+def touch(size: int) -> None:
+    """Takes so many bytes of memory, writes to them and gives them back.
+
+    A virtual machine may have returned its free memory to its host, which takes ten times as long to hand it out again
+    as a load takes, to whoever asks first.
+    """
+    piece = 256 * 2**20
+    kept = [torch.empty(piece, dtype=torch.uint8).fill_(1) for _ in range(-(-size // piece))]
+    del kept
+
+
+def run(kinds: list[type[Contestant]], gigabytes: float, repeats: int, folder: Path) -> Samples:
     """Measures one size."""
     source, stepped = make(gigabytes)
     give_state(source, stepped)
-    timings = {kind.name: Timings() for kind in kinds}
-    # The first round, which imports and warms, does not count.
-    for number in range(repeats + 1):
+    expected = digest(source, stepped)
+    samples: Samples = {kind.name: {} for kind in kinds}
+    trials = {kind.name: saved(kind, *stepped_once(0), folder / f"trial-{kind.name}")[0] for kind in kinds}
+    for number in range(repeats):
         start = number % len(kinds)
         for kind in kinds[start:] + kinds[:start]:
-            found = timings[kind.name] if number else Timings()
-            path = folder / f"{number}-{kind.name}"
-            saving = kind()
-            saving.prepare(source, stepped)
-            found.measure("save", lambda saving=saving, path=path: saving.save(path), 0)  # type: ignore[misc]
-            for what, place in (("warm", warm), ("cold", evict)):
-                check_load(kind, path, found, what, place, (source, stepped), gigabytes)
+            path, sample = saved(kind, source, stepped, folder / f"{number}-{kind.name}")
+            samples[kind.name].setdefault("save", []).append(sample)
+            for what in ("warm", "cold"):
+                with multiprocessing.get_context("forkserver").Pool(1) as process:
+                    arguments = (kind, trials[kind.name], path, what, gigabytes, expected)
+                    samples[kind.name].setdefault(what, []).append(process.apply(load, arguments))
             shutil.rmtree(path)
-    return timings
+    return samples
 
 
-def check_load(
-    kind: type[Contestant],
-    path: Path,
-    found: Timings,
-    what: str,
-    place: Callable[[Path], None],
-    source: tuple[nn.Module, AdamW],
-    gigabytes: float,
-) -> None:
-    """Measures a load, and compares what it loaded with what was saved."""
+def stepped_once(gigabytes: float) -> tuple[nn.Module, AdamW]:
+    """Returns a model, and its optimizer with state."""
     model, optimizer = make(gigabytes)
-    loading = kind()
-    loading.prepare(model, optimizer)
-    place(path)
-    moments = sum(2 * parameter.nbytes for parameter in model.parameters())
-    found.measure(what, lambda: loading.load(path), moments)
-    for mine, its in zip(model.parameters(), source[0].parameters(), strict=True):
-        same = all(torch.equal(optimizer.state[mine][key], source[1].state[its][key]) for key in optimizer.state[mine])
-        if not torch.equal(mine, its) or not same or not optimizer.state[mine]:
-            raise SystemExit(f"{kind.name} loaded other numbers than it saved")
+    give_state(model, optimizer)
+    return model, optimizer
 
 
-def report(timings: dict[str, Timings], gigabytes: float) -> None:
+def saved(kind: type[Contestant], model: nn.Module, optimizer: AdamW, path: Path) -> tuple[Path, Sample]:
+    """Saves to a folder, and returns it."""
+    saving = kind()
+    saving.prepare(model, optimizer)
+    return path, measure(lambda: saving.save(path), 0)
+
+
+def load(kind: type[Contestant], trial: Path, path: Path, what: str, gigabytes: float, expected: str) -> Sample:
+    """Loads a checkpoint, after a tiny one for which everything is imported, and compares it with what was saved."""
+    torch.set_num_threads(1)
+    for folder, size in ((trial, 0.0), (path, gigabytes)):
+        model, optimizer = make(size)
+        loading = kind()
+        loading.prepare(model, optimizer)
+        touch(round((4 + 2 * size) * 1e9) if size else 0)
+        warm(folder) if what == "warm" else evict(folder)
+        moments = sum(2 * parameter.nbytes for parameter in model.parameters())
+        sample = measure(partial(loading.load, folder), moments)
+    if digest(model, optimizer) != expected:
+        raise RuntimeError(f"{kind.name} loaded other numbers than it saved")
+    return sample
+
+
+def report(samples: Samples, gigabytes: float) -> None:
     """Prints the table of one size."""
     print(f"\n{gigabytes:g} GB")
     columns = [f"{what}{unit}" for what in ("save", "warm", "cold") for unit in ("", " ratio", " memory")]
     print("".rjust(12), *(column.rjust(12) for column in columns))
-    for name, own in timings.items():
+    for name, own in samples.items():
         cells = []
-        for what, seconds in own.seconds.items():
-            others = [other.seconds[what] for key, other in timings.items() if key != name]
-            ratios = [mine / min(theirs) for mine, *theirs in zip(seconds, *others, strict=True)] if others else [1.0]
-            cells += [f"{statistics.median(seconds):.2f} s", f"{statistics.median(ratios):.2f}"]
-            cells.append(size_of(max(0, own.beyond[what])))
+        for what, mine in own.items():
+            others = [other[what] for key, other in samples.items() if key != name]
+            best = [min(sample.seconds for sample in theirs) for theirs in zip(*others, strict=True)]
+            ratios = [sample.seconds / quickest for sample, quickest in zip(mine, best, strict=True)] if best else [1.0]
+            cells += [
+                f"{statistics.median(sample.seconds for sample in mine):.2f} s",
+                f"{statistics.median(ratios):.2f}",
+            ]
+            cells.append(size_of(max(sample.beyond for sample in mine)))
         print(name.rjust(12), *(cell.rjust(12) for cell in cells), flush=True)
 
 
@@ -266,6 +307,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; on the disk that counts")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__"])
     kinds = [kind for kind in CONTESTANTS if not args.only or kind.name in args.only]
     for gigabytes in args.gigabytes:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
