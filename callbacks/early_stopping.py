@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self.stopped_epoch = 0
         self.wait_count = 0
-        self.best_score = self._worst()
+        self.best_score = torch.tensor(-math.inf if mode == "max" else math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
 
@@ -233,9 +233,6 @@ class EarlyStopping(Callback):
 
     def _is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         return value > than + by if self.mode == "max" else value < than - by
-
-    def _worst(self) -> Tensor:
-        return torch.tensor(-math.inf if self.mode == "max" else math.inf, dtype=torch.float64)
 
     def _arguments(self) -> dict[str, Any]:
         return {

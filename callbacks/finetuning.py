@@ -101,14 +101,9 @@ class BaseFinetuning(Callback):
             train_bn: False leaves out those of batch norms.
             requires_grad: False yields those that are frozen.
         """
-        seen = set[int]()
-        for part in BaseFinetuning.flatten_modules(modules):
-            if isinstance(part, _BatchNorm) and not train_bn:
-                continue
-            for parameter in part.parameters(recurse=False):
-                if parameter.requires_grad is requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        for parameter in _own(_without_norms(modules, train_bn)):
+            if parameter.requires_grad is requires_grad:
+                yield parameter
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
@@ -164,9 +159,7 @@ class BaseFinetuning(Callback):
             initial_denom_lr: see lr; not used where lr is given.
             train_bn: False leaves batch norms as they are.
         """
-        parts = BaseFinetuning.flatten_modules(modules)
-        if not train_bn:
-            parts = [part for part in parts if not isinstance(part, _BatchNorm)]
+        parts = _without_norms(modules, train_bn)
         taken = _taken(optimizer)
         # `freeze` may have left a batch norm to be trained from the start.
         asked = [p for p in _own(parts) if not (p.requires_grad and id(p) in taken)]
@@ -326,6 +319,12 @@ def _parts(modules: Any) -> Iterator[nn.Module]:
             yield from _parts(entry)
     else:
         raise ConfigurationError(f"{kind_of(modules)} is no module: give a module, or a list of modules.")
+
+
+def _without_norms(modules: Modules, train_bn: bool) -> list[nn.Module]:
+    """What `flatten_modules` returns, without batch norms unless they are trained."""
+    parts = BaseFinetuning.flatten_modules(modules)
+    return [part for part in parts if train_bn or not isinstance(part, _BatchNorm)]
 
 
 def _own(parts: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import is_logged
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.local_weights import local_part
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.engine import needs_closure
 
@@ -80,7 +82,8 @@ class GradNormMonitor(Callback):
         """By kind and optimizer: names, and the sums of the p-th powers of their gradients."""
         self._step = -1
         """The step that they are of."""
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
+        """Those of the optimizers, which it removes at its end."""
 
     @property
     def kind(self) -> str:
@@ -97,7 +100,7 @@ class GradNormMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._parts, self._found, self._step = {}, {}, -1
-        self._release()
+        self._hooks.close()
         if not self.after_clipping:
             return
         for optimizer in trainer.optimizers:
@@ -106,7 +109,7 @@ class GradNormMonitor(Callback):
                     f"GradNormMonitor(after_clipping=True): {type(optimizer).__name__} clips within its step, several "
                     "times. Leave after_clipping out."
                 )
-            self._handles.append(optimizer.register_step_pre_hook(partial(self._note_clipped, trainer)))
+            self._hooks.callback(optimizer.register_step_pre_hook(partial(self._note_clipped, trainer)).remove)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         self._note(self.kind, trainer, optimizer)
@@ -127,12 +130,7 @@ class GradNormMonitor(Callback):
             self.log_dict(parts, on_step=True, on_epoch=False)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
 
     # norms ------------------------------------------------------------------------------------------------------------
     def _note(self, kind: str, trainer: Trainer, optimizer: Optimizer) -> None:
@@ -204,7 +202,7 @@ class _Parts:
         own = [named[id(parameter)] for parameter in here]
         if strategy.replicates or strategy.ranks.world_size == 1:
             return cls(here, own, None, None)
-        sizes = {name: (_local(p).numel(), p.numel()) for name, p in zip(own, here, strict=True)}
+        sizes = {name: (local_part(p).numel(), p.numel()) for name, p in zip(own, here, strict=True)}
         held: dict[str, int] = {}
         for others in strategy.ranks.all_gather_object(sizes):
             for other, (part, _) in others.items():
@@ -241,7 +239,7 @@ def _norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> 
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
             continue
-        grad = _gradient_of(parameter)
+        grad = local_part(_whole_gradient(parameter))
         grad = grad.coalesce().values() if grad.is_sparse else grad
         if grad.numel():
             alike.setdefault((grad.device, grad.dtype), []).append((index, grad))
@@ -313,11 +311,6 @@ def _norm(grad: Any, p: float) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
-def _gradient_of(parameter: Any) -> Tensor:
-    """This rank's part of a gradient, split as its parameter is."""
-    return _local(_whole_gradient(parameter))
-
-
 def _whole_gradient(parameter: Any) -> Any:
     """A gradient, split as its parameter is: a layer may leave it otherwise, or a partial sum."""
     grad = parameter.grad.detach()
@@ -325,11 +318,6 @@ def _whole_gradient(parameter: Any) -> Any:
     if placements is not None and getattr(grad, "placements", placements) != placements:
         grad = grad.redistribute(placements=placements)
     return grad
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
 def _wide(device: torch.device) -> torch.dtype:

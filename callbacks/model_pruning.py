@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -128,7 +129,8 @@ class ModelPruning(Callback):
         self._trainer: Trainer | None = None
         self._module: nn.Module | None = None
         """That of the last fit, whose masks these are."""
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
+        """Those of the optimizers, which it removes at its end."""
 
     # what a subclass may change ---------------------------------------------------------------------------------------
     def filter_parameters_to_prune(
@@ -233,14 +235,14 @@ class ModelPruning(Callback):
         self._restore()
         if self._rewinds and not self._resamples and not self._originals:
             self._originals = [local_part(parameter).clone() for parameter in self._parameters()]
-        self._release()
+        self._hooks.close()
         for optimizer in trainer.optimizers:
             if needs_closure(optimizer):
                 raise ConfigurationError(
                     f"ModelPruning zeroes weights after a step, and {type(optimizer).__name__} evaluates the loss "
                     "within its step: use another optimizer."
                 )
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._zero_weights()))
+            self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._zero_weights()).remove)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         for parameter, mask in zip(self._parameters(), self._masks, strict=False):
@@ -263,17 +265,12 @@ class ModelPruning(Callback):
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._release()
+        self._hooks.close()
         self._trainer = None
         if not self._is_permanent:
             # After the last checkpoint, which has the module's own names.
             for (part, name), mask in zip(self._parameters_to_prune, self._masks, strict=False):
                 prune.custom_from_mask(part, name, mask.to(getattr(part, name)))  # type: ignore[no-untyped-call]
-
-    def _release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     # pruning ----------------------------------------------------------------------------------------------------------
     def _find(self, module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback, refusal
 from leyden.callbacks.replayed_step import ReplayedStep
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.local_weights import local_part
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import listed
@@ -221,7 +222,7 @@ def _samples(indices: Sequence[Any] | None) -> str:
 
 def _are_finite(parameters: Sequence[Tensor]) -> Tensor:
     """True, 0-d, unless this rank's gradients have a nan or an infinity."""
-    grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in parameters if p.grad is not None]
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in dense:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
+from leyden.strategies.local_weights import local_part
 from leyden.trainer.checkpoint.digests import WeightReader, merged
 from leyden.trainer.format.tensors import is_sharded
 
@@ -148,8 +149,8 @@ def _measured(grad: Tensor) -> dict[str, float]:
 
     Of a part that several ranks hold, the first of them measures it.
     """
-    here = grad.to_local() if hasattr(grad, "to_local") else grad
-    values = (here.coalesce().values() if here.is_sparse else here).detach()
+    here = local_part(grad)
+    values = here.coalesce().values() if here.is_sparse else here
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values.double() if values.dtype is torch.float64 else values.float()
     if _is_copy(grad):
@@ -188,6 +189,4 @@ def _over_ranks(found: Iterable[dict[str, Measured]]) -> dict[str, dict[str, flo
 
 def _bad_weights(module: nn.Module) -> list[str]:
     """The parameters that are not finite in this rank's part of them."""
-    with torch.no_grad():
-        parts = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in module.named_parameters())
-        return [name for name, part in parts if not bool(part.isfinite().all())]
+    return [name for name, p in module.named_parameters() if not bool(local_part(p).isfinite().all())]

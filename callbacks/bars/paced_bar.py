@@ -114,11 +114,8 @@ class PacedProgressBar(ProgressBar, ABC):
         if self._is_training:
             self._begin_epoch(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A subclass may leave out `on_train_start`, where Lightning's makes its bar.
-        self._begin_training(trainer)
-        if self._is_training:
-            self._begin_epoch(trainer)
+    # A subclass may leave out `on_train_start`, where Lightning's makes its bar.
+    on_train_epoch_start = on_train_start
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int

@@ -260,7 +260,7 @@ class RichProgressBar(PacedProgressBar):
         for stage in [stage for stage in self._tasks if stage != "train"]:
             seconds = self._meters.pop(stage).seconds
             if "train" not in self._tasks:
-                self._stop()
+                self._close()
                 return
             # The speed of training does not include the time of an evaluation.
             self._meters["train"].skip(seconds)
@@ -268,9 +268,6 @@ class RichProgressBar(PacedProgressBar):
             self.refresh()
 
     def _close(self) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
         if self._screen is not None:
             self._screen.stop()
         self._screen = None

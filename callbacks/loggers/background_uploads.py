@@ -34,6 +34,13 @@ class Task:
     end: Callable[[], None] = _nothing
     is_needed: bool = True
 
+    def carry_out(self) -> None:
+        """Uploads it."""
+        try:
+            self.run()
+        finally:
+            self.end()
+
 
 class BackgroundUploads:
     """Carries out uploads in a thread, in their order. The thread is there as long as there is something to do.
@@ -112,10 +119,7 @@ class BackgroundUploads:
                 task = self._tasks[0]
             failure: Exception | None = None
             try:
-                try:
-                    task.run()
-                finally:
-                    task.end()
+                task.carry_out()
             except Exception as error:
                 failure = error
             with self._changed:

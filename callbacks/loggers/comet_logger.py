@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers, run_files
+from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import needs
 
@@ -63,9 +62,7 @@ class CometLogger(ServiceLogger):
             number = self._next_step(step)
             self.experiment.log_metrics(plain_numbers(metrics, self._prefix), step=number)
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
         """Logs settings, nested ones as "outer/inner"."""
         if self.is_writer and (flat := flatten_hparams(params)):
             self.experiment.log_parameters(flat)

@@ -7,7 +7,6 @@ import json
 import os
 import uuid
 from abc import ABC, abstractmethod
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.plain import as_dict, json_text, json_value, run_files
+from leyden.callbacks.loggers.plain import HParams, as_dict, json_text, json_value, run_files
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
@@ -96,9 +95,7 @@ class Logger(Callback, ABC):
             step: optimizer steps done; None for the step after the last one logged.
         """
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
         """Logs the settings of the run, and the metrics to compare runs by."""
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
@@ -153,6 +150,10 @@ class Logger(Callback, ABC):
         self._last_step = max(self._last_step, number)
         return number
 
+    def _step_of(self, step: int | None) -> int:
+        """Returns the given step, or the last one logged."""
+        return max(self._last_step, 0) if step is None else int(step)
+
 
 class SavingLogger(Logger):
     """Base class of loggers that write to a folder.
@@ -169,6 +170,9 @@ class SavingLogger(Logger):
     @property
     def save_dir(self) -> str:
         return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
+
+    def _named(self, key: str) -> str:
+        return f"{self._prefix}-{key}" if self._prefix else key
 
 
 class FolderLogger(SavingLogger):
@@ -282,9 +286,7 @@ class FolderLogger(SavingLogger):
             self._last_step = int(state["last_step"])
             self._resume(state)
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
         """Adds the settings to the run folder's `hparams.json` and `hparams.yaml`."""
         self.hparams.update(as_dict(params))
         if self.is_writer and self.hparams:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.loggers.background_uploads import BackgroundUploads, LinkedCopy, Task
 from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
-from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers, run_files
+from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 
@@ -124,9 +123,7 @@ class MLFlowLogger(ServiceLogger):
         rows = [Metric(name, value, now, number) for name, value in plain_numbers(metrics, self._prefix).items()]
         self._log_batch(client, metrics=rows)
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
         """Logs settings, nested ones as "outer/inner".
 
         MLflow keeps a parameter's first value. If a run that goes on has another one, a tag `changed.<name>` has it,
@@ -229,13 +226,10 @@ class MLFlowLogger(ServiceLogger):
             self.save()
 
     def _carry_out(self, task: Task) -> None:
-        if not self._synchronous:
+        if self._synchronous:
+            task.carry_out()
+        else:
             self._background.put(task)
-            return
-        try:
-            task.run()
-        finally:
-            task.end()
 
     def _upload(self, client: Any, upload: Upload, folder: str) -> None:
         """Uploads a checkpoint from a folder that holds it."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import numbers as abstract_numbers
+from argparse import Namespace
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.hparams import mapping_of
+
+HParams: TypeAlias = Mapping[str, Any] | Namespace | None
+"""Settings of a run, as loggers take them; a dataclass too."""
 
 
 def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -9,7 +9,6 @@ import shutil
 import time
 import uuid
 import warnings
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from torch import nn
 
 from leyden.callbacks.loggers.logger import FolderLogger
 from leyden.callbacks.loggers.media import as_markdown, as_pixels, for_each, listed, rows_of
-from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
+from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers
 from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
 from leyden.strategies.errors import ConfigurationError, StateError, needs
@@ -111,9 +110,7 @@ class TensorBoardLogger(FolderLogger):
         for name, value in plain_numbers(metrics, self._prefix).items():
             writer.add_scalar(name, value, number)
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
         """Logs settings to TensorBoard's HPARAMS page, nested ones as "outer/inner", and to the run folder's
         `hparams.json` and `hparams.yaml`.
         """
@@ -201,12 +198,6 @@ class TensorBoardLogger(FolderLogger):
         text = str(columns) if is_text else as_markdown(*rows_of(columns, data, dataframe))
         if self.is_writer:
             self.experiment.add_text(self._named(key), text, self._step_of(step))
-
-    def _named(self, key: str) -> str:
-        return f"{self._prefix}-{key}" if self._prefix else key
-
-    def _step_of(self, step: int | None) -> int:
-        return max(self._last_step, 0) if step is None else int(step)
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
         """Traces the module on `input_array` or its `example_input_array`, in eval mode, and logs the graph.

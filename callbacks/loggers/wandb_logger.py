@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,7 @@ from torch import nn
 
 from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
 from leyden.callbacks.loggers.media import for_each, listed, rows_of
-from leyden.callbacks.loggers.plain import flatten_hparams, json_value, plain_numbers, run_files
+from leyden.callbacks.loggers.plain import HParams, flatten_hparams, json_value, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 
@@ -143,9 +142,7 @@ class WandbLogger(ServiceLogger):
         number = self._next_step(step)
         self.experiment.log({**plain_numbers(metrics, self._prefix), GLOBAL_STEP: number})
 
-    def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
         """Adds settings to the run's config, nested ones as "outer/inner", and metrics to its summary."""
         if not self.is_writer:
             return
@@ -344,8 +341,7 @@ class WandbLogger(ServiceLogger):
         self._log_media(key, [kind(item, **own) for item, own in zip(items, each, strict=True)], step)
 
     def _log_media(self, key: str, value: Any, step: int | None) -> None:
-        name = f"{self._prefix}-{key}" if self._prefix else key
-        self.experiment.log({name: value, GLOBAL_STEP: max(self._last_step, 0) if step is None else step})
+        self.experiment.log({self._named(key): value, GLOBAL_STEP: self._step_of(step)})
 
     def _begin(self) -> Run:
         with needs("wandb", None, "WandbLogger"):
