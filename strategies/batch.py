@@ -1,4 +1,4 @@
-"""Batches of any nested structure: moves them to a device, converts their dtypes, and counts their samples."""
+"""Batches of any nested structure: moves them to a device, converts dtypes, counts samples, describes them."""
 
 from __future__ import annotations
 
@@ -205,6 +205,31 @@ def batch_size_of(batch: Any) -> int:
         f"a batch of the type {type(batch).__name__} has no tensor in it to tell its size: pass batch_size= to "
         "self.log."
     )
+
+
+def shape_and_dtype(tensor: Tensor) -> str:
+    """A tensor as errors describe it: its shape and dtype."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def in_one_line(data: Any, of_tensor: Callable[[Tensor], str] = shape_and_dtype) -> str:
+    """Describes a nested structure in one line.
+
+    Args:
+        data: the structure; what is neither a container nor a tensor is named by its type.
+        of_tensor: describes a tensor.
+
+    Example:
+        >>> in_one_line({"x": torch.zeros(2, 3), "ids": [7]})
+        '{x: (2, 3) float32, ids: [int]}'
+    """
+    if isinstance(data, Tensor):
+        return of_tensor(data)
+    if isinstance(data, Mapping):
+        return "{" + ", ".join(f"{key}: {in_one_line(value, of_tensor)}" for key, value in data.items()) + "}"
+    if isinstance(data, (list, tuple)):
+        return "[" + ", ".join(in_one_line(value, of_tensor) for value in data) + "]"
+    return type(data).__name__
 
 
 def _sizes(item: Any) -> Iterator[int]:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.engine.toggling import keeping_modes
 
 METHODS = ("script", "trace")
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts a module into eval mode within the block. Afterwards each part has its own mode again."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            # `train()` would change the parts within, which may be in another mode.
-            part.training = True
 
 
 def example_of(module: Any, given: Any, call: str, name: str) -> Any:
@@ -48,6 +34,14 @@ def example_of(module: Any, given: Any, call: str, name: str) -> Any:
     return map_tensors(sample, lambda tensor: tensor.to(module.device))
 
 
+def to_onnx(module: Any, file_path: Any, input_sample: Any, options: dict[str, Any]) -> Any:
+    """Exports a module's forward pass; see `TrainModule.to_onnx`."""
+    sample = example_of(module, input_sample, "to_onnx", "input_sample")
+    with keeping_modes(module):
+        module.eval()
+        return torch.onnx.export(module, sample if isinstance(sample, tuple) else (sample,), file_path, **options)
+
+
 @torch.no_grad()
 def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, options: dict[str, Any]) -> Any:
     """Exports a module's forward pass; see `TrainModule.to_torchscript`."""
@@ -64,17 +58,17 @@ def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any
         FutureWarning,
         stacklevel=4,
     )
-    with evaluating(module), warnings.catch_warnings():
+    with keeping_modes(module), warnings.catch_warnings():
+        module.eval()
         # torch says the same of its own functions.
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.\w+` is (deprecated|not supported)")
-        made: Any = _script(module, options) if method == "script" else _trace(module, example_inputs, options)
+        if method == "script":
+            made: Any = torch.jit.script(module, **options)  # type: ignore[no-untyped-call]
+        else:
+            made = _trace(module, example_inputs, options)
         if file_path is not None:
             torch.jit.save(made, str(file_path) if isinstance(file_path, Path) else file_path)
     return made
-
-
-def _script(module: Any, options: dict[str, Any]) -> Any:
-    return torch.jit.script(module, **options)  # type: ignore[no-untyped-call]
 
 
 def _trace(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any:

@@ -502,11 +502,10 @@ class TrainModule(Hyperparameters, nn.Module):
         Raises:
             ConfigurationError: if there is no input.
         """
-        from leyden.trainer.exporting import evaluating, example_of
+        from leyden.trainer.exporting import to_onnx
 
-        sample = example_of(self, input_sample, "to_onnx", "input_sample")
-        with evaluating(self), self._readable():
-            return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+        with self._readable():
+            return to_onnx(self, file_path, input_sample, kwargs)
 
     def to_torchscript(
         self,

@@ -37,6 +37,14 @@ AT_LEAST = {
 AUTO = ("accumulate_grad_batches", "auto")
 """The argument among them that may be a word."""
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+CHOICES = {
+    "deterministic": ((None, True, False, "warn"), "True, False or 'warn'"),
+    "benchmark": ((None, True, False), "True or False"),
+    "on_bad_sample": (("raise", "skip"), "'raise' or 'skip'"),
+    "record_run": ((True, False, "no_diff"), "True, False, or 'no_diff' to leave out changes to the code"),
+    "resume": ((None, "auto"), "'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other words"),
+}
+"""The arguments that take one of a few values: which, and how an error lists them."""
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
@@ -100,6 +108,13 @@ class Arguments:
     on_bad_sample: str = "raise"
     digest_every_n_steps: int | None = None
     record_run: bool | str = True
+
+
+def as_list(value: Any) -> list[Any]:
+    """What an argument that takes one or several was given, as a list; empty for None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -274,21 +289,10 @@ def _check_clipping(arguments: Arguments) -> None:
 
 
 def _check_choices(arguments: Arguments) -> None:
-    if arguments.deterministic not in (None, True, False, "warn"):
-        raise ConfigurationError(f"deterministic={arguments.deterministic!r}: use True, False or 'warn'.")
-    if arguments.benchmark not in (None, True, False):
-        raise ConfigurationError(f"benchmark={arguments.benchmark!r}: use True or False.")
-    if arguments.on_bad_sample not in ("raise", "skip"):
-        raise ConfigurationError(f"on_bad_sample={arguments.on_bad_sample!r}: use 'raise' or 'skip'.")
-    if arguments.record_run not in (True, False, "no_diff"):
-        raise ConfigurationError(
-            f"record_run={arguments.record_run!r}: use True, False, or 'no_diff' to leave out changes to the code."
-        )
-    if arguments.resume not in (None, "auto"):
-        raise ConfigurationError(
-            f"resume={arguments.resume!r}: use 'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other "
-            "words."
-        )
+    for name, (choices, fix) in CHOICES.items():
+        value = getattr(arguments, name)
+        if value not in choices:
+            raise ConfigurationError(f"{name}={value!r}: use {fix}.")
     if isinstance(arguments.profiler, str) and arguments.profiler not in PROFILERS:
         raise ConfigurationError(
             f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}"

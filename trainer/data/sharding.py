@@ -132,11 +132,7 @@ class Order:
         assert self._iterator is not None
         if self._fixed:
             return list(itertools.islice(self._iterator, count))
-        own = live_state(devices=False)
-        set_live_state(self._stream)
-        drawn = list(itertools.islice(self._iterator, count))
-        self._stream = live_state(devices=False)
-        set_live_state(own)
+        drawn, self._stream = drawn_apart(self._iterator, count, self._stream)
         return drawn
 
     def start(self) -> None:
@@ -172,7 +168,7 @@ class Order:
             set_rng_state(mine["rng"])
         else:
             self.state, self._iterator = agreed, self._opened
-            self._return(mine["rng"], agreed["rng"])
+            self._stream = return_to_own(mine["rng"], agreed["rng"])
 
     def _start(self) -> None:
         mine = self.now()
@@ -186,7 +182,7 @@ class Order:
             next(itertools.islice(iterator, self._skip, self._skip), None)
         # torch's samplers draw all they need from the global generators for their first index.
         self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
-        self._return(mine["rng"], {} if self._resumes else state["rng"])
+        self._stream = return_to_own(mine["rng"], {} if self._resumes else state["rng"])
         self._opened = None
 
     def _set(self, state: State) -> None:
@@ -195,13 +191,6 @@ class Order:
         keeper = stateful_of(self.sampler)
         if keeper is not None and state["sampler"] is not None:
             keeper.load_state_dict(state["sampler"])
-
-    def _return(self, own: State, agreed: State) -> None:
-        """Restores the rank's own generators after a draw; those equal to rank 0's advance as in one process."""
-        self._stream = live_state(devices=False)
-        after = plain_state(self._stream)
-        moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]
-        set_rng_state({**own, **{name: after[name] for name in moved}})
 
     def now(self) -> State:
         """Returns the random state of this rank from which the order would be drawn now."""
@@ -220,12 +209,50 @@ class _Holder:
         self.sampler = sampler
 
 
+def drawn_apart(iterator: Iterator[Any], count: int, stream: State) -> tuple[list[Any], State]:
+    """Draws items with random numbers that are not the rank's own, which stay as they are.
+
+    Args:
+        iterator: what is drawn from.
+        count: how many items, at most.
+        stream: the `live_state` in which they are drawn.
+
+    Returns:
+        The items, and the `live_state` after them.
+    """
+    own = live_state(devices=False)
+    set_live_state(stream)
+    drawn = list(itertools.islice(iterator, count))
+    after = live_state(devices=False)
+    set_live_state(own)
+    return drawn, after
+
+
+def return_to_own(own: State, agreed: State) -> State:
+    """Restores the rank's own generators after a draw with rank 0's; those that were equal advance as in one process.
+
+    Args:
+        own: the rank's `rng_state` from before the draw.
+        agreed: rank 0's.
+
+    Returns:
+        The `live_state` after the draw.
+    """
+    stream = live_state(devices=False)
+    after = plain_state(stream)
+    moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]
+    set_rng_state({**own, **{name: after[name] for name in moved}})
+    return stream
+
+
+def has_state(item: Any) -> bool:
+    """True for an object with `state_dict` and `load_state_dict`."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
 def stateful_of(sampler: Any) -> Any:
-    """Returns the sampler, or the one it makes batches of, if it has a `state_dict`; else None."""
-    for candidate in (sampler, getattr(sampler, "sampler", None)):
-        if callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None)):
-            return candidate
-    return None
+    """Returns the sampler, or the one it makes batches of, if it has a state; else None."""
+    return next(filter(has_state, (sampler, getattr(sampler, "sampler", None))), None)
 
 
 def alike(one: Any, other: Any) -> bool:

@@ -14,8 +14,8 @@ from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sample_rng import SampleRNG
 from leyden.trainer.data.seek import DrawsFromGlobalRNG, Tail, TailSampler
-from leyden.trainer.data.sharding import RankBatches
-from leyden.trainer.data.workers import iterator_of
+from leyden.trainer.data.sharding import RankBatches, has_state
+from leyden.trainer.data.workers import iterator_of, replaced
 
 State = dict[str, Any]
 
@@ -358,7 +358,7 @@ class TorchSource(Source):
             getattr(self.loader.batch_sampler, "sampler", None),
             self.loader.sampler,
         )
-        return next((sampler for sampler in candidates if _has_state(sampler)), None)
+        return next(filter(has_state, candidates), None)
 
     def _resume_indexed(self, batches: int, before: State) -> Iterator[Any]:
         length = length_of(self.loader)
@@ -373,8 +373,9 @@ class TorchSource(Source):
             return self._build(batches, before)
         except DrawsFromGlobalRNG:
             if not self.allow_replay:
+                sampler = getattr(self.index_sampler, "sampler", self.index_sampler)
                 raise ConfigurationError(
-                    f"the sampler of the training loader ({type(self._own_sampler()).__name__}) draws from the global "
+                    f"the sampler of the training loader ({type(sampler).__name__}) draws from the global "
                     "random generators during the epoch, so its position cannot be restored. Give it its own "
                     "torch.Generator, or set allow_replay=True to load and drop the batches before."
                 ) from None
@@ -382,20 +383,13 @@ class TorchSource(Source):
         self._rewind(before)
         return self._replay(batches)
 
-    def _own_sampler(self) -> Any:
-        return getattr(self.index_sampler, "sampler", self.index_sampler)
-
     def _build(self, batches: int, before: State) -> Iterator[Any]:
         """Makes the iterator over the rest of the batches, and leaves the loader unchanged."""
         original = self.index_sampler
         slot = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         rewind = (lambda: self._rewind(before)) if before["again"] else None
-        # A DataLoader refuses assignment after its constructor.
-        vars(self.loader)[slot] = TailSampler(original, batches, rewind)
-        try:
+        with replaced(self.loader, slot, TailSampler(original, batches, rewind)):
             iterator: Any = iterator_of(self.loader)
-        finally:
-            vars(self.loader)[slot] = original
         iterator._index_sampler = original
         if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):
             if batches and not self.loader.num_workers:
@@ -411,12 +405,12 @@ class TorchSource(Source):
         return iterator
 
     def _keeps_place_here(self) -> bool:
-        return self.is_iterable and self.loader.num_workers == 0 and _has_state(self.loader.dataset)
+        return self.is_iterable and self.loader.num_workers == 0 and has_state(self.loader.dataset)
 
     def _resume_iterable(self, state: State) -> Any:
         dataset: Any = self.loader.dataset
         self.loader._iterator = None
-        if "dataset" in state and _has_state(dataset):
+        if "dataset" in state and has_state(dataset):
             dataset.load_state_dict(state["dataset"])
             iterator = self._noted(iterator_of(self.loader))
             if state["ended"]:
@@ -424,7 +418,7 @@ class TorchSource(Source):
             return iterator
         if state["batches"] and not self.allow_replay:
             reason = "has no state_dict"
-            if _has_state(dataset):
+            if has_state(dataset):
                 reason = "keeps its state in worker processes"
             raise ConfigurationError(
                 f"the iterable dataset {type(dataset).__name__} {reason}, so the loader cannot continue at batch "
@@ -432,10 +426,6 @@ class TorchSource(Source):
                 "load_state_dict and num_workers=0, or set allow_replay=True to load and drop the batches before."
             )
         return self._replay(state["batches"])
-
-
-def _has_state(item: Any) -> bool:
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
 def _iterates_by_index(loader: Any) -> bool:
@@ -455,7 +445,7 @@ def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
         from leyden.trainer.data.sharded_source import ShardedSource
 
         return ShardedSource(loader, allow_replay)  # type: ignore[arg-type]
-    if _has_state(loader):
+    if has_state(loader):
         return StatefulSource(loader, allow_replay)
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return TorchSource(loader, allow_replay)

@@ -14,7 +14,15 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.generators import Generators, parts_of
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
-from leyden.trainer.data.sharding import NOTHING, DataRanks, Share, alike, is_indexed, shard_indices
+from leyden.trainer.data.sharding import (
+    NOTHING,
+    DataRanks,
+    Share,
+    drawn_apart,
+    is_indexed,
+    return_to_own,
+    shard_indices,
+)
 from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 
@@ -141,10 +149,7 @@ class StreamSource(Source):
         set_rng_state(agreed["rng"])
         self._owned.restore(agreed["owned"])
         iterator = self.inner.start(epoch)
-        self._stream = live_state(devices=False)
-        after = plain_state(self._stream)
-        moved = [name for name in own if name in after and alike(own[name], agreed["rng"].get(name))]
-        set_rng_state({**own, **{name: after[name] for name in moved}})
+        self._stream = return_to_own(own, agreed["rng"])
         return self._groups(iterator)
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
@@ -182,11 +187,7 @@ class StreamSource(Source):
             return list(itertools.islice(iterator, 1))
         if self._stream is None:
             self._stream = self.loader.ranks.agree(live_state(devices=False))
-        own = live_state(devices=False)
-        set_live_state(self._stream)
-        group = list(itertools.islice(iterator, self.loader.span))
-        self._stream = live_state(devices=False)
-        set_live_state(own)
+        group, self._stream = drawn_apart(iterator, self.loader.span, self._stream)
         return group
 
     def position(self, batches: int) -> State:

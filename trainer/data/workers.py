@@ -50,7 +50,7 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
     """
     if not names_samples(loader):
         return _started(loader)
-    with _replaced(loader, "dataset", named(loader)):  # type: ignore[arg-type]
+    with replaced(loader, "dataset", named(loader)):  # type: ignore[arg-type]
         return _started(loader)
 
 
@@ -60,7 +60,7 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     # torch's loader passes it to each worker that it starts here.
     own = loader.worker_init_fn  # type: ignore[attr-defined]
-    with _replaced(loader, "worker_init_fn", EndsWithParent(own, survives=_answered_here())):
+    with replaced(loader, "worker_init_fn", EndsWithParent(own, survives=_answered_here())):
         iterator = iter(loader)
     if _has_workers(iterator):
         _queues[iterator] = iterator._index_queues, iterator._worker_result_queue  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def _has_workers(item: object) -> bool:
 
 
 @contextmanager
-def _replaced(loader: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(loader: Any, name: str, value: Any) -> Iterator[None]:
     """The loader has another attribute while its iterator is made; it refuses plain assignment."""
     own = vars(loader)[name]
     vars(loader)[name] = value

@@ -6,13 +6,13 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.batch import in_one_line
 from leyden.strategies.errors import LeydenError
 from leyden.trainer.data.limits import length_of
 
@@ -120,13 +120,9 @@ def describe(operands: Any) -> str:
         >>> describe({"x": torch.zeros(2, 3)})
         '{x: float32[2, 3]}'
     """
-    if isinstance(operands, Tensor):
-        return f"{str(operands.dtype).removeprefix('torch.')}{list(operands.shape)}"
-    if isinstance(operands, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in operands.items()) + "}"
-    if isinstance(operands, (list, tuple)):
-        return "[" + ", ".join(describe(entry) for entry in operands) + "]"
-    return "" if operands is None else type(operands).__name__
+    if operands is None:
+        return ""
+    return in_one_line(operands, lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
 
 
 def call_site() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from leyden.strategies.batch import map_tensors
+from leyden.strategies.batch import map_tensors, shape_and_dtype
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str,
     map_tensors(data, tensors.append)
     if not known_to_differ and not strategy.ranks.aborts_on_shapes(tensors, group):
         return
-    found = strategy.ranks.differing(", ".join(map(_shape, tensors)), group)
+    found = strategy.ranks.differing(", ".join(map(shape_and_dtype, tensors)), group)
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(
@@ -86,7 +86,3 @@ def warn_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
             stacklevel=5,
         )
     return True
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

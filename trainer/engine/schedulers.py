@@ -124,16 +124,12 @@ def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], lis
         return _from_dicts([configured], automatic)
     if isinstance(configured, (list, tuple)):
         if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
-            optimizers, rest = list(configured[0]), configured[1]
+            optimizers, rest = configured
             entries = rest if isinstance(rest, (list, tuple)) else [] if rest is None else [rest]
-            schedulers = [_scheduler(entry, automatic) for entry in entries]
-            _check_optimizers(optimizers)
-            _check_schedulers(schedulers, optimizers)
-            return optimizers, schedulers
+            return _checked(list(optimizers), [_scheduler(entry, automatic) for entry in entries])
         if configured and all(isinstance(part, Mapping) for part in configured):
             return _from_dicts(configured, automatic)
-        _check_optimizers(configured)
-        return list(configured), []
+        return _checked(list(configured), [])
     raise ConfigurationError(f"configure_optimizers returned {kind_of(configured)}: {FORMS}.")
 
 
@@ -154,9 +150,7 @@ def _from_dicts(parts: Sequence[Mapping[str, Any]], automatic: bool) -> tuple[li
         optimizers.append(part["optimizer"])
         if part.get("lr_scheduler") is not None:
             schedulers.append(_scheduler(part["lr_scheduler"], automatic, part.get("monitor")))
-    _check_optimizers(optimizers)
-    _check_schedulers(schedulers, optimizers)
-    return optimizers, schedulers
+    return _checked(optimizers, schedulers)
 
 
 def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> SchedulerConfig:
@@ -189,15 +183,13 @@ def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> Sched
     return config
 
 
-def _check_optimizers(optimizers: Sequence[Any]) -> None:
+def _checked(optimizers: list[Any], schedulers: list[SchedulerConfig]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Refuses what is no optimizer, and schedulers of others."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 f"configure_optimizers returned {kind_of(optimizer)} where an optimizer belongs: {FORMS}."
             )
-
-
-def _check_schedulers(schedulers: Sequence[SchedulerConfig], optimizers: Sequence[Optimizer]) -> None:
     for config in schedulers:
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(config.scheduler, LRScheduler) and all(owner is not optimizer for optimizer in optimizers):
@@ -205,3 +197,4 @@ def _check_schedulers(schedulers: Sequence[SchedulerConfig], optimizers: Sequenc
                 f"{type(config.scheduler).__name__} was made for an optimizer that configure_optimizers does not "
                 "return: its steps would have no effect. Return that optimizer too."
             )
+    return optimizers, schedulers

@@ -1,4 +1,4 @@
-"""Toggles: in manual optimisation with several optimizers, the parameters of one of them take gradients at a time."""
+"""What is switched for a while: which optimizer's parameters take gradients, and the modes of a module's parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -56,3 +56,15 @@ class Toggles:
             self.undo()
             if outer is not None:
                 self.turn_to(outer)
+
+
+@contextmanager
+def keeping_modes(module: nn.Module) -> Iterator[None]:
+    """Puts each part of a module back into its own mode, training or evaluation, after the block."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            # `train()` would change the parts within, which may be in another mode.
+            part.training = training

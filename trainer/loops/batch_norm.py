@@ -17,6 +17,7 @@ from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import apart
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.user_step import step_arguments, without_trace
@@ -100,19 +101,17 @@ def _pass(run: Run, cursor: LoaderCursor) -> bool:
 @contextmanager
 def _accumulating(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     """Has the layers average over all batches of the block, starting from none."""
-    modes = [(part, part.training) for part in module.modules()]
-    momenta = [(layer, layer.momentum) for layer in layers]
-    module.train()
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None
-    try:
-        yield
-    finally:
-        for layer, momentum in momenta:
-            layer.momentum = momentum
-        for part, training in modes:
-            part.training = training
+    momenta = [layer.momentum for layer in layers]
+    with keeping_modes(module):
+        module.train()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None
+        try:
+            yield
+        finally:
+            for layer, momentum in zip(layers, momenta, strict=True):
+                layer.momentum = momentum
 
 
 def _average(run: Run, layers: list[_BatchNorm]) -> None:

@@ -165,23 +165,17 @@ def check_drawing(run: Run) -> None:
     Raises:
         ConfigurationError: with several ranks of data, a pipeline, or accumulation.
     """
+    why = None
     if run.strategy.data_size > 1:
-        raise ConfigurationError(
-            "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take "
-            "the batch as an argument, or run on one device."
+        why = "so ranks cannot weigh them or end together: take the batch as an argument, or run on one device"
+    elif run.strategy.outputs.are_in_parts:
+        why = (
+            "so a pipeline cannot cut them into micro-batches: take the batch as an argument, or use a strategy "
+            "without pp"
         )
-    if run.strategy.outputs.are_in_parts:
-        raise ConfigurationError(
-            "training_step(dataloader_iter) draws its own batches, so a pipeline cannot cut them into micro-batches: "
-            "take the batch as an argument, or use a strategy without pp."
-        )
-    if run.arguments.on_bad_sample == "skip":
-        raise ConfigurationError(
-            "training_step(dataloader_iter) draws its own batches, and on_bad_sample='skip' may leave nothing of one: "
-            "take the batch as an argument."
-        )
-    if run.accumulation is not None:
-        raise ConfigurationError(
-            "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in "
-            "one step instead."
-        )
+    elif run.arguments.on_bad_sample == "skip":
+        why = "and on_bad_sample='skip' may leave nothing of one: take the batch as an argument"
+    elif run.accumulation is not None:
+        why = "so accumulation cannot count them: draw several in one step instead"
+    if why is not None:
+        raise ConfigurationError(f"training_step(dataloader_iter) draws its own batches, {why}.")

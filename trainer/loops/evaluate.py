@@ -16,6 +16,7 @@ from leyden.strategies.readers import Readers
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, read_back
@@ -235,17 +236,13 @@ class EvaluationLoop:
     def _evaluation_mode(self) -> Iterator[None]:
         """Puts everything in eval mode, and afterwards each part back in its own mode."""
         module, stage = self._run.module, self.stage
-        modes = [(part, part.training) for part in module.modules()]
-        if stage == "validation" and self._run.state.stage == "fit":
-            self.hooks.fire_all("on_validation_model_zero_grad")
-        if not overrides(module, f"on_{stage}_model_eval", TrainModule):
-            module.eval()
-        self._fire("model_eval")
-        try:
+        with keeping_modes(module):
+            if stage == "validation" and self._run.state.stage == "fit":
+                self.hooks.fire_all("on_validation_model_zero_grad")
+            if not overrides(module, f"on_{stage}_model_eval", TrainModule):
+                module.eval()
+            self._fire("model_eval")
             yield
-        finally:
-            for part, training in modes:
-                part.training = training
         self._fire("model_train")
 
     @contextmanager

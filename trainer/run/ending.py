@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leyden.trainer.data.workers import died
 from leyden.trainer.run.reporting import advice
@@ -60,19 +60,13 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     if run.strategy.ranks.world_size == 1 and not isinstance(error, KeyboardInterrupt):
         # On several ranks the others may be anywhere, so that a save under way may never be finished. A second Ctrl-C
         # asks for the end now.
-        try:
-            run.saves.wait()
-        except Exception as second:
-            _warn_of_second(second)
+        _warn_of(_raised(run.saves.wait))
     ranks, better, place = run.strategy.ranks, dead or advice.in_better_words(run, error, owners), advice.where(run)
     is_first = ranks.report_failure(better, place)
     # Where there are several ranks, the report names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
     run.report(error)
-    try:
-        run.finalize("failed")
-    except Exception as second:
-        _warn_of_second(second)
+    _warn_of(_raised(run.finalize, "failed"))
     if not is_first:
         raise SystemExit(1) from None
     if better is not error:
@@ -88,29 +82,29 @@ def call_teardown(hooks: Hooks, datamodule: DataModule | None, stage: str, run_e
         stage: what ran.
         run_error: what ended the run, if it failed. The user must see that error, so others are only warned of.
     """
-    errors: list[Exception] = []
-    if datamodule is not None:
-        try:
-            datamodule.teardown(stage)
-        except Exception as error:
-            errors.append(error)
+    errors = [] if datamodule is None else _raised(datamodule.teardown, stage)
     errors += hooks.fire_each("teardown", stage)
-    for second in errors[run_error is None :]:
-        _warn_of_second(second, "was torn down")
+    _warn_of(errors[run_error is None :], "was torn down")
     if errors and run_error is None:
         raise errors[0]
 
 
 def call_on_exception(hooks: Hooks, datamodule: DataModule | None, error: BaseException) -> None:
     """Calls everybody's `on_exception`, the DataModule's last; one that raises keeps nobody else from theirs."""
-    for second in hooks.fire_each("on_exception", error):
-        _warn_of_second(second)
-    if datamodule is not None:
-        try:
-            datamodule.on_exception(error)
-        except Exception as second:
-            _warn_of_second(second)
+    errors = hooks.fire_each("on_exception", error)
+    errors += [] if datamodule is None else _raised(datamodule.on_exception, error)
+    _warn_of(errors)
 
 
-def _warn_of_second(error: Exception, what: str = "failed") -> None:
-    warnings.warn(f"while the run {what}, {type(error).__name__} was raised too: {error}", stacklevel=3)
+def _raised(call: Callable[..., Any], *args: Any) -> list[Exception]:
+    """What a call raises, which keeps nobody else from theirs; at most one error."""
+    try:
+        call(*args)
+    except Exception as error:
+        return [error]
+    return []
+
+
+def _warn_of(errors: Iterable[Exception], what: str = "failed") -> None:
+    for error in errors:
+        warnings.warn(f"while the run {what}, {type(error).__name__} was raised too: {error}", stacklevel=3)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from leyden.strategies.batch import in_one_line
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
 from leyden.trainer.arguments.given import in_known_names
 from leyden.trainer.format.text import listed, size_of
@@ -18,17 +19,6 @@ if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run.state import Run
-
-
-def shapes_of(batch: Any) -> str:
-    """Shapes and dtypes of a batch, in one line."""
-    if isinstance(batch, Tensor):
-        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key}: {shapes_of(value)}" for key, value in batch.items()) + "}"
-    if isinstance(batch, (list, tuple)):
-        return "[" + ", ".join(shapes_of(value) for value in batch) + "]"
-    return type(batch).__name__
 
 
 def where(run: Run) -> str:
@@ -55,7 +45,7 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
     trains = run.state.stage == "fit" and run.loaders.train_loader is not None
     if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
         return
-    shapes = "" if batch is None else f"the batch was {shapes_of(batch)}"
+    shapes = "" if batch is None else f"the batch was {in_one_line(batch)}"
     note = "; ".join(part for part in (f"this was {place}" if place else "", shapes, _samples(run)) if part)
     if note:
         add_note(error, f"leyden: {note}.")
@@ -139,7 +129,7 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
         total = torch.cuda.get_device_properties(device).total_memory
         use = f" {size_of(taken)} are in use, {size_of(peak)} at the peak, of {size_of(total)}."
     progress = run.progress
-    batch = shapes_of(run.logs.batch) if run.logs.batch is not None else "none"
+    batch = in_one_line(run.logs.batch) if run.logs.batch is not None else "none"
     message = (
         f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
         f"(batch: {batch}).{use} Try (1) accumulate_grad_batches='auto', or a smaller batch_size with "

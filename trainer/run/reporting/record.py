@@ -91,16 +91,13 @@ def arguments_of(run: Run) -> dict[str, Any]:
     """The Trainer's arguments as they were resolved, as plain values; of objects, what they are."""
     arguments, ranks, strategy = run.arguments, run.strategy.ranks, run.strategy
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
-    loggers = run.loggers
     values |= {
         "accelerator": strategy.root_device.type,
         "strategy": strategy.name,
         "devices": ranks.world_size // arguments.num_nodes,
         "precision": strategy.precision.name,
-        "logger": [logger.state_key for logger in loggers],
-        "callbacks": [
-            callback.state_key for callback in run.callbacks if all(callback is not logger for logger in loggers)
-        ],
+        "logger": [logger.state_key for logger in run.loggers],
+        "callbacks": [callback.state_key for callback in run.callbacks if not isinstance(callback, Logger)],
     }
     values |= {name: getattr(run.limits, name) for name in ("max_epochs", "max_steps", "min_epochs", "min_steps")}
     return {name: _plain(name, value) for name, value in values.items()}

@@ -23,16 +23,17 @@ from leyden.strategies.launch.cluster import is_cluster, publish
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
-from leyden.trainer.arguments.arguments import Arguments
+from leyden.trainer.arguments.arguments import Arguments, as_list
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_io import is_checkpoint_io
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
+from leyden.trainer.format.text import listed
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.plugins import checkpoint_io_of, is_async_plugin
-from leyden.trainer.run.starting.callback_list import check_callbacks
+from leyden.trainer.run.starting.callback_list import check_callbacks, holds
 
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
@@ -46,7 +47,7 @@ def precision_of(arguments: Arguments) -> Any:
     """The precision, from its own argument or from plugins; None leaves the one that a given strategy has."""
     checkpoint_io(arguments)
     kinds = (is_async_plugin, is_checkpoint_io, is_cluster)
-    plugins = [plugin for plugin in _as_list(arguments.plugins) if not any(is_one(plugin) for is_one in kinds)]
+    plugins = [plugin for plugin in as_list(arguments.plugins) if not any(is_one(plugin) for is_one in kinds)]
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
@@ -64,7 +65,7 @@ def precision_of(arguments: Arguments) -> Any:
 
 def saves_asynchronously(arguments: Arguments) -> bool:
     """Whether a plugin asks for asynchronous saves."""
-    return any(is_async_plugin(plugin) for plugin in _as_list(arguments.plugins))
+    return any(is_async_plugin(plugin) for plugin in as_list(arguments.plugins))
 
 
 def cluster_of(arguments: Arguments) -> Any:
@@ -73,7 +74,7 @@ def cluster_of(arguments: Arguments) -> Any:
     Raises:
         ConfigurationError: if there are two.
     """
-    found = [plugin for plugin in _as_list(arguments.plugins) if is_cluster(plugin)]
+    found = [plugin for plugin in as_list(arguments.plugins) if is_cluster(plugin)]
     if len(found) > 1:
         kinds = " and ".join(type(plugin).__name__ for plugin in found)
         raise ConfigurationError(f"plugins has two that say which rank this is, {kinds}: give one.")
@@ -97,7 +98,7 @@ def checkpoint_io(arguments: Arguments) -> CheckpointIO | None:
     Raises:
         ConfigurationError: if there are two, or the run is to look for checkpoints, which a plugin cannot list.
     """
-    plugin = checkpoint_io_of(_as_list(arguments.plugins))
+    plugin = checkpoint_io_of(as_list(arguments.plugins))
     for name, value in (("resume", arguments.resume), ("preemption", arguments.preemption)):
         if plugin is not None and value:
             raise ConfigurationError(
@@ -113,7 +114,7 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
     Raises:
         ConfigurationError: if something is no callback, or is asked for twice.
     """
-    callbacks, replay = _as_list(arguments.callbacks), replay_of(arguments)
+    callbacks, replay = as_list(arguments.callbacks), replay_of(arguments)
     check_callbacks(callbacks, "callbacks")
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same callback twice: give it once.")
@@ -154,9 +155,9 @@ def _add_digests(callbacks: list[Callback], arguments: Arguments) -> None:
 
 def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
     wanted = arguments.logger
-    loggers = [] if isinstance(wanted, bool) else _as_list(wanted)
+    loggers = [] if isinstance(wanted, bool) else as_list(wanted)
     check_loggers(loggers, f"logger={wanted!r}")
-    loggers = loggers_of(callbacks) + [one for one in loggers if all(one is not callback for callback in callbacks)]
+    loggers = loggers_of(callbacks) + [logger for logger in loggers if not holds(callbacks, logger)]
     if wanted is True and not loggers:
         from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 
@@ -274,9 +275,11 @@ def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
     Raises:
         ConfigurationError: says what to give.
     """
-    if datamodule is not None and any(loader is not None for loader in loaders):
+    if datamodule is None:
+        return
+    if any(loader is not None for loader in loaders):
         raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
-    if datamodule is not None and not isinstance(datamodule, DataModule):
+    if not isinstance(datamodule, DataModule):
         raise ConfigurationError(
             f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'give an instance of a leyden.DataModule')}."
         )
@@ -362,16 +365,15 @@ def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimiz
             elif any(child.children()) and any(map(_has_modes, child.modules())):
                 found += [full] if any(p.requires_grad and id(p) in trained for p in child.parameters()) else []
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         warnings.warn(
-            f"{type(module).__name__} trains {', '.join(found[:3])}{more} in eval mode, in which dropout is off and "
-            f"batch norm keeps its statistics: if that is not meant, call {part_of_self(found[0])}.train() in __init__ "
+            f"{type(module).__name__} trains {listed(found, 3)} in eval mode, in which dropout is off and batch norm "
+            f"keeps its statistics: if that is not meant, call {_part_of_self(found[0])}.train() in __init__ "
             "(from_pretrained returns models in eval mode).",
             stacklevel=4,
         )
 
 
-def part_of_self(name: str) -> str:
+def _part_of_self(name: str) -> str:
     """How a module writes a part of itself."""
     return f"self.{name}" if all(map(str.isidentifier, name.split("."))) else f"self.get_submodule({name!r})"
 
@@ -424,9 +426,3 @@ def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
 def seconds_of(value: Any) -> float | None:
     """Seconds of a duration; None for a value that is not a duration."""
     return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

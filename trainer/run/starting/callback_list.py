@@ -10,6 +10,7 @@ from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.loggers.logger import Logger
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
+from leyden.trainer.arguments.arguments import as_list
 
 if TYPE_CHECKING:
     from leyden.trainer.arguments.replay import Replay
@@ -49,7 +50,7 @@ class CallbackList:
             own: what the module's `configure_callbacks` returned.
             replay: a step is run again, so that those who write checkpoints take no part.
         """
-        self._lasting = [c for c in self._lasting if _holds(self.now, c) or not _holds(self._seen, c)]
+        self._lasting = [c for c in self._lasting if holds(self.now, c) or not holds(self._seen, c)]
         self.take_added()
         place = {id(callback): number for number, callback in enumerate(self.now)}
         # Those that a module's own had replaced are not in the list.
@@ -64,7 +65,7 @@ class CallbackList:
         Raises:
             ConfigurationError: if one of them is no callback.
         """
-        added = [callback for callback in self.now if not _holds(self._seen, callback)]
+        added = [callback for callback in self.now if not holds(self._seen, callback)]
         check_callbacks(added, "trainer.callbacks")
         self._lasting += added
         self._seen += added
@@ -131,7 +132,7 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback
         own: what the module's `configure_callbacks` returned.
         kind: the module's are left out unless they are of this class.
     """
-    extra: list[Any] = [] if own is None else list(own) if isinstance(own, (list, tuple)) else [own]
+    extra = as_list(own)
     for callback in extra:
         if not isinstance(callback, Callback):
             raise ConfigurationError(
@@ -142,5 +143,6 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback
     return list(in_order([callback for callback in callbacks if type(callback) not in replaced] + extra))
 
 
-def _holds(callbacks: Iterable[Callback], callback: object) -> bool:
+def holds(callbacks: Iterable[Callback], callback: object) -> bool:
+    """True if this very callback is among some."""
     return any(other is callback for other in callbacks)

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.batch import shape_and_dtype
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def check_module(
     lines += [f"the callback {type(callback).__name__}" for callback in callbacks if _decides(callback)]
     lines.append(f"the module {type(module).__name__}")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        dtype, kind = str(tensor.dtype).removeprefix("torch."), "trained" if tensor.requires_grad else "fixed"
-        lines.append(f"{name} {tuple(tensor.shape)} {dtype} {kind}")
+        lines.append(f"{name} {shape_and_dtype(tensor)} {'trained' if tensor.requires_grad else 'fixed'}")
     agree(ranks, lines, "Every rank must build the same Trainer and module.")
 
 
