@@ -5,7 +5,6 @@ names.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -13,7 +12,14 @@ from typing import Any, ClassVar
 
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.environment import CLUSTER, STARTER, first_host, rank_environment
+from leyden.strategies.launch.environment import (
+    CLUSTER,
+    STARTER,
+    RankEnvironment,
+    first_host,
+    port_of,
+    rank_environment,
+)
 
 CONTRACT = ("creates_processes_externally", "main_address", "main_port", "world_size", "global_rank", "local_rank")
 
@@ -135,15 +141,8 @@ def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
             f"{num_nodes}, so {size / num_nodes:g} ranks on each: this cannot be. Give the Trainer num_nodes=…, the "
             "machines of the job."
         )
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(local),
-        LOCAL_WORLD_SIZE=str(here),
-        GROUP_RANK=str(node),
-        MASTER_ADDR=str(plugin.main_address),
-        MASTER_PORT=str(plugin.main_port),
-    )
+    address = str(plugin.main_address), int(plugin.main_port)
+    os.environ.update(RankEnvironment(rank, local, size, here, node, kind, address).variables())
     os.environ[CLUSTER] = kind
 
 
@@ -180,12 +179,14 @@ class FromVariables(ClusterEnvironment):
     Attributes:
         variables: for each method the variables that may have its value; the first that is set counts.
         starter: who sets them, for messages.
+        job: the variable with the job's number, from which every rank works the port out; empty for port 29500.
         is_recognised: these ranks are found without a plugin, and on more machines than the Trainer was told of.
     """
 
     creates_processes_externally = True
     variables: ClassVar[dict[str, tuple[str, ...]]] = {}
     starter: ClassVar[str] = ""
+    job: ClassVar[str] = ""
     is_recognised: ClassVar[bool] = False
 
     def _number(self, name: str) -> int:
@@ -203,11 +204,8 @@ class FromVariables(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT") or self._port())
-
-    def _port(self) -> int:
-        """A port that every rank works out alike."""
-        return 29500
+        port = port_of(os.environ.get(self.job, "")) if self.job else 29500
+        return int(os.environ.get("MASTER_PORT") or port)
 
     @classmethod
     def detect(cls) -> bool:
@@ -255,7 +253,7 @@ class SLURMEnvironment(FromVariables):
         "local_rank": ("SLURM_LOCALID",),
         "node_rank": ("SLURM_NODEID",),
     }
-    starter, is_recognised = "srun", True
+    starter, job, is_recognised = "srun", "SLURM_JOB_ID", True
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
         if requeue_signal is not None:
@@ -270,9 +268,6 @@ class SLURMEnvironment(FromVariables):
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "127.0.0.1"
         return os.environ.get("MASTER_ADDR") or first_host(nodes)
 
-    def _port(self) -> int:
-        return port_of(os.environ.get("SLURM_JOB_ID", ""))
-
 
 class MPIEnvironment(FromVariables):
     """Processes of `mpirun`, by the variables of Open MPI, MPICH and Intel MPI: mpi4py is not needed.
@@ -286,7 +281,7 @@ class MPIEnvironment(FromVariables):
         "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
         "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     }
-    starter = "mpirun"
+    starter, job = "mpirun", "PMIX_NAMESPACE"
 
     @property
     def main_address(self) -> str:
@@ -299,9 +294,6 @@ class MPIEnvironment(FromVariables):
     def node_rank(self) -> int:
         return self.global_rank() // self._number("local_size")
 
-    def _port(self) -> int:
-        return port_of(os.environ.get("PMIX_NAMESPACE", ""))
-
 
 class LSFEnvironment(FromVariables):
     """Tasks of LSF's `jsrun`. The hosts are in the file LSB_DJOB_RANKFILE, whose first line is the launch node."""
@@ -311,7 +303,7 @@ class LSFEnvironment(FromVariables):
         "global_rank": ("JSM_NAMESPACE_RANK",),
         "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
     }
-    starter = "jsrun"
+    starter, job = "jsrun", "LSB_JOBID"
 
     @property
     def main_address(self) -> str:
@@ -332,9 +324,6 @@ class LSFEnvironment(FromVariables):
             )
         return list(dict.fromkeys(lines[1:]))
 
-    def _port(self) -> int:
-        return port_of(os.environ.get("LSB_JOBID", ""))
-
 
 class KubeflowEnvironment(FromVariables):
     """Pods of Kubeflow's PyTorchJob, with one rank each."""
@@ -351,13 +340,3 @@ class KubeflowEnvironment(FromVariables):
 
     def node_rank(self) -> int:
         return self.global_rank()
-
-
-def port_of(job: str) -> int:
-    """The port of a job, by its number: above those that services use.
-
-    Example:
-        >>> port_of("123456")
-        18456
-    """
-    return 15000 + int(re.sub(r"\D", "", job)[-9:] or 0) % 15000

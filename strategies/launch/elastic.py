@@ -16,18 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.launch.environment import killed_in_words, ranks_in_words
+from leyden.strategies.launch.environment import AGENT, killed_in_words, ranks_in_words
 from leyden.strategies.launch.leaving import ExitNotes
+from leyden.strategies.launch.meeting import gloo_on_loopback
 from leyden.strategies.launch.processes import children, status_of
-from leyden.strategies.launch.tries import Tries, tries
+from leyden.strategies.launch.tries import tries
 from leyden.strategies.launch.watchdog import Watchdog, say
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
-
-AGENT = "LEYDEN_AGENT"
-"""Process id of the agent, by which a rank knows whether it still has one."""
-
 
 PASSED_ON = tuple(
     name
@@ -159,8 +156,9 @@ def run_engine(
     assert config.logs_specs is not None
     is_alone, notes = config.rdzv_backend == NAME, ExitNotes(config.logs_specs.root_log_dir)
     with tries() as tried, Watchdog(config.nproc_per_node, say, sees_all=config.max_nodes == 1) as watchdog:
-        shared = {**(_of_one_machine(tried) if is_alone else {}), **watchdog.variables()}
-        with _as_agent({**shared, **variables}, folder), _further_signals():
+        # Ranks of one machine can be started again, for a smaller size.
+        alone = {**gloo_on_loopback(), **tried.variables()} if is_alone else {}
+        with _as_agent({**alone, **watchdog.variables(), **variables}, folder), _further_signals():
             while True:
                 try:
                     elastic_launch(config, program)(*arguments)
@@ -202,13 +200,6 @@ def _further_signals() -> Iterator[None]:
         for name, handler in before.items():
             # None is a handler that was not installed from Python.
             signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
-
-
-def _of_one_machine(tried: Tries) -> dict[str, str]:
-    """The environment of ranks of one machine: gloo listens on loopback, and they can be started for a smaller size."""
-    from leyden.strategies.launch.meeting import gloo_on_loopback
-
-    return {**gloo_on_loopback(), **tried.variables()}
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ STARTER = "LEYDEN_STARTER"
 """Set by our own launchers: "script", "spawn", "fork"."""
 CLUSTER = "LEYDEN_CLUSTER"
 """The class of the ClusterEnvironment that has set torch's variables."""
+AGENT = "LEYDEN_AGENT"
+"""Process id of the agent, by which a rank knows whether it still has one."""
 CUDA_IN_USE = (
     "CUDA is in use already by this process, and cannot be forked: restart the kernel, and touch no GPU before fit (no "
     "tensor.cuda(), no torch.cuda.is_available() or other call that asks the device); or use strategy='ddp_spawn'."
@@ -49,6 +51,19 @@ class RankEnvironment:
     def num_nodes(self) -> int:
         """Machines, where each has as many ranks as this one."""
         return max(1, self.world_size // self.local_world_size)
+
+    def variables(self) -> dict[str, str]:
+        """torch's variables, from which the process reads this place; who sets them sets STARTER or CLUSTER, too."""
+        host, port = self.address or ("", 0)
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -110,9 +125,7 @@ def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
             "with srun --ntasks-per-node."
         )
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    # Every task of a job computes the same port, above those that services use.
-    job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "0")) or 0)
-    port = _number(environ, "MASTER_PORT", 15000 + job % 15000)
+    port = _number(environ, "MASTER_PORT", port_of(environ.get("SLURM_JOB_ID", "")))
     return RankEnvironment(
         *(rank, local_rank, size, size // nodes, _number(environ, "SLURM_NODEID", 0)), "slurm", (host, port)
     )
@@ -130,6 +143,16 @@ def first_host(nodes: str) -> str:
     found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
     assert found is not None
     return f"{found[1]}{found[2] or ''}{found[3]}"
+
+
+def port_of(job: str) -> int:
+    """The port that every rank of a job works out alike from its number: above those that services use.
+
+    Example:
+        >>> port_of("123456")
+        18456
+    """
+    return 15000 + int(re.sub(r"\D", "", job)[-9:] or 0) % 15000
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

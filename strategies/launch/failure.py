@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 from leyden.strategies.errors import add_note
-from leyden.strategies.launch.elastic import AGENT
-from leyden.strategies.launch.environment import STARTER, is_running, ranks_in_words
+from leyden.strategies.launch.environment import AGENT, STARTER, is_running, ranks_in_words
+from leyden.strategies.launch.leaving import ERROR_FILE
 from leyden.strategies.launch.meeting import until
 from leyden.strategies.launch.processes import started
 from leyden.strategies.launch.tries import GIVEN_UP, starts_again
@@ -166,7 +166,7 @@ class FirstFailure:
         lost = is_lost(error)
         heard = self._another_failed(seconds=2.0) if lost else False
         place = f"rank {self.rank}{', ' + where if where else ''}"
-        text = f"{place}: {_last_line(error)}"
+        text = f"{place}: {traceback.format_exception_only(error)[0].strip()}"
         if heard is None:
             # The agent says it, once for all ranks of this machine.
             _write_error_file(text, error, lost, [], STORE_GONE)
@@ -340,10 +340,6 @@ def _show(error: BaseException, place: str, others: str) -> None:
         print(f"leyden: {place} left with exit code {error.code}; all ranks are ended.", file=sys.stderr)
 
 
-def _last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(type(error), error)[0].strip()
-
-
 def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[int], others: str) -> None:
     """Writes what the agent reads to find the rank that failed first.
 
@@ -354,12 +350,10 @@ def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[
         silent: ranks that did not answer.
         others: where each of the others is, in words.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(ERROR_FILE)
     if not path:
         return
-    trace = "".join(traceback.format_exception(error))
-    stamp = str(int(time.time()))
-    extra = {"py_callstack": trace, "timestamp": stamp}
+    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     message = {"message": text, "lost": lost, "silent": silent, "others": others, "extraInfo": extra}
     with open(path, "w") as file:
         json.dump({"message": message}, file)

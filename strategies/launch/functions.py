@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, killed_in_words
+from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, RankEnvironment, killed_in_words
 from leyden.strategies.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
 from leyden.strategies.launch.tries import Tries, tries
 from leyden.strategies.launch.watchdog import Watchdog
@@ -60,13 +60,7 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
     if start_method == "spawn":
         # As bytes: multiprocessing would give every rank the same memory for the module's parameters, and all would
         # step in it.
-        try:
-            handed = packed(handed)
-        except Exception as error:
-            raise ConfigurationError(
-                f"start_method='spawn' must pickle the Trainer, the module and the loaders, and could not: {error}. "
-                "Define classes and functions at the top of a file that can be imported, or use strategy='ddp_fork'."
-            ) from error
+        handed = packed_for("spawn", handed, "strategy='ddp_fork'")
     with tries() as tried:
         while True:
             try:
@@ -89,7 +83,10 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
         # Of forked ranks, none keeps the port open when this process is gone.
         own = listener if start_method != "spawn" else None
         variables = {
-            **_variables(rank, count, port),
+            **RankEnvironment(rank, rank, count, count, address=(LOOPBACK, port)).variables(),
+            # The store is in this process.
+            AGENTS_STORE: "True",
+            **gloo_on_loopback(),
             STARTER: start_method,
             **tried.variables(),
             **watchdog.variables(),
@@ -107,33 +104,11 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
         del store
 
 
-def _variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """The variables that make a process one rank of so many, whose store is in the process that started them."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        AGENTS_STORE: "True",
-        **gloo_on_loopback(),
-    }
-
-
 def _check_fork() -> None:
     if not hasattr(os, "fork"):
         raise ConfigurationError("this system cannot fork: use strategy='ddp_spawn'.")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(CUDA_IN_USE)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class _Watch:
@@ -244,6 +219,21 @@ def _end_other_ranks(error: BaseException) -> None:
     group = sys.modules.get("leyden.strategies.process_group")
     if group is not None:
         group.end_all_ranks(error)
+
+
+def packed_for(start_method: str, handed: Any, instead: str) -> bytes:
+    """Packs what ranks are handed.
+
+    Raises:
+        ConfigurationError: if it cannot be pickled; suggests what to use instead.
+    """
+    try:
+        return packed(handed)
+    except Exception as error:
+        raise ConfigurationError(
+            f"start_method={start_method!r} must pickle the Trainer, the module and the loaders, and could not: "
+            f"{error}. Define classes and functions at the top of a file that can be imported, or use {instead}."
+        ) from error
 
 
 def packed(value: Any) -> bytes:

@@ -13,8 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import LeydenError
-from leyden.strategies.launch.elastic import AGENT
-from leyden.strategies.launch.environment import STARTER, RankEnvironment, ranks_in_words
+from leyden.strategies.launch.environment import AGENT, STARTER, RankEnvironment, ranks_in_words
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -34,11 +33,7 @@ def listen(port: int = 0) -> socket.socket:
     Args:
         port: its port; 0 for any that is free.
     """
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.bind((LOOPBACK, port))
-    found.listen(4096)
-    return found
+    return socket.create_server((LOOPBACK, port), backlog=4096)
 
 
 def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)) -> TCPStore:

@@ -1,4 +1,4 @@
-"""Identifies a process by its host, number and start time, and finds out whether it still runs."""
+"""The processes of this host: which ones still run, and temporary folders that are cleared once theirs is gone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import hashlib
 import os
 import platform
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from leyden.strategies.launch.environment import is_running
@@ -66,3 +69,24 @@ def descendants(pid: int) -> list[int]:
     """Returns the processes that one has started, and those that they have."""
     found = children(pid)
     return found + [inner for child in found for inner in descendants(child)]
+
+
+@contextlib.contextmanager
+def temporary(kind: str) -> Iterator[Path]:
+    """A folder of this process that lasts as long as the block. Those that killed processes have left are deleted.
+
+    Args:
+        kind: part of its name.
+    """
+    clear()
+    owner = f"{place()}-{os.getpid()}-{started(os.getpid())}"
+    with tempfile.TemporaryDirectory(prefix=f"leyden-{kind}-{owner}-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def clear() -> None:
+    """Deletes the temporary folders of processes of this host that are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"leyden-*-{place()}-*"):
+        process, start = path.name.split("-")[-3:-1]
+        if process.isdigit() and not runs(int(process), start):
+            shutil.rmtree(path, ignore_errors=True)

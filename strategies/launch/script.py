@@ -9,7 +9,7 @@ import sys
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
 from leyden.strategies.launch.environment import STARTER, is_interactive
-from leyden.strategies.launch.folders import temporary
+from leyden.strategies.launch.processes import temporary
 
 
 def obstacle() -> str | None:

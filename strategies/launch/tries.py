@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from leyden.strategies.launch.folders import temporary
+from leyden.strategies.launch.processes import temporary
 
 FILE = "LEYDEN_TRIES"
 """Where ranks write down what they have given up; set by a launcher that starts them again."""

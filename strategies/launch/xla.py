@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.environment import STARTER
-from leyden.strategies.launch.folders import temporary
+from leyden.strategies.launch.environment import STARTER, RankEnvironment
+from leyden.strategies.launch.meeting import LOOPBACK, listen
+from leyden.strategies.launch.processes import temporary
 
 
 def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
@@ -31,23 +32,20 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
     """
     import torch_xla
 
-    from leyden.strategies.launch.functions import free_port, packed, unpacked
+    from leyden.strategies.launch.functions import packed_for, unpacked
 
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise ConfigurationError(
             "start_method='xla' starts processes, and this one has XLA's devices already: touch no XLA device before "
             "fit, or restart."
         )
-    try:
-        handed = packed((function, args, (torch.initial_seed(), torch.get_rng_state(), random.getstate())))
-    except Exception as error:
-        raise ConfigurationError(
-            f"start_method='xla' must pickle the Trainer, the module and the loaders, and could not: {error}. Define "
-            "classes and functions at the top of a file that can be imported, or use start_method='script'."
-        ) from error
+    drawn = torch.initial_seed(), torch.get_rng_state(), random.getstate()
+    handed = packed_for("xla", (function, args, drawn), "start_method='script'")
+    with listen() as free:
+        port = int(free.getsockname()[1])
     with temporary("xla") as folder:
         answer = folder / "answer"
-        torch_xla.launch(_rank, args=(handed, str(answer), free_port()))
+        torch_xla.launch(_rank, args=(handed, str(answer), port))
         return unpacked(answer.read_bytes())
 
 
@@ -61,17 +59,9 @@ def _rank(index: int, handed: bytes, answer: str, port: int) -> None:
             "this TPU gives two devices to each process, which torch_xla runs as threads: use strategy='xla', which "
             "drives all devices from one process."
         )
-    place = {
-        "RANK": index,
-        "WORLD_SIZE": runtime.world_size(),
-        "LOCAL_RANK": runtime.local_ordinal(),
-        "LOCAL_WORLD_SIZE": runtime.local_device_count(),
-        "GROUP_RANK": runtime.host_index(),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        STARTER: "xla",
-    }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    sizes = runtime.world_size(), runtime.local_device_count()
+    place = RankEnvironment(index, runtime.local_ordinal(), *sizes, runtime.host_index(), "xla", (LOOPBACK, port))
+    os.environ.update({**place.variables(), STARTER: "xla"})
     function, args, (seed, torch_state, python_state) = unpacked(handed)
     # The order of samples is drawn on each rank, as it would have been here.
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.folders import temporary
+from leyden.strategies.launch.processes import temporary
 from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.folder import all_checkpoints, is_checkpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.folders import temporary
+from leyden.strategies.launch.processes import temporary
 from leyden.trainer.cli.launch.rank import TRACE
 from leyden.trainer.format.text import aligned
 

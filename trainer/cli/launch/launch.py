@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.folders import temporary
+from leyden.strategies.launch.processes import temporary
 from leyden.trainer.cli.configuration import stages
 from leyden.trainer.cli.launch import agent, preflight
 from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve

@@ -109,7 +109,7 @@ class LaunchPlan:
             # raises.
             found["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         if self.rank is not None:
-            found |= _rank_variables(self.rank)
+            found |= {STARTER: self.rank.starter, **self.rank.variables()}
         return found
 
     def lines(self, command: str, *, reasons: bool = False) -> str:
@@ -282,20 +282,6 @@ def _check_pod(settings: Settings) -> None:
         f"`{shlex.join([*command, '--worker=all', '--command', shlex.join(on_host)])}`, and set tpu_use_cluster: false "
         "in the file that the hosts read."
     )
-
-
-def _rank_variables(rank: RankEnvironment) -> dict[str, str]:
-    address, port = rank.address or ("", 0)
-    return {
-        STARTER: rank.starter,
-        "RANK": str(rank.rank),
-        "LOCAL_RANK": str(rank.local_rank),
-        "WORLD_SIZE": str(rank.world_size),
-        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
-        "GROUP_RANK": str(rank.node_rank),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
 
 
 def _accelerator(settings: Settings, machine: Machine) -> str:
