@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of, needs
-from leyden.trainer.cli.configuration.class_paths import LRSchedulerTypeTuple
-from leyden.trainer.cli.configuration.known_classes import import_slow
+from leyden.trainer.cli.configuration.class_paths import LRSchedulerTypeTuple, import_slow
 from leyden.trainer.cli.configuration.passed_on import passed_on
 from leyden.trainer.cli.configuration.writable import LOST, writable
 from leyden.trainer.datamodule import DataModule
@@ -22,7 +21,7 @@ from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 with needs("jsonargparse", "cli", "LeydenCLI"):
-    from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+    from jsonargparse import ArgumentParser, set_parsing_settings
     from jsonargparse.typing import class_from_function
 
 AUTOMATIC = "AUTOMATIC"
@@ -236,13 +235,3 @@ def in_few_words(message: str) -> str:
         text,
     )
     return re.sub(r"required: (?:\w+\.)?(model|data)\b", r"required: --\1", text)
-
-
-def as_dict(config: Any) -> Any:
-    """A configuration as plain dicts.
-
-    Example:
-        >>> as_dict(Namespace(class_path="torch.optim.SGD", init_args=Namespace(lr=0.1)))
-        {'class_path': 'torch.optim.SGD', 'init_args': {'lr': 0.1}}
-    """
-    return config.as_dict() if isinstance(config, Namespace) else config

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.callbacks.save_config import SaveConfigCallback
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, instantiate_class
-from leyden.trainer.cli.configuration.known_classes import import_own
+from leyden.trainer.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, import_own, instantiate_class
 from leyden.trainer.data.rng import seed_everything
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule

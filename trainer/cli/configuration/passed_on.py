@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from leyden.trainer.cli.configuration.class_paths import imported
 
 
 def passed_on(made: object) -> dict[str, Any]:
@@ -29,17 +32,9 @@ def passed_on(made: object) -> dict[str, Any]:
 
 
 def _of_ddp() -> dict[str, Any]:
-    from torch.nn.parallel import DistributedDataParallel
-
     from leyden.strategies.ddp import OWN
 
-    return _arguments(DistributedDataParallel.__init__, *OWN)
-
-
-def _of_fsdp() -> dict[str, Any]:
-    from leyden.strategies.fsdp.fsdp1_names import HANDLERS, TAKEN
-
-    return dict.fromkeys((*HANDLERS, *TAKEN), Any)
+    return _named_by("torch.nn.parallel.DistributedDataParallel", *OWN)
 
 
 def _of_deepspeed() -> dict[str, Any]:
@@ -48,28 +43,10 @@ def _of_deepspeed() -> dict[str, Any]:
     return dict.fromkeys(ARGUMENTS, Any)
 
 
-def _of_tensorboard() -> dict[str, Any]:
-    from torch.utils.tensorboard import SummaryWriter
+def _of_fsdp() -> dict[str, Any]:
+    from leyden.strategies.fsdp.fsdp1_names import HANDLERS, TAKEN
 
-    return _arguments(SummaryWriter.__init__, "log_dir")
-
-
-def _of_wandb() -> dict[str, Any]:
-    import wandb
-
-    return _arguments(wandb.init)
-
-
-def _of_profiler() -> dict[str, Any]:
-    from torch.profiler import profile
-
-    return _arguments(profile.__init__)
-
-
-def _of_rich() -> dict[str, Any]:
-    from rich.table import Table
-
-    return _arguments(Table.__init__)
+    return dict.fromkeys((*HANDLERS, *TAKEN), Any)
 
 
 def _of_lambda() -> dict[str, Any]:
@@ -78,9 +55,10 @@ def _of_lambda() -> dict[str, Any]:
     return dict.fromkeys(HOOKS, Callable)
 
 
-def _arguments(function: Callable[..., Any], *but: str) -> dict[str, Any]:
-    named = [name for name, one in inspect.signature(function).parameters.items() if one.kind not in VARIABLE]
-    return dict.fromkeys((name for name in named if name not in ("self", *but)), Any)
+def _named_by(path: str, *but: str) -> dict[str, Any]:
+    """The arguments that a library's class or function names."""
+    named = [name for name, one in inspect.signature(imported(path)).parameters.items() if one.kind not in VARIABLE]
+    return dict.fromkeys((name for name in named if name not in but), Any)
 
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -89,8 +67,8 @@ TAKEN_BY: dict[str, Callable[[], dict[str, Any]]] = {
     "DeepSpeedStrategy": _of_deepspeed,
     "FSDPStrategy": _of_fsdp,
     "LambdaCallback": _of_lambda,
-    "PyTorchProfiler": _of_profiler,
-    "RichModelSummary": _of_rich,
-    "TensorBoardLogger": _of_tensorboard,
-    "WandbLogger": _of_wandb,
+    "PyTorchProfiler": partial(_named_by, "torch.profiler.profile"),
+    "RichModelSummary": partial(_named_by, "rich.table.Table"),
+    "TensorBoardLogger": partial(_named_by, "torch.utils.tensorboard.SummaryWriter", "log_dir"),
+    "WandbLogger": partial(_named_by, "wandb.init"),
 }
