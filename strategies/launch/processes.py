@@ -78,13 +78,13 @@ def temporary(kind: str) -> Iterator[Path]:
     Args:
         kind: part of its name.
     """
-    clear()
+    clear_left_behind()
     owner = f"{place()}-{os.getpid()}-{started(os.getpid())}"
     with tempfile.TemporaryDirectory(prefix=f"leyden-{kind}-{owner}-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
-def clear() -> None:
+def clear_left_behind() -> None:
     """Deletes the temporary folders of processes of this host that are gone."""
     for path in Path(tempfile.gettempdir()).glob(f"leyden-*-{place()}-*"):
         process, start = path.name.split("-")[-3:-1]

@@ -371,6 +371,6 @@ def test_a_launch_leaves_no_folder_behind(command: list[str], code: int, folder:
     left = {path.name.split("-")[1] for path in place.glob("leyden-*")}
     # One that is killed can delete nothing, and the next one on this host does.
     assert left == ({"launch", "tries"} if code == -9 else set())
-    code_of = f"import tempfile; tempfile.tempdir = {str(place)!r}; from leyden.strategies.launch import folders"
-    assert run(["-c", f"{code_of}; folders.clear()"], folder).returncode == 0
+    code_of = f"import tempfile; tempfile.tempdir = {str(place)!r}; from leyden.strategies.launch import processes"
+    assert run(["-c", f"{code_of}; processes.clear_left_behind()"], folder).returncode == 0
     assert not list(place.glob("leyden-*"))
