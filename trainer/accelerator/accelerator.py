@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -161,11 +161,7 @@ class Accelerator:
     @property
     def mixed_precision(self) -> str:
         """ "no", "fp16", "bf16", or the full name of another precision."""
-        names = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
-        if self.options.deepspeed is not None:
-            # Weights in half precision with float32 master weights, which scripts know by the short names.
-            names |= {"16-true": "fp16", "bf16-true": "bf16"}
-        return names.get(self.precision.name, self.precision.name)
+        return self.options.name_of(self.precision)
 
     @property
     def precision(self) -> Precision:
@@ -262,13 +258,7 @@ class Accelerator:
     @property
     def state(self) -> AcceleratorState:
         """Ranks, device, precision and plugins alone."""
-        return AcceleratorState(
-            self.strategy,
-            self.mixed_precision,
-            self.options.deepspeed,
-            self.options.fsdp_in_use(self.strategy),
-            self.options.megatron,
-        )
+        return self.options.state(self.strategy)
 
     @property
     def device(self) -> torch.device:
@@ -386,17 +376,13 @@ class Accelerator:
         Returns:
             The same, prepared, in the same order; one alone by itself.
         """
-        places = [self.device_placement] * len(args) if device_placement is None else list(device_placement)
-        if len(places) != len(args):
-            raise ConfigurationError(f"prepare: device_placement has {len(places)} entries for {len(args)} objects.")
-        return self._preparing.prepare(args, places)
+        return self._preparing.prepare(args, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model; with `evaluation_mode` it is not wrapped for training."""
-        moves = self.device_placement if device_placement is None else device_placement
-        return self._preparing.model(model, moves, evaluation_mode)
+        return self._preparing.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Prepares one optimizer."""
@@ -408,9 +394,7 @@ class Accelerator:
 
     def prepare_data_loader(self, data_loader: Iterable[Any], device_placement: bool | None = None) -> PreparedLoader:
         """Prepares one loader."""
-        return self._preparing.loader(
-            data_loader, self.device_placement if device_placement is None else device_placement
-        )
+        return self._preparing.loader(data_loader, device_placement)
 
     @property
     def prepared_models(self) -> list[nn.Module]:
@@ -538,11 +522,6 @@ class Accelerator:
         Raises:
             ConfigurationError: without stages, and for a step that returns no loss.
         """
-        if not self.strategy.outputs.are_in_parts:
-            raise ConfigurationError(
-                "pipeline_step runs a model that is cut into stages, and this one is whole: call it, and "
-                "accelerator.backward(loss), or give Accelerator(strategy=MeshStrategy(pp=…))."
-            )
         return self._stepping.staged_step(self.unwrap_model(model), batch, step)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -569,25 +548,20 @@ class Accelerator:
         """Within it backward sends no gradients to the other ranks."""
         return self.strategy.gradient_sync(False)
 
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """The next backward sends gradients, though its forward was run under `no_sync`."""
-        with self.strategy.gradient_sync(True), self.strategy.own_loop.sync_in_backward(model):
-            yield
+        return self._stepping.sync_in_backward(model)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """Ranks with fewer batches than others take part in their exchange of gradients, within the block.
 
         Args:
             joinables: the prepared models.
             even_batches: set for prepared loaders within the block.
         """
-        with ExitStack() as stack:
-            if even_batches is not None:
-                stack.enter_context(self._preparing.even_batches(even_batches))
-            stack.enter_context(self._stepping.joining(joinables))
-            yield
+        return self._preparing.joining(joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The context of a forward pass in the run's precision.
@@ -599,20 +573,14 @@ class Accelerator:
             return self._stepping.autocast()
         return self.options.autocast(self.precision, self.device, autocast_handler)
 
-    @contextmanager
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Splits sequences where ranks are arranged for that, which in this version they never are: does nothing."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
         handler = profile_handler or self.options.handlers.get(ProfileKwargs) or ProfileKwargs()
-        with handler.build() as profiler:
-            yield profiler
-        if handler.output_trace_dir is not None:
-            os.makedirs(handler.output_trace_dir, exist_ok=True)
-            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
+        return handler.around(f"profile_{self.process_index}.json")
 
     @property
     def sync_gradients(self) -> bool:

@@ -30,7 +30,7 @@ from leyden.trainer.accelerator.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from leyden.trainer.accelerator.ranks import check_started
+from leyden.trainer.accelerator.ranks import AcceleratorState, check_started
 from leyden.trainer.launched import read_launched, with_recipe
 
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
@@ -93,6 +93,19 @@ class Options:
             # Without one, losses are not scaled and no step is skipped.
             found.may_skip = scaler.enabled
         return found
+
+    def name_of(self, precision: Precision) -> str:
+        """Accelerate's name of the run's precision, where it has one."""
+        names = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
+        if self.deepspeed is not None:
+            # Weights in half precision with float32 master weights, which scripts know by the short names.
+            names |= {"16-true": "fp16", "bf16-true": "bf16"}
+        return names.get(precision.name, precision.name)
+
+    def state(self, strategy: Strategy) -> AcceleratorState:
+        """What the run is, for libraries that read it."""
+        name = self.name_of(strategy.precision)
+        return AcceleratorState(strategy, name, self.deepspeed, self.fsdp_in_use(strategy), self.megatron)
 
     def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
         """Returns the plugin that describes how the run is sharded, for libraries; None without FSDP."""

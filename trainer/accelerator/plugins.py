@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -325,6 +326,15 @@ class ProfileKwargs(KwargsHandler):
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[Any]:
+        """Profiles a block; with `output_trace_dir`, writes the trace there under this name."""
+        with self.build() as profiler:
+            yield profiler
+        if self.output_trace_dir is not None:
+            os.makedirs(self.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(self.output_trace_dir, name))
 
 
 @dataclass

@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,18 +56,21 @@ class Preparing:
         self._strategy = stepping.strategy
         self._options = options
 
-    def prepare(self, objects: Sequence[Any], places: Sequence[bool]) -> Any:
+    def prepare(self, objects: Sequence[Any], places: Sequence[bool] | None) -> Any:
         """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters.
 
         Args:
             objects: those of other kinds are returned as they are.
-            places: for each, whether it goes to the device.
+            places: for each, whether it goes to the device; None for the Accelerator's `device_placement`.
 
         Returns:
             The same, prepared, in the same order; one alone by itself.
         """
+        placed = [self._options.device_placement] * len(objects) if places is None else list(places)
+        if len(placed) != len(objects):
+            raise ConfigurationError(f"prepare: device_placement has {len(placed)} entries for {len(objects)} objects.")
         done: dict[int, Any] = {}
-        pairs = list(zip(objects, places, strict=True))
+        pairs = list(zip(objects, placed, strict=True))
         if self._strategy.drives_one:
             self._settle_engine(objects)
         for entry, moves in pairs:
@@ -118,9 +121,10 @@ class Preparing:
             report(loader_facts(rank, prepared.loader))
 
     # models -----------------------------------------------------------------------------------------------------------
-    def model(self, module: nn.Module, moves: bool, evaluation_mode: bool = False) -> nn.Module:
+    def model(self, module: nn.Module, moves: bool | None, evaluation_mode: bool = False) -> nn.Module:
         """Brings a model to its device and precision, and wraps it for the ranks."""
         stepping, strategy, options = self._stepping, self._strategy, self._options
+        moves = options.device_placement if moves is None else moves
         for bare, known in zip(stepping.bare_models, stepping.prepared_models, strict=True):
             if module is bare or module is known:
                 return known
@@ -227,15 +231,27 @@ class Preparing:
         return made[0]
 
     # loaders ----------------------------------------------------------------------------------------------------------
-    def loader(self, given: Any, moves: bool) -> PreparedLoader:
+    def loader(self, given: Any, moves: bool | None) -> PreparedLoader:
         """A loader of this rank's samples, whose batches come on the device."""
         if isinstance(given, PreparedLoader):
             return given
         strategy = self._strategy
+        moves = self._options.device_placement if moves is None else moves
         move = None if not moves or strategy.leaves_batches else strategy.to_device
         prepared = PreparedLoader(rank_loader(given, strategy, self.data), self._stepping, move, given)
         self.loaders.append(prepared)
         return prepared
+
+    @contextmanager
+    def joining(self, models: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+        """Ranks take part in the others' exchange of gradients within the block; see
+        `Accelerator.join_uneven_inputs`.
+        """
+        with ExitStack() as stack:
+            if even_batches is not None:
+                stack.enter_context(self.even_batches(even_batches))
+            stack.enter_context(self._stepping.joining(models))
+            yield
 
     @contextmanager
     def even_batches(self, wanted: bool) -> Iterator[None]:

@@ -209,6 +209,12 @@ class Stepping(Engine):
             finally:
                 self._joins = False
 
+    @contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Sends gradients in the next backward, though its forward was run without."""
+        with self.strategy.gradient_sync(True), self.strategy.own_loop.sync_in_backward(model):
+            yield
+
     # the step ---------------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
         """Backward of a loss, divided by the window's length and scaled; see `Accelerator.backward`."""
@@ -242,6 +248,11 @@ class Stepping(Engine):
 
     def staged_step(self, module: nn.Module, batch: Any, step: Step) -> Tensor:
         """Runs a batch of a model that is cut into stages; see `Accelerator.pipeline_step`."""
+        if not self.strategy.outputs.are_in_parts:
+            raise ConfigurationError(
+                "pipeline_step runs a model that is cut into stages, and this one is whole: call it, and "
+                "accelerator.backward(loss), or give Accelerator(strategy=MeshStrategy(pp=…))."
+            )
         self._begin_backward()
         loss = self.staged.train(module, batch, step)
         self._end_backward()
