@@ -148,11 +148,13 @@ class PreparedLoader:
             position = saved["position"]
             goes_on = skip in (None, position, saved.get("asked"))
             if position == self.cursor.length and skip in (None, 0):
-                # Saved with the epoch's last batch: nothing of it is left, and the next pass is the next epoch.
                 self._finish(saved)
             elif goes_on:
                 self.position = position
-                return self._resumed(saved)
+                if position == self.cursor.length:
+                    # The script means the pass whose last batch is done, and skips all of it.
+                    self.iteration = saved["iteration"]
+                return self._resumed(saved, self.iteration)
             elif skip:
                 self.position = skip
                 return self.cursor.seek(self.iteration, skip, like=saved["place"])
@@ -163,16 +165,17 @@ class PreparedLoader:
         self.position = skip or 0
         return self.cursor.seek(self.iteration, skip) if skip else self.cursor.start(self.iteration)
 
-    def _resumed(self, saved: State) -> Iterator[Any]:
+    def _resumed(self, saved: State, iteration: int) -> Iterator[Any]:
         now = rng_state()
-        iterator = self.cursor.resume(self.iteration, saved["place"])
+        iterator = self.cursor.resume(iteration, saved["place"])
         set_rng_state(now)
         return iterator
 
     def _finish(self, saved: State) -> None:
-        for _ in self._resumed(saved):
+        for _ in self._resumed(saved, saved["iteration"]):
             pass
-        self.iteration += 1
+        # A script may have set it, to this pass or to the one before.
+        self.iteration = max(self.iteration, saved["iteration"] + 1)
 
     def _give(self, iterator: Iterator[Any]) -> Iterator[Any]:
         total, move, stepping = self.cursor.length, self._move or _as_it_is, self._stepping
@@ -251,6 +254,9 @@ class PreparedLoader:
         self.pending = None
         if state["place"] is not None:
             self.pending = state
+            if state["position"] == self.cursor.length:
+                # Saved with the epoch's last batch: nothing of it is left, and the next pass is the next epoch.
+                self.iteration += 1
         else:
             self.cursor.load_rest_state(state["rest"])
 

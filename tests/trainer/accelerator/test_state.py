@@ -89,6 +89,25 @@ def test_a_resumed_loop_gives_each_sample_once(tmp_path: Path, precision: str, h
     assert run.result() == whole.result()
 
 
+@pytest.mark.parametrize("stop", [5, 6, 12])
+def test_the_loaders_iteration_says_which_epoch_a_resumed_loop_is_in(tmp_path: Path, stop: int) -> None:
+    """Saved inside an epoch, and with the last batch of one, of which nothing is left."""
+    whole = Run()
+    for _ in range(2):
+        for batch in whole.loader:
+            whole.step(batch)
+            if whole.accelerator.steps == stop:
+                whole.accelerator.save_state(tmp_path / "saved")
+    run = Run(seed=1)
+    run.accelerator.load_state(tmp_path / "saved")
+    assert run.loader.iteration == stop // 6
+    for _ in range(run.loader.iteration, 2):
+        for batch in run.loader:
+            run.step(batch)
+    assert run.seen == whole.seen[2 * stop :]
+    assert run.result() == whole.result()
+
+
 def test_a_save_between_two_epochs_resumes_with_the_next(tmp_path: Path) -> None:
     whole = Run()
     for epoch in range(2):
