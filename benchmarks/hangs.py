@@ -2,16 +2,19 @@
 
     python benchmarks/hangs.py --limit 2
     python benchmarks/hangs.py --only "SIGSTOP of rank 0" "two machines, one silent"
+    sudo python benchmarks/hangs.py --only "two hosts, the cable cut"
 
 DDP on the CPU; in the sixth batch one rank does what the row says. The seconds are those from then, less the limit
 (`hang_timeout`) where the watchdog has to find out, until no process is left that the job has started. "named" counts
-the lines on stderr that name the culprit: it must be one.
+the lines on stderr that name the culprit: it must be one. Two hosts are network namespaces of this machine, each with
+its own agent, joined by a virtual cable; they need root and the command `ip`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +22,8 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +99,14 @@ class Case:
         names: part of the line that names the culprit.
         hangs: the watchdog has to find out.
         gone: the signal by which machine 0 goes, where there are two.
+        cut: the two machines are hosts of their own, and what goes is the cable between them.
     """
 
     command: str
     names: str
     hangs: bool = False
     gone: int = 0
+    cut: bool = False
 
 
 CASES = {
@@ -118,6 +124,7 @@ CASES = {
     "loader asleep, a worker": Case("loader-worker 1", "(hang_timeout): rank 1, at step", True),
     "two machines, one killed": Case("machine -1", "leyden: rank 0 is gone", gone=int(signal.SIGKILL)),
     "two machines, one silent": Case("machine -1", "(hang_timeout): rank 1 waits", True, int(signal.SIGSTOP)),
+    "two hosts, the cable cut": Case("machine -1", "(hang_timeout): rank 1 waits", True, cut=True),
 }
 
 
@@ -137,31 +144,82 @@ def run(case: Case, folder: Path, limit: float) -> Ending:
     token = uuid.uuid4().hex
     environ = {**os.environ, "TOKEN": token, "LIMIT": str(limit), "OMP_NUM_THREADS": "1"}
     if case.gone:
-        return _run_machines(case, folder, environ, limit)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        return _run_machines(case, folder, environ, limit, [Machine("lo", address)] * 2)
+    if case.cut:
+        with joined_hosts() as machines:
+            return _run_machines(case, folder, environ, limit, machines)
     done = _start(case, folder, environ)
     errors = done.communicate(timeout=120)[1]
-    return _ended(case, folder, token, limit, errors)
+    return _ended(case, folder, [token], limit, errors)
 
 
-def _run_machines(case: Case, folder: Path, environ: dict[str, str], limit: float) -> Ending:
-    """Two agents on this machine, of which one goes with its rank: killed, or stopped, so that nothing is heard."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+@dataclass(frozen=True)
+class Machine:
+    """Where an agent runs.
+
+    Attributes:
+        interface: of the network, by which ranks find each other.
+        master: address and port of machine 0.
+        host: its network namespace; "" for that of this process.
+    """
+
+    interface: str
+    master: str
+    host: str = ""
+
+    @property
+    def prefix(self) -> list[str]:
+        """What a command begins with that runs there."""
+        return ["ip", "netns", "exec", self.host] if self.host else []
+
+
+@contextmanager
+def joined_hosts() -> Iterator[list[Machine]]:
+    """Two network namespaces with a cable between them."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    hosts = [f"hangs-{os.getpid()}-{node}" for node in range(2)]
+    try:
+        for host in hosts:
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+        ip("link", "add", "cable", "netns", hosts[0], "type", "veth", "peer", "name", "cable", "netns", hosts[1])
+        for node, host in enumerate(hosts):
+            ip("-n", host, "address", "add", f"10.77.0.{node + 1}/24", "dev", "cable")
+            ip("-n", host, "link", "set", "cable", "up")
+        yield [Machine("cable", "10.77.0.1:29500", host) for host in hosts]
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
+
+
+def _run_machines(
+    case: Case, folder: Path, environ: dict[str, str], limit: float, machines: Sequence[Machine]
+) -> Ending:
+    """Two agents. Machine 0 goes with its rank, killed or stopped so that nothing is heard of it; or the cable does."""
     tokens = [environ["TOKEN"] + "0", environ["TOKEN"] + "1"]
-    agents = [
-        _start(case, folder, {**shared, "NODE_RANK": str(node), "TOKEN": token}) for node, token in enumerate(tokens)
-    ]
+    agents = []
+    for node, (machine, token) in enumerate(zip(machines, tokens, strict=True)):
+        address, _, port = machine.master.partition(":")
+        own = {"MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": machine.interface}
+        agents.append(_start(case, folder, {**environ, **own, "NODE_RANK": str(node), "TOKEN": token}, machine.prefix))
     try:
         assert agents[0].stdout is not None
         while "under way" not in agents[0].stdout.readline():
             assert agents[0].poll() is None, "machine 0 has ended by itself"
         (folder / "began").write_text(str(time.time()))
-        for process in members(tokens[0]):
-            os.kill(process, case.gone)
+        if case.cut:
+            subprocess.run(["ip", "-n", machines[0].host, "link", "set", "cable", "down"], check=True)
+        else:
+            for process in members(tokens[0]):
+                os.kill(process, case.gone)
         errors = agents[1].communicate(timeout=120)[1]
-        return _ended(case, folder, tokens[1], limit, errors)
+        return _ended(case, folder, tokens if case.cut else tokens[1:], limit, errors)
     finally:
         for process in members(tokens[0]):
             with suppress(OSError):
@@ -171,16 +229,16 @@ def _run_machines(case: Case, folder: Path, environ: dict[str, str], limit: floa
             agent.wait()
 
 
-def _start(case: Case, folder: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "script.py", *case.command.split()]
+def _start(case: Case, folder: Path, environ: dict[str, str], prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "script.py", *case.command.split()]
     environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, env=environ, text=True, **pipes)
 
 
-def _ended(case: Case, folder: Path, token: str, limit: float, errors: str) -> Ending:
+def _ended(case: Case, folder: Path, tokens: Sequence[str], limit: float, errors: str) -> Ending:
     deadline = time.monotonic() + DEADLINE
-    while (left := members(token)) and time.monotonic() < deadline:
+    while (left := [process for token in tokens for process in members(token)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     seconds = time.time() - float((folder / "began").read_text()) - (limit if case.hangs else 0.0)
     for process in left:
@@ -203,7 +261,8 @@ def members(token: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=2.0, help="hang_timeout in seconds")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    possible = [name for name, case in CASES.items() if not case.cut or (os.geteuid() == 0 and shutil.which("ip"))]
+    parser.add_argument("--only", nargs="+", choices=CASES, default=possible, metavar="CASE")
     options = parser.parse_args()
     print("| what happens | seconds until all are gone | named | left behind |")
     print("|---|---|---|---|")
