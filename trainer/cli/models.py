@@ -130,27 +130,27 @@ def _only_module(script: ModuleType, name: str) -> str:
 def _built(name: str, kind: Any, arguments: dict[str, Any]) -> tuple[nn.Module, str]:
     if isinstance(kind, nn.Module):
         return kind, ""
+
+    def build() -> Any:
+        model = kind(**arguments)
+        # A TrainModule may make its layers there.
+        if callable(getattr(model, "configure_model", None)):
+            model.configure_model()
+        return model
+
     note = ""
     try:
         try:
             with torch.device("meta"):
-                model = kind(**arguments)
-                _configure(model)
+                model = build()
         except (NotImplementedError, RuntimeError) as error:
             note = f"built in memory, since it failed on the meta device: {str(error).splitlines()[0]}"
-            model = kind(**arguments)
-            _configure(model)
+            model = build()
     except Exception as error:
         raise ConfigurationError(f"{name} cannot be built ({error}): give its arguments as --args '{{…}}'.") from error
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{name} makes {kind_of(model)}, which is not an nn.Module.")
     return model, note
-
-
-def _configure(model: Any) -> None:
-    """Builds the layers of a TrainModule that makes them in `configure_model`."""
-    if callable(getattr(model, "configure_model", None)):
-        model.configure_model()
 
 
 def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str]:

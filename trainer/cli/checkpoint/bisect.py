@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from leyden.trainer.format.digests import NAMES, DigestsError, Record, read_digests
+from leyden.trainer.format.text import listed
 
 SHOWN = 10
 """So many tensors, or files, the output names at most."""
@@ -117,8 +118,8 @@ def check_forms(here: Record, there: Record, one: Path, other: Path) -> None:
     Raises:
         DigestsError: names them.
     """
-    lines = [f"only in {one}: {_some(here.digests.keys() - there.digests.keys(), here)}"]
-    lines += [f"only in {other}: {_some(there.digests.keys() - here.digests.keys(), there)}"]
+    lines = [f"only in {one}: {_only_in(here, there)}"]
+    lines += [f"only in {other}: {_only_in(there, here)}"]
     lines = [line for line in lines if not line.endswith(": ")]
     both = [name for name in here.digests if name in there.digests]
     changed = [name for name in both if here.digests[name].form != there.digests[name].form]
@@ -132,10 +133,8 @@ def check_forms(here: Record, there: Record, one: Path, other: Path) -> None:
         )
 
 
-def _some(names: set[str], record: Record) -> str:
-    ordered = [name for name in record.digests if name in names]
-    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more
+def _only_in(record: Record, other: Record) -> str:
+    return listed([name for name in record.digests if name not in other.digests], SHOWN)
 
 
 def _described(path: Path) -> str:
@@ -161,12 +160,14 @@ def file_of(run: str) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise DigestsError(f"{run} has the digests of {len(found)} runs: give one of the files ({_listed(found)}).")
-    below = sorted(file.parent for file in path.glob("**/digests*.jsonl") if NAMES.fullmatch(file.name))
-    hint = f"Did you mean one of {_listed(below)}?" if below else "Train with Trainer(digest_every_n_steps=1)."
+        raise DigestsError(
+            f"{run} has the digests of {len(found)} runs: give one of the files ({listed(found, SHOWN)})."
+        )
+    below = list(dict.fromkeys(file.parent for file in files_below(path)))
+    hint = f"Did you mean one of {listed(below, SHOWN)}?" if below else "Train with Trainer(digest_every_n_steps=1)."
     raise DigestsError(f"{run} has no digests. {hint}")
 
 
-def _listed(paths: list[Path]) -> str:
-    shown = list(dict.fromkeys(map(str, paths)))
-    return ", ".join(shown[:SHOWN]) + (" …" if len(shown) > SHOWN else "")
+def files_below(run: Path) -> list[Path]:
+    """The files of digests in a folder and those below it."""
+    return sorted(path for path in run.glob("**/digests*.jsonl") if NAMES.fullmatch(path.name))

@@ -31,7 +31,7 @@ def ls(folder: str) -> int:
     This checks manifests and file sizes; `verify` compares every byte.
     """
     rows = []
-    for path in found_in(folder):
+    for path in _found_in(folder):
         try:
             reader = CheckpointReader(path)
             reader.verify_sizes()
@@ -66,7 +66,7 @@ def verify(paths: tuple[str, ...]) -> int:
     """
     wrong = 0
     for given in paths:
-        for path in [Path(given)] if is_checkpoint(given) else found_in(given) or [Path(given)]:
+        for path in [Path(given)] if _is_one(given) else _found_in(given) or [Path(given)]:
             try:
                 reader = CheckpointReader(path)
                 reader.verify()
@@ -103,7 +103,7 @@ def show(path: str, tensors: bool) -> None:
     _section("files", {name: size_of(entry.size) for name, entry in sorted(manifest.files.items())})
     layout = reader.layout()
     owned = {name: spec for name, spec in layout.items() if "alias_of" not in spec}
-    count = sum(math.prod(shape_of(spec)) for spec in owned.values())
+    count = sum(math.prod(_shape(spec)) for spec in owned.values())
     tied = f", and {len(layout) - len(owned)} tied names" if len(layout) > len(owned) else ""
     click.echo(f"\nweights: {len(owned)} tensors with {count:,} elements{tied}")
     if tensors:
@@ -130,10 +130,10 @@ def _described(spec: dict[str, Any]) -> str:
         return f"tied to {spec['alias_of']}"
     part = next(iter(spec["parts"].values()))
     shards = len(part["shards"])
-    return f"{part['dtype']} {tuple(shape_of(spec))}" + (f" in {shards} shards" if shards > 1 else "")
+    return f"{part['dtype']} {tuple(_shape(spec))}" + (f" in {shards} shards" if shards > 1 else "")
 
 
-def shape_of(spec: dict[str, Any]) -> list[int]:
+def _shape(spec: dict[str, Any]) -> list[int]:
     """Returns the shape of a tensor from its entry in the layout."""
     found = spec.get("shape") or next(iter(spec["parts"].values()))["shape"]
     return [int(size) for size in found]
@@ -145,12 +145,12 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
         click.echo(f"  {line}")
 
 
-def is_checkpoint(path: str | Path) -> bool:
+def _is_one(path: str | Path) -> bool:
     """Returns True for a folder that is a checkpoint, even a damaged one."""
     return any((Path(path) / name).exists() for name in (MANIFEST, LAYOUT))
 
 
-def found_in(folder: str | Path) -> list[Path]:
+def _found_in(folder: str | Path) -> list[Path]:
     """Returns the checkpoints in a folder by name, damaged ones included; those that a killed overwrite set aside come
     first.
 
@@ -163,5 +163,5 @@ def found_in(folder: str | Path) -> list[Path]:
     return aside + [
         path
         for path in sorted(root.iterdir())
-        if not path.is_symlink() and not path.name.startswith(".") and is_checkpoint(path)
+        if not path.is_symlink() and not path.name.startswith(".") and _is_one(path)
     ]

@@ -19,8 +19,8 @@ from leyden.strategies.launch.processes import temporary
 from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.folder import all_checkpoints, is_checkpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.cli.checkpoint.bisect import file_of
-from leyden.trainer.format.digests import NAMES, read_digests
+from leyden.trainer.cli.checkpoint.bisect import file_of, files_below
+from leyden.trainer.format.digests import read_digests
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import aligned, listed
 from leyden.trainer.run.reporting.command import Command, printable
@@ -163,7 +163,7 @@ def _unreached(step: int, found: dict[str, Any], status: int, command_line: Comm
 
 def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
     """The digests that the run recorded after the step, each with the tensor's form; None if there are none."""
-    below = [path for path in sorted(Path(run).glob("**/digests*.jsonl")) if NAMES.fullmatch(path.name)]
+    below = files_below(Path(run))
     if not named and len(below) != 1:
         return None
     file = file_of(run) if named else below[0]

@@ -18,6 +18,8 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "ada
 """Numbers that each optimizer keeps per parameter."""
 DTYPES = {"float32": "32-true", "float64": "64-true", "float16": "16-true", "bfloat16": "bf16-true"}
 HALF = {"16-mixed": 2, "bf16-mixed": 2, "16-true": 2, "bf16-true": 2}
+HELD = {"64-true": 8, "16-true": 2, "bf16-true": 2}
+"""Bytes per element of the precisions that hold weights in a dtype of their own, not in the module's."""
 STRATEGIES = ("single_device", "ddp", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
 
 
@@ -58,12 +60,12 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
     """
     # fp8 holds weights in 8 bits only during an operation, so it takes as much memory as bf16-mixed.
     precision = "bf16-mixed" if precision in ("fp8", "transformer-engine") else precision
-    held = _held(precision)
+    held = HELD.get(precision)
     states = OPTIMIZERS[optimizer]
     shards = ranks if strategy.startswith("fsdp") else 1
     kept = sum(_shard(p, shards) * (held or p.element_size()) for p in model.parameters())
     trained = sum(_shard(p, shards) * (held or p.element_size()) for p in model.parameters() if p.requires_grad)
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     if not strategy.startswith("fsdp"):
         # DDP copies gradients into the buckets it sends; autocast keeps the weights it has cast until the pass ends.
         gradients = 2 * trained if strategy == "ddp" else trained
@@ -76,11 +78,6 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
     if strategy == "fsdp_cpu_offload":
         return Memory(buffers, 0, 0, passing)
     return Memory(kept + buffers, trained, states * trained, passing)
-
-
-def _held(precision: str) -> int | None:
-    """Returns the bytes per element; None for the dtype of the module."""
-    return {"64-true": 8, "16-true": 2, "bf16-true": 2}.get(precision)
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> int:
@@ -173,15 +170,16 @@ def describe(name: str, model: nn.Module, note: str = "") -> str:
     """Describes a model in a few lines: parameters, memory, the largest FSDP group."""
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    lines = [
-        f"model       {name} ({type(model).__name__})",
-        f"parameters  {total:,}, of which {trained:,} are trained; {size_of(held)} as built, buffers "
-        f"{size_of(buffers)}",
-        f"group       FSDP gathers at most {_largest_group(model):,} parameters at once",
+    held, buffers = (
+        size_of(sum(tensor.nbytes for tensor in tensors)) for tensors in (model.parameters(), model.buffers())
+    )
+    rows = [
+        ("model", f"{name} ({type(model).__name__})"),
+        ("parameters", f"{total:,}, of which {trained:,} are trained; {held} as built, buffers {buffers}"),
+        ("group", f"FSDP gathers at most {_largest_group(model):,} parameters at once"),
+        ("note", note),
     ]
-    return "\n".join([*lines, *([f"note        {note}"] if note else [])])
+    return "\n".join(aligned([row for row in rows if row[1]]))
 
 
 def table(

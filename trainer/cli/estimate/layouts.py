@@ -82,7 +82,7 @@ class Training:
                 kept, traced = self._step(strategy, model, parameters)
                 gradients = _size(p.grad for p in parameters if p.grad is not None)
                 states, stepped = self._states(optimizers, parameters)
-            held = _size(parameters) + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+            held = _size([*parameters, *model.buffers()])
             # What is computed, what is prefetched, and the gradients of one group before they are sharded.
             passing = root + sum(sorted(groups)[-2:]) + max([root, *groups])
             notes = tuple(note for note in (traced, own, stepped) if note)
@@ -134,7 +134,7 @@ class Training:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def _said(error: Exception) -> str:
@@ -177,7 +177,8 @@ def report(
     training = Training(model, load_plan(plan), find_batch(model, data, batch_size, seq_len), optimizer)
     left_out: list[tuple[str, str]] = []
     rows: list[Row] = []
-    for layout in _every(ranks) if every else _combined(sizes, ranks):
+    layouts = [fits for world in ranks for fits in layouts_of(world)] if every else _combined(sizes, ranks)
+    for layout in layouts:
         try:
             rows += [training.on(layout, precision) for precision in precisions]
         except ConfigurationError as error:
@@ -201,10 +202,6 @@ def _combined(sizes: Iterable[Sequence[int]], ranks: Sequence[int]) -> list[Layo
     worlds: Sequence[int | None] = ranks or [None]
     layouts = [filled(Layout(*chosen), world) for world in worlds for chosen in itertools.product(*sizes)]
     return list(dict.fromkeys(layouts))
-
-
-def _every(ranks: Sequence[int]) -> list[Layout]:
-    return [layout for world in ranks for layout in layouts_of(world)]
 
 
 def _notes(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -62,13 +62,12 @@ def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> li
         for name, parameter in model.named_parameters(remove_duplicate=False):
             style = styles.get(name, styles.get(name.rpartition(".")[0], ""))
             word = style if isinstance(style, str) else type(style).__name__
-            whole = parameter.numel() * parameter.element_size()
             if id(parameter) in first:
                 rows.append(Placed(name, tuple(parameter.shape), word, f"is {first[id(parameter)]}", 0, 0))
                 continue
             first[id(parameter)] = name
             assert isinstance(parameter, DTensor)
-            held = parameter.to_local().numel() * parameter.element_size()
+            whole, held = parameter.nbytes, parameter.to_local().nbytes
             rows.append(Placed(name, tuple(parameter.shape), word, _placement(parameter), whole, held))
         return rows
 

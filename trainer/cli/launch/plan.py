@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,8 @@ from typing import Any, TypeAlias
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
 from leyden.strategies.launch.watchdog import hang_limit
-from leyden.strategies.mesh.layout import Layout
 from leyden.trainer.cli.launch.accelerate_variables import accelerate_variables
-from leyden.trainer.cli.launch.megatron import mesh_of
-from leyden.trainer.cli.launch.zero import StrategyChoice, zero_of
+from leyden.trainer.cli.launch.strategy_choice import chosen_strategy
 from leyden.trainer.cli.settings.keys import FP8, NO, PRECISIONS
 from leyden.trainer.cli.settings.machine import Machine
 from leyden.trainer.cli.settings.settings import Settings
@@ -24,8 +21,6 @@ from leyden.trainer.format.secrets import masked_value
 from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
-MESH = ("dp_replicate", "dp_shard", "tp", "pp")
-"""The dimensions of a mesh that a launch lays out."""
 Meeting: TypeAlias = tuple[int | None, str, int, str]
 """The number of this machine, and the address, port and backend of the rendezvous."""
 NOT_HERE = "torch sees no GPU on this machine: the plan is for a machine that has them, and would not start here"
@@ -224,7 +219,7 @@ def resolve(
         machines,
         *meeting,
         _threads(settings, machine, per_machine, environ),
-        launched_of(settings, source, accelerator, per_machine * machines),
+        _launched(settings, source, accelerator, per_machine * machines),
         _caveats(settings, machine, accelerator),
         rank,
     )
@@ -412,9 +407,9 @@ def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Ma
     return int(asked) if asked else max(1, machine.cpus // per_machine)
 
 
-def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> LaunchSettings:
+def _launched(settings: Settings, source: str, accelerator: str, ranks: int) -> LaunchSettings:
     """Returns the settings that the script receives."""
-    choice = zero_of(settings) if settings.kind == "DEEPSPEED" else _strategy(settings, ranks)
+    choice = chosen_strategy(settings, ranks)
     # DeepSpeed's own file fills in what ours leaves open.
     wanted = settings.precision if settings.precision != "no" else choice.precision or "no"
     compiled = {
@@ -464,50 +459,3 @@ def _fp8(settings: Settings) -> dict[str, Any]:
         raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
     unused = {key.name for key in FP8 if key.without}
     return {name: value for name, value in settings.effective("fp8_config").items() if name not in unused}
-
-
-def _strategy(settings: Settings, ranks: int) -> StrategyChoice:
-    """Chooses any strategy but DeepSpeed's."""
-    if settings.kind == "MEGATRON_LM":
-        return mesh_of(settings, ranks)
-    if settings.kind == "XLA":
-        # One rank drives all devices of its machine.
-        return StrategyChoice("xla" if ranks == 1 else "xla_ddp")
-    # The strategies read the file's own names.
-    options = settings.effective("fsdp_config") if settings.kind == "FSDP" else {}
-    is_whole = settings.kind != "FSDP" or options.get("fsdp_sharding_strategy") == "NO_SHARD"
-    layout = _layout(settings, ranks, is_whole)
-    if layout is not None and max(layout.tp, layout.pp, layout.dp_shard) > 1:
-        sizes = {f"parallelism_config_{name}_size": size for name, size in layout.sizes.items() if name in MESH}
-        return StrategyChoice("mesh", {**options, **sizes})
-    if settings.kind == "FSDP":
-        return StrategyChoice("ddp") if is_whole else StrategyChoice("fsdp", options)
-    return StrategyChoice("ddp" if layout is not None else None)
-
-
-def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
-    """Returns the mesh that the file's sizes make; None where all are 1.
-
-    Args:
-        settings: flags over the file.
-        ranks: on all machines.
-        is_whole: what no size says is replicated, and not sharded.
-
-    Raises:
-        ConfigurationError: for sizes that do not make up the ranks, and dimensions that this version does not have.
-    """
-    section = settings.section("parallelism_config")
-    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "cp", "sp")}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if math.prod(given.values()) == 1:
-        return None
-    if given.pop("sp", 1) > 1:
-        raise ConfigurationError(
-            "parallelism_config_sp_size: DeepSpeed's Ulysses is not part of this version: leave it out, and let "
-            "parallelism_config_tp_size split activations along the sequence, by 'sequence' in the model's plan."
-        )
-    filled = "dp_replicate" if is_whole else "dp_shard"
-    try:
-        return Layout(**{"dp_replicate": 1, "dp_shard": 1, filled: -1, **given}).filled(ranks)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"parallelism_config: {error}") from None

@@ -104,21 +104,16 @@ def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.sock
     """Opens the socket of the main machine; returns None on the others."""
     if facts.rank not in (0, None):
         return None
-    server = socket.socket(socket.AF_INET)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         # Machine 0 may be behind another address than its own. Without numbers, the address says which machine is main.
-        server.bind(("" if facts.rank == 0 else address, port))
-        server.listen(machines)
+        return socket.create_server(("" if facts.rank == 0 else address, port), backlog=machines)
     except OSError as error:
-        server.close()
         if facts.rank is None:
             return None
         raise ConfigurationError(
             f"machine 0 ({facts.host}) cannot listen on port {port} ({error.strerror}): give another "
             "--main_process_port on all machines."
         ) from error
-    return server
 
 
 def _receive(
@@ -220,11 +215,6 @@ def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Reads one line; raises if the connection ends before it does, or if it never ends."""
-    data = b""
-    while not data.endswith(b"\n"):
-        part = connection.recv(4096)
-        data += part
-        if not part or len(data) > MAX_LINE:
-            raise ValueError("no line came")
-    return data
+    """Reads one line; one that does not end is cut, and no JSON."""
+    with connection.makefile("rb") as lines:
+        return lines.readline(MAX_LINE)

@@ -77,15 +77,10 @@ def plain_loop(data: TensorDataset, batch_size: int) -> dict[str, Tensor]:
 
 def trained(net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, **arguments: Any) -> Trainer:
     """Runs one fit without output."""
-    fixed: dict[str, Any] = {"precision": "32-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "max_epochs": 1,
-    }
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    plain: dict[str, Any] = {"precision": "32-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(**{**fixed, **quiet, **arguments})
+        trainer = Trainer(**{"max_epochs": 1, **quiet, **plain, **arguments})
         trainer.fit(net, DataLoader(data, batch_size=batch_size), ckpt_path=path)
     return trainer
 

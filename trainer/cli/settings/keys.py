@@ -277,12 +277,14 @@ FP8: tuple[ConfigKey, ...] = (
     ConfigKey(
         "fp8_override_linear_precision",
         tuple,
-        "",
-        "set the recipe in the script.",
+        without="set the recipe in the script.",
         older=("override_linear_precision",),
     ),
     ConfigKey(
-        "fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer maintained.", older=("optimization_level", "opt_level")
+        "fp8_opt_level",
+        ("O1", "O2"),
+        without="MS-AMP is no longer maintained.",
+        older=("optimization_level", "opt_level"),
     ),
     ConfigKey(
         "fp8_enable_fsdp_float8_all_gather", bool, "gather parameters in fp8", older=("enable_fsdp_float8_all_gather",)
