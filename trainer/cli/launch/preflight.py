@@ -7,6 +7,7 @@ line: the first mistake found, the same for all machines, or nothing.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import time
@@ -111,7 +112,7 @@ def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.sock
         if facts.rank is None:
             return None
         raise ConfigurationError(
-            f"machine 0 ({facts.host}) cannot listen on port {port} ({error.strerror}): give another "
+            f"machine 0 ({facts.host}) cannot listen on port {port} ({os.strerror(error.errno or 0)}): give another "
             "--main_process_port on all machines."
         ) from error
 
