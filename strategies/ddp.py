@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from leyden.strategies.base import Refused, shadow_items
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.local_weights import digest_of
 from leyden.strategies.own_loop import OwnLoop
-from leyden.strategies.process_group import ProcessGroupStrategy
-from leyden.strategies.window import Window, read_loss
+from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
+from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")
 D = TypeVar("D", bound=DistributedDataParallel)
@@ -64,14 +64,12 @@ class DDPStrategy(ProcessGroupStrategy):
     ) -> None:
         theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", *OWN}
         arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in theirs}
-        known = [name for name in inspect.signature(ProcessGroupStrategy.__init__).parameters if name != "self"]
         for name in kwargs:
             if name in OWN:
                 raise ConfigurationError(f"DDPStrategy({name}=…): the strategy decides this one; leave it out.")
-            if name not in known:
-                raise ConfigurationError(
-                    f"DDPStrategy has no argument {name!r}. {nearest(name, sorted({*theirs, *known}))}"
-                )
+            if name not in GROUP_SETTINGS:
+                known = sorted(theirs | GROUP_SETTINGS)
+                raise ConfigurationError(f"DDPStrategy has no argument {name!r}. {nearest(name, known)}")
         super().__init__(**kwargs)
         self._wrapping = Wrapping(arguments, find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper))
         self.own_loop: DDPLoop = DDPLoop(self._wrapping)
@@ -176,7 +174,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 f"{name} was frozen when the fit began and is trained now, and {fixed} keeps DDP from sending further "
                 "gradients: leave it out, or leave the parameter trainable with a learning rate of 0 until then."
             )
-        if self.ranks.differing(_digest(unfrozen.values())):
+        if self.ranks.differing(digest_of(unfrozen.values())):
             raise ConfigurationError(
                 f"{name} was unfrozen within an epoch, in which DDP did not send its gradients: the ranks have drifted "
                 "apart. Unfreeze parameters in on_train_epoch_start, or between two fits."
@@ -213,8 +211,7 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp.require_backward_grad_sync = window.closes
         if self._graph_matters and filler is not None:
             # Which parameters a batch uses is a part of what DDP exchanges.
-            loss, _ = read_loss(super().forward(step_fn, filler, extra))
-            zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+            zero = zeroed(read_loss(super().forward(step_fn, filler, extra))[0])
         else:
             with self.ddp.module.without_step():
                 zero = self.ddp()
@@ -440,13 +437,6 @@ def _release(wrapped: DistributedDataParallel) -> None:
     """Drops a wrapper's reducer, and with it the hooks on gradients."""
     for name in ("reducer", "logger"):
         vars(wrapped).pop(name, None)
-
-
-def _digest(parameters: Iterable[nn.Parameter]) -> str:
-    digest = hashlib.sha256()
-    for parameter in parameters:
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _ignored(module: nn.Module) -> set[str]:

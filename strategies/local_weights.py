@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -29,6 +32,14 @@ class LocalWeights:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, parameters first."""
         return {**self.parameters, **self.buffers}
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A digest of the bytes of some tensors that lie in plain memory."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import inspect
 import multiprocessing.util
 import os
 from collections.abc import Callable, Sequence
@@ -357,6 +358,10 @@ class ProcessGroupStrategy(Strategy):
         for module in self.modules:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
+
+
+GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
+"""The arguments that all of these strategies take."""
 
 
 class Travelling:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, kind_of
@@ -173,6 +174,11 @@ def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
     if num_items is not None:
         _check_items(num_items)
     return loss, num_items
+
+
+def zeroed(loss: Tensor) -> Tensor:
+    """A loss of 0 with the same graph, for a pass that counts for nothing: 0 * loss is nan where the loss is."""
+    return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
 
 
 def _check_items(num_items: object) -> None:

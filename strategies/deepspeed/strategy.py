@@ -25,16 +25,15 @@ from leyden.strategies.deepspeed.master_weights import ZeroMasterWeights
 from leyden.strategies.deepspeed.own_loop import ZeroLoop
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.precision import HalfPrecision
-from leyden.strategies.process_group import ProcessGroupStrategy
+from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
 from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
-from leyden.strategies.window import BackwardHooks, Window
+from leyden.strategies.window import BackwardHooks, Window, zeroed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 
 
 class DeepSpeedStrategy(ProcessGroupStrategy):
@@ -315,10 +314,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 "gradients in the order of a real backward: use a larger data set, a smaller batch_size or fewer ranks."
             )
         loss, _ = self.zero.forward(self._in_precision(partial(step_fn, filler, *extra)), window.closes)
-        # Not loss * 0, which is nan where the loss is.
-        zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         shadow_items(self, window)
-        self.engine.backward(zero)
+        self.engine.backward(zeroed(loss))
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         if self.stage < 3:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,11 +36,10 @@ from leyden.strategies.fsdp.sharding import (
 )
 from leyden.strategies.fsdp.values import Slot, Values
 from leyden.strategies.local_weights import LocalWeights
-from leyden.strategies.process_group import ProcessGroupStrategy
-from leyden.strategies.window import Window, read_loss
+from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
+from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")
-GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 MIXED = "got mixed torch.Tensor and DTensor"
 """What torch says of an operation that a part of a tensor and a plain one meet in."""
 
@@ -354,9 +352,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 "for each batch: use a larger data set, a smaller batch_size or fewer ranks."
             )
         self._follow_window(window)
-        loss, _ = read_loss(self.forward(step_fn, filler, extra))
-        # Not loss * 0, which is nan where the loss is.
-        zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        zero = zeroed(read_loss(self.forward(step_fn, filler, extra))[0])
         shadow_items(self, window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.local_weights import digest_of
 from leyden.strategies.process_group import GroupRanks
 
 APART = 1e-3
@@ -32,7 +32,7 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
         ConfigurationError: on every rank of the group.
     """
     seen: list[str] = []
-    map_tensors(batch, lambda tensor: seen.append(f"{tuple(tensor.shape)} {tensor.dtype} {_digest(tensor)}"))
+    map_tensors(batch, lambda tensor: seen.append(f"{tuple(tensor.shape)} {tensor.dtype} {digest_of([tensor])}"))
     if ranks.differing("; ".join(seen), mesh.get_group()):
         group = "pipeline" if "pp" in (mesh.mesh_dim_names or ()) else "tp group"
         raise ConfigurationError(
@@ -40,11 +40,6 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
             "loader, or deal samples to strategy.data_size readers, of which this rank is strategy.data_rank. Where "
             "samples are drawn at random, call seed_everything() first."
         )
-
-
-def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
 def sum_partial(parameters: Iterable[Tensor]) -> None:

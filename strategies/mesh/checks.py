@@ -114,11 +114,10 @@ def check_counted(root: nn.Module, styles: dict[nn.Module, ParallelStyle], size:
         if type(module).__module__.startswith("transformers."):
             _check_config(name, module, size)
         elif found := heads_of(module):
-            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             counts = ", ".join(f"{attribute}={count}" for attribute, count in found.items())
             raise ConfigurationError(
                 f"{name!r} has {counts}, and under tp={size} each rank has a share of its heads: add "
-                f"{pattern!r}: 'heads' to the plan, which divides them."
+                f"{pattern_of(name)!r}: 'heads' to the plan, which divides them."
             )
 
 
@@ -150,3 +149,8 @@ def check_tied(root: nn.Module, placement: Callable[[nn.Module, str], Placement 
                     f"{first!r} and {here!r} are one tensor, and the plan splits it in two ways ({other} and {own}). "
                     "Give both the same: an embedding 'rowwise' and a head 'gather' or 'loss' split the entries."
                 )
+
+
+def pattern_of(name: str) -> str:
+    """The pattern by which a plan names a module, and those that repeat it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

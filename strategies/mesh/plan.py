@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.mesh.adapters import with_adapters
 from leyden.strategies.mesh.alike import check_batch
-from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole
+from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole, pattern_of
 from leyden.strategies.mesh.draws import Draws
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
@@ -123,7 +123,7 @@ class Plan:
             if not own:
                 raise ConfigurationError(
                     f"the plan's {pattern!r} matches no module of {type(root).__name__}. "
-                    f"{nearest(pattern, [_pattern(name) for name in names])}"
+                    f"{nearest(pattern, [pattern_of(name) for name in names])}"
                 )
             found |= dict.fromkeys(own, self._word(style))
         return with_adapters(found, dict(root.named_modules()))
@@ -140,10 +140,6 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [
         name for name in names if len(parts := name.split(".")) == len(wanted) and all(map(fnmatchcase, parts, wanted))
     ]
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def is_split(root: nn.Module) -> bool:

@@ -118,7 +118,7 @@ class _Parts(Iterator[Any]):
         self.at = 0
 
     def begin_part(self, index: int) -> None:
-        self.sources[index].first = None
+        self.sources[index].forget_first()
         self.iterators[index] = self.sources[index].start(self.epoch)
         self.drawn[index] = 0
 

@@ -78,6 +78,10 @@ class Source(ABC):
         """Saves the random state before the first batch, if other loaders have drawn since `start`."""
         self.first = Source._remember(self)
 
+    def forget_first(self) -> None:
+        """Forgets what `note_first` saved: another pass begins."""
+        self.first = None
+
     def ahead(self, batches: int) -> State | None:
         """Returns the position after `batches` batches of an epoch not begun; None if only reading leads there."""
         return None

@@ -18,6 +18,7 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision, find_precision
 from leyden.strategies.readers import Readers
+from leyden.strategies.window import zeroed
 from leyden.trainer.engine.gathering import check_gathered, warn_of_rest
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.engine.toggling import Toggles
@@ -213,8 +214,7 @@ class Engine:
         for before in listening.on_before_backward if listening is not None else ():
             before(loss)
         if weight != 1.0:
-            # 0 * nan is nan: a loss that counts for nothing is replaced.
-            loss = loss * weight if weight else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+            loss = loss * weight if weight else zeroed(loss)
         if hooks is not None and hooks.backward is not None:
             kwargs["own"] = hooks.backward
         self.strategy.backward(loss, *args, **kwargs)

@@ -22,7 +22,7 @@ from leyden.strategies.mesh.pipeline.numbers import Numbers
 from leyden.strategies.mesh.pipeline.readings import check_readings
 from leyden.strategies.mesh.pipeline.schedule import Pipeline, Schedule
 from leyden.strategies.micro_batches import MicroBatch, cut, together
-from leyden.strategies.window import BackwardHooks, Window, read_loss
+from leyden.strategies.window import BackwardHooks, Window, read_loss, zeroed
 
 if TYPE_CHECKING:
     from leyden.strategies.mesh.strategy import MeshStrategy
@@ -151,9 +151,7 @@ class PipelineSteps:
         def to_loss(outputs: Any, part: MicroBatch) -> Tensor:
             loss, num_items = read_loss(outputs)
             if not part.rows or not counts:
-                # Not loss * 0, which is nan where the loss is.
-                loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-                return self._strategy.precision.scale_loss(loss)
+                return self._strategy.precision.scale_loss(zeroed(loss))
             for hook in hooks.on_before_backward if hooks is not None else ():
                 hook(loss)
             losses.append(loss.detach() if num_items is not None else loss.detach() * part.share)
