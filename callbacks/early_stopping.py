@@ -147,7 +147,7 @@ class EarlyStopping(Callback):
         same = state["arguments"] == self._arguments()
         self.stopped_epoch = state["stopped_epoch"] if same else 0
         self.stopping_reason = EarlyStoppingReason(state["stopping_reason"] if same else "not_stopped")
-        self.stopping_reason_message = state["stopping_reason_message"] if same else None
+        self.stopping_reason_message = state.get("stopping_reason_message") if same else None
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Forgets the checks of weights that are gone; a run that it has stopped stays stopped."""

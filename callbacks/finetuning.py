@@ -307,7 +307,7 @@ class BackboneFinetuning(BaseFinetuning):
             saved.integer("group", least=0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.previous_backbone_lr, self._group = state["previous_backbone_lr"], state["group"]
+        self.previous_backbone_lr, self._group = state.get("previous_backbone_lr"), state.get("group")
 
 
 def _parts(modules: Any) -> Iterator[nn.Module]:

@@ -19,6 +19,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.local_weights import is_dtensor, local_part, sharded_like
 from leyden.strategies.rank_zero import rank_zero_info
+from leyden.strategies.saved_state import SavedState
 from leyden.trainer.engine.engine import needs_closure
 
 if TYPE_CHECKING:
@@ -375,6 +376,11 @@ class ModelPruning(Callback):
         self._bring_back()
         found = zip(self._names, parts, self._parameters(), strict=False)
         return {name: sharded_like(part, parameter) for name, part, parameter in found}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        saved = SavedState(state)
+        saved.nested("masks", {})
+        saved.nested("originals", {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # The parameters are known when training starts.

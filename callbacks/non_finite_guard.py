@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback, refusal
 from leyden.callbacks.replayed_step import ReplayedStep
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
 from leyden.strategies.local_weights import local_part
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice
@@ -207,13 +207,25 @@ class NonFiniteGuard(Callback):
         found = {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
         return {**found, "rolled_back": [list(pair) for pair in self.rolled_back]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        saved = SavedState(state_dict)
-        self.skipped = [int(step) for step in saved.items("skipped")]
-        self._in_a_row = saved.integer("in_a_row", least=0)
-        # Earlier versions did not have it.
-        found = saved.items("rolled_back") if "rolled_back" in saved else []
-        self.rolled_back = [(int(step), int(place)) for step, place in found]
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        self._read(SavedState(state))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped, self._in_a_row, self.rolled_back = self._read(SavedState(state_dict))
+
+    def _read(self, saved: SavedState) -> tuple[list[int], int, list[tuple[int, int]]]:
+        # Earlier versions did not have the last one.
+        pairs = [_steps(f"rolled_back[{number}]", pair) for number, pair in enumerate(saved.items("rolled_back", ()))]
+        if any(len(pair) != 2 for pair in pairs):
+            raise StateError("rolled_back", "must be a list of pairs")
+        places = [(step, place) for step, place in pairs]
+        return _steps("skipped", saved.value("skipped")), saved.integer("in_a_row", least=0), places
+
+
+def _steps(key: str, value: Any) -> list[int]:
+    """A list of whole numbers in saved state."""
+    entries = SavedState({key: value}).items(key)
+    return [SavedState({key: entry}).integer(key) for entry in entries]
 
 
 def _samples(indices: Sequence[Any] | None) -> str:

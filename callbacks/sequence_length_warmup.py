@@ -118,7 +118,7 @@ class SequenceLengthWarmup(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if isinstance(self.duration, float):
-            self._steps = state["steps"]
+            self._steps = state.get("steps")
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         # Another fit, even of another Trainer, has another number of steps; one that resumes loads it.

@@ -166,7 +166,7 @@ class SpikeDetection(Callback):
 
     def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int]]:
         saved = SavedState(state)
-        losses = [saved_loss.number("loss") for saved_loss in map(_one, saved.items("losses"))]
+        losses = [SavedState({"loss": loss}, "losses").number("loss") for loss in saved.items("losses")]
         last = None if saved.is_none("last") else saved.number("last")
         bad = [SavedState({"batch": index}, "bad_batches").integer("batch") for index in saved.items("bad_batches")]
         return losses, last, saved.integer("seen", least=0), bad
@@ -377,10 +377,6 @@ def _whole(value: Any) -> Any:
 def _reading(loss: Tensor) -> Callable[[], list[float]]:
     # A copy, as the user may change the loss in place.
     return start_reading(loss.reshape(1).to(torch.float32 if loss.dtype != torch.float64 else loss.dtype, copy=True))
-
-
-def _one(value: Any) -> SavedState:
-    return SavedState({"loss": value}, "losses")
 
 
 def _plain(samples: list[Any] | None) -> list[Any] | None:

@@ -91,10 +91,11 @@ class ThroughputMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         return asdict(self._stages["train"].totals)
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        _Totals.of(SavedState(state))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = SavedState(state)
-        counts = {name: saved.integer(name) for name in ("batches", "samples", "lengths")}
-        self._stages["train"] = _Counted(self.window_size, _Totals(saved.number("time"), **counts))
+        self._stages["train"] = _Counted(self.window_size, _Totals.of(SavedState(state)))
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         """Keeps its totals, of what was read and computed: it is no less for being undone."""
@@ -220,6 +221,11 @@ class _Totals:
     batches: int = 0
     samples: int = 0
     lengths: int = 0
+
+    @classmethod
+    def of(cls, saved: SavedState) -> _Totals:
+        counts = {name: saved.integer(name) for name in ("batches", "samples", "lengths")}
+        return cls(saved.number("time"), **counts)
 
     def add(self, seconds: float, samples: int, length: int) -> None:
         self.time += seconds

@@ -305,7 +305,8 @@ class ModelCheckpoint(Callback):
         # In manual optimisation a batch may pass without a step.
         stepped, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
         due = trainer.window.closes and (stepped or not self._every_n_train_steps) and self._is_due_by_step(trainer)
-        if due and not self._waits_for_validation(trainer):
+        waits_for_validation = self.monitor is not None and trainer.progress.validation_due
+        if due and not waits_for_validation:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -367,9 +368,6 @@ class ModelCheckpoint(Callback):
         is_agreed = self._asked is not None and self._asked()[0]
         self._asked = trainer.strategy.ranks.exchange_flags([due and trainer.is_global_zero and not is_agreed])
         return is_agreed
-
-    def _waits_for_validation(self, trainer: Trainer) -> bool:
-        return self.monitor is not None and trainer.progress.validation_due
 
     def _is_due_by_epoch(self, trainer: Trainer) -> bool:
         return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0

@@ -81,12 +81,8 @@ def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
             flat.update({f"{key}/{inner}": leaf for inner, leaf in flatten_hparams(value).items()})
         else:
             leaf = json_value(value)
-            flat[key] = leaf if isinstance(leaf, bool | int | float | str) and _finite(leaf) else _text(value)
+            flat[key] = leaf if isinstance(leaf, bool | int | float | str) else _text(value)
     return flat
-
-
-def _finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _text(value: Any) -> str:

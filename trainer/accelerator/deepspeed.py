@@ -210,11 +210,6 @@ def accumulation_of(strategy: Any, steps: int) -> int:
 
 
 # preparing ------------------------------------------------------------------------------------------------------------
-def is_dummy(entry: Any) -> bool:
-    """Returns True for a DummyOptim or DummyScheduler."""
-    return isinstance(entry, (DummyOptim, DummyScheduler))
-
-
 def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
     """Merges what the script and DeepSpeed's config set, before an engine is made.
 
@@ -244,7 +239,7 @@ def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders
             "total_num_steps": scheduler.total_num_steps,
         }
         _fill(strategy.config, "scheduler", {name: value for name, value in known.items() if value is not None})
-    real = [entry for entry in objects if not is_dummy(entry)]
+    real = [entry for entry in objects if not isinstance(entry, (DummyOptim, DummyScheduler))]
     made = [entry for entry in real if hasattr(entry, "param_groups")]
     strategy.check_settings(
         RunSettings(
