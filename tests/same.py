@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def differences(a: Any, b: Any, place: str = "") -> list[str]:
@@ -46,3 +46,24 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
     else:
         alike = bool(a == b) or callable(a)
     return [] if alike else [f"{place}: {a!r} and {b!r}"]
+
+
+def whole(tensor: Any) -> Any:
+    """The whole of a tensor that is split among ranks; any other one as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of a module's state."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def numbers_of(module: nn.Module) -> dict[str, list[float]]:
+    """A module's whole state, every bit of it, in a form that travels between processes."""
+    return {name: whole(tensor).flatten().tolist() for name, tensor in module.state_dict().items()}
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    """True if the states of two modules are equal."""
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

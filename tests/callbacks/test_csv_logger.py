@@ -8,10 +8,10 @@ import os
 import random
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from logged import handed
 from programs import run_program
 
 from leyden.callbacks.loggers.csv_logger import CSVLogger
@@ -25,8 +25,7 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
 
 def in_trainer(root: Path, stage: str = "fit", **arguments: Any) -> CSVLogger:
     logger = CSVLogger(**arguments)
-    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=[logger], is_global_zero=True, world_size=1)
-    logger.setup(trainer, None, stage)  # type: ignore[arg-type]
+    handed(root, logger, stage=stage)
     return logger
 
 

@@ -11,15 +11,14 @@ import sys
 import threading
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from logged import handed, scalars_in
 from models import QUIET, Line
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -33,14 +32,6 @@ from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
-
-
-def handed(root: Path, *loggers: Logger, zero: bool = True) -> Any:
-    """What loggers read of a trainer in `setup`."""
-    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=list(loggers), is_global_zero=zero, world_size=1)
-    for logger in loggers:
-        logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
-    return trainer
 
 
 def _claim(root: str, count: int, taken: Any) -> None:
@@ -430,13 +421,6 @@ def run(root: Path, seed: int = 0, **arguments: Any) -> Trainer:
     return trainer
 
 
-def events(root: Path) -> dict[str, list[tuple[int, float]]]:
-    untyped: Any = EventAccumulator
-    found = untyped(str(root / "logs/version_0"), size_guidance={"scalars": 0})
-    found.Reload()
-    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
-
-
 class Dies(Callback):
     """Ends the run with an error, some steps after a checkpoint, when loggers have written more."""
 
@@ -460,7 +444,7 @@ def test_a_resumed_run_has_logged_what_a_whole_run_logs(tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "broken/logs").iterdir()] == ["version_0"]
     whole, resumed = ((tmp_path / name / "logs/version_0/metrics.csv").read_text() for name in ("whole", "broken"))
     assert resumed == whole
-    first, second = events(tmp_path / "whole"), events(tmp_path / "broken")
+    first, second = (scalars_in(tmp_path / name / "logs/version_0") for name in ("whole", "broken"))
     assert second.keys() == first.keys()
     for name in ("loss_step", "loss_epoch", "val"):
         assert second[name] == first[name]

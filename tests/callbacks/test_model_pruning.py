@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import QUIET, Line, Squares
 from ranks.world import run_world
+from same import numbers_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.data import DataLoader
@@ -44,12 +45,6 @@ def fit(callback: Any, module: Any = None, ckpt_path: Any = None, **arguments: A
     return module
 
 
-def weights(module: nn.Module) -> dict[str, list[float]]:
-    """The whole weights, every bit of them, in a form that travels between processes."""
-    state = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in module.state_dict().items()}
-    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
-
-
 def zeros(module: nn.Module) -> list[int]:
     return [int((parameter == 0).sum()) for parameter in module.parameters()]
 
@@ -77,7 +72,7 @@ def by_hand(prune_once: Any) -> nn.Module:
 def test_global_pruning_is_that_of_torch_bit_for_bit(amount: float) -> None:
     expected = by_hand(lambda found: prune.global_unstructured(found, prune.L1Unstructured, amount=amount))
     module = fit(ModelPruning("l1_unstructured", amount=amount))
-    assert weights(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
+    assert numbers_of(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
     assert sum(zeros(module)) == (38 if amount == 0.3 else 21)
     assert not prune.is_pruned(module)
 
@@ -87,7 +82,7 @@ def test_slices_are_pruned_as_by_torch() -> None:
     module = Pruned()
     arguments = {"amount": 2, "pruning_dim": 0, "pruning_norm": 2, "use_global_unstructured": False}
     fit(ModelPruning("ln_structured", [(module.net[0], "weight")], **arguments), module)
-    assert weights(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
+    assert numbers_of(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
     assert zeros(module) == [24, 0, 0, 0]
 
 
@@ -159,7 +154,7 @@ def test_a_resume_goes_on_exactly_and_the_checkpoint_is_that_of_the_module(tmp_p
     half.save_checkpoint(tmp_path / "half")
     plain = Pruned.load_from_checkpoint(tmp_path / "half")
     assert sum(zeros(plain)) == 21
-    assert weights(fit(callback(), ckpt_path=tmp_path / "half")) == weights(straight)
+    assert numbers_of(fit(callback(), ckpt_path=tmp_path / "half")) == numbers_of(straight)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +259,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
     found = {}
     for strategy in ("ddp", "fsdp"):
         for method in ("l1_unstructured", "random_unstructured"):
-            found[strategy, method] = weights(fit([Apart(), ModelPruning(method, amount=0.2)], strategy=strategy))
+            found[strategy, method] = numbers_of(fit([Apart(), ModelPruning(method, amount=0.2)], strategy=strategy))
     path = Path(folder) / "half"
     half = Trainer(
         **QUIET,
@@ -277,7 +272,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
     half.save_checkpoint(path)
     for strategy in ("fsdp", "ddp"):
         again = fit(ModelPruning("l1_unstructured", amount=0.2), strategy=strategy, ckpt_path=path)
-        found[strategy, "resumed"] = weights(again)
+        found[strategy, "resumed"] = numbers_of(again)
     return found
 
 

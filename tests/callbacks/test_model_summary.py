@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import QUIET, Line
+from same import same_weights
 from torch import Tensor, nn
 
 from leyden.callbacks.model_summary import ModelSummary, Summary, summarize
@@ -74,12 +76,12 @@ def test_depth_limits_the_rows_and_not_the_totals(depth: int, names: list[str]) 
 
 def test_a_summary_changes_neither_weights_nor_modes_nor_random_numbers() -> None:
     net = Net()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
+    before = copy.deepcopy(net)
     numbers = torch.get_rng_state()
     modes = [layer.training for layer in net.modules()]
     summarize(net, -1)
     assert torch.equal(torch.get_rng_state(), numbers)
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert same_weights(net, before)
     assert [layer.training for layer in net.modules()] == modes
     assert not any(layer._forward_hooks for layer in net.modules())
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import QUIET, Line
 from ranks.world import run_world
+from same import whole
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,8 +37,7 @@ class Net(Line):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        weight: Any = self.last.weight
-        self.after.append(getattr(weight, "full_tensor", lambda: weight)().detach().clone())
+        self.after.append(whole(self.last.weight).detach().clone())
 
 
 class OneRow(Net):

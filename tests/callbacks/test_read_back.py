@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import wandb
+from logged import scalars_in
 from models import QUIET, Line
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import files, history
 
 import leyden.callbacks
@@ -48,10 +48,7 @@ class Logs(Line):
 
 
 def of_tensorboard(logger: TensorBoardLogger) -> Rows:
-    untyped: Any = EventAccumulator
-    events = untyped(str(logger.log_dir), size_guidance={"scalars": 0})
-    events.Reload()
-    return {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
+    return {(name, step): value for name, rows in scalars_in(logger.log_dir).items() for step, value in rows}
 
 
 def of_csv(logger: CSVLogger) -> Rows:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import QUIET, Line, Squares
 from ranks.world import run_world
+from same import whole
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -400,8 +401,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
         arguments = {"strategy": strategy, "extra": [keeper], "enable_checkpointing": True, "max_steps": 3, "size": 1}
         first = fit(schedules()[0], **arguments)[0]
         rest, weights, _ = fit(schedules()[0], path=f"{folder}/{strategy}/step=3", strategy=strategy, size=1)
-        whole = [getattr(weight, "full_tensor", lambda weight=weight: weight)() for weight in weights]
-        found[strategy] = [samples for _, samples, _ in (*first, *rest)], [weight.tolist() for weight in whole]
+        found[strategy] = [samples for _, samples, _ in (*first, *rest)], [whole(weight).tolist() for weight in weights]
         found[f"{strategy}, lengths"] = grown(strategy=strategy).seen
     return found
 

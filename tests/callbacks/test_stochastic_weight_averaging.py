@@ -11,8 +11,8 @@ import pytest
 import torch
 from models import QUIET, Squares, input_of
 from ranks.world import run_world
-from same import differences
-from torch import Tensor, nn
+from same import differences, numbers_of, weights_of
+from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader
@@ -63,10 +63,6 @@ def fit(callbacks: list[Callback], module: Net | None = None, ckpt_path: Any = N
     return module
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
 @pytest.mark.parametrize("strategy", ["cos", "linear"])
 @pytest.mark.parametrize("epochs", [0, 2])
 def test_it_is_torchs_recipe_bit_for_bit(strategy: str, epochs: int) -> None:
@@ -90,7 +86,7 @@ def test_it_is_torchs_recipe_bit_for_bit(strategy: str, epochs: int) -> None:
             scheduler.step()
     update_bn(data(), average)
     assert module.rates == rates
-    assert not differences(weights(module), weights(average.module))
+    assert not differences(weights_of(module), weights_of(average.module))
 
 
 class Spoils(Callback):
@@ -120,7 +116,7 @@ def every_epoch(folder: Path) -> ModelCheckpoint:
 def test_a_resume_in_each_phase_equals_the_straight_run(tmp_path: Path, at: int) -> None:
     straight = fit([callback(), every_epoch(tmp_path / "one")], enable_checkpointing=True)
     resumed = fit([callback()], Net(), tmp_path / "one" / f"step={at}")
-    assert not differences(weights(resumed), weights(straight)) and resumed.rates == straight.rates[at:]
+    assert not differences(weights_of(resumed), weights_of(straight)) and resumed.rates == straight.rates[at:]
 
 
 def test_a_checkpoint_has_the_current_weights_until_the_last_epoch_is_over(tmp_path: Path) -> None:
@@ -129,18 +125,20 @@ def test_a_checkpoint_has_the_current_weights_until_the_last_epoch_is_over(tmp_p
     plain = fit([callback()], max_steps=24)
     inside = CheckpointReader(tmp_path / "epoch=4")
     assert inside.state("callbacks")["StochasticWeightAveraging"]["averages_are_in_model"] is False
-    assert differences(inside.model(), weights(module)) and plain.trainer.global_step == 24
-    assert not differences(CheckpointReader(tmp_path / "epoch=5").model(), weights(module))
+    assert differences(inside.model(), weights_of(module)) and plain.trainer.global_step == 24
+    assert not differences(CheckpointReader(tmp_path / "epoch=5").model(), weights_of(module))
 
 
 def test_a_longer_fit_goes_on_from_the_current_weights(tmp_path: Path) -> None:
     straight = fit([callback()], max_epochs=8)
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     fit([callback(), checkpoint], enable_checkpointing=True)
-    assert not differences(weights(fit([callback()], Net(), tmp_path / "epoch=5", max_epochs=8)), weights(straight))
+    assert not differences(
+        weights_of(fit([callback()], Net(), tmp_path / "epoch=5", max_epochs=8)), weights_of(straight)
+    )
     module = fit([callback()])
     module.trainer.fit(module, data(), data(), ckpt_path="current", max_epochs=8)
-    assert not differences(weights(module), weights(straight))
+    assert not differences(weights_of(module), weights_of(straight))
 
 
 def test_a_run_that_ends_early_has_its_averages() -> None:
@@ -224,7 +222,7 @@ def test_a_signal_breaks_the_last_pass_off_and_the_resume_repeats_it(tmp_path: P
     # What is left, and saved, are the current weights.
     assert not torch.equal(broken.net[0].weight, straight.net[0].weight)
     resumed = fit([callback()], Interrupts(False), ckpt_path=newest(tmp_path))
-    assert resumed.measured == 6 and not differences(weights(resumed), weights(straight))
+    assert resumed.measured == 6 and not differences(weights_of(resumed), weights_of(straight))
 
 
 class Remeasures(Callback):
@@ -280,8 +278,7 @@ def run_on_ranks(folder: str, strategy: str | None, norm: bool, ckpt: str | None
     Trainer(callbacks=[callback(), checkpoint], max_epochs=EPOCHS, **arguments).fit(
         module, data(torch.float64), ckpt_path=ckpt
     )
-    state = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in module.state_dict().items()}
-    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
+    return numbers_of(module)
 
 
 def on_two_ranks(folder: str) -> Any:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from logged import events_in, handed, scalars_in
 from models import QUIET, Squares
 from PIL import Image
 from programs import run_program
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from same import same_weights
 from torch import Tensor, nn
 
 from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
@@ -28,25 +29,16 @@ from leyden.trainer.trainer import Trainer
 
 
 def read(logger: TensorBoardLogger) -> Any:
-    events = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0})  # type: ignore[no-untyped-call]
-    events.Reload()  # type: ignore[no-untyped-call]
-    return events
+    return events_in(logger.log_dir)
 
 
 def scalars(logger: TensorBoardLogger, name: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in read(logger).Scalars(name)]
+    return scalars_in(logger.log_dir)[name]
 
 
 def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
     logger = TensorBoardLogger(**arguments)
-    trainer: Any = SimpleNamespace(
-        default_root_dir=str(root),
-        loggers=[logger],
-        is_global_zero=True,
-        world_size=1,
-        strategy=SimpleNamespace(replicates=True),
-    )
-    logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    handed(root, logger)
     return logger
 
 
@@ -366,7 +358,7 @@ class Net(nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*weights_only.*")
 def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
     net = Net()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
+    before = copy.deepcopy(net)
     random_numbers = torch.get_rng_state()
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     trainer: Any = SimpleNamespace(world_size=1, strategy=SimpleNamespace(replicates=True))
@@ -374,7 +366,7 @@ def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
     logger.finalize("success")
     assert read(logger).Tags()["graph"] is True
     assert torch.equal(torch.get_rng_state(), random_numbers)
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert same_weights(net, before)
     assert [net.training, net.layers[1].training, net.layers[2].training] == [True, False, True]
 
 
@@ -437,9 +429,7 @@ def test_an_open_logger_pickles_and_its_copy_writes_on(tmp_path: Path) -> None:
         other.finalize("success")
     logger.log_metrics({"x": 3.0}, step=3)
     logger.finalize("success")
-    accumulator = EventAccumulator(str(logger.log_dir))
-    accumulator.Reload()
-    assert sorted(event.step for event in accumulator.Scalars("x")) == [1, 2, 2, 3]
+    assert sorted(step for step, _ in scalars(logger, "x")) == [1, 2, 2, 3]
 
 
 def test_a_graph_is_logged_outside_of_a_run(tmp_path: Path) -> None:
@@ -463,8 +453,6 @@ def test_a_graph_is_logged_outside_of_a_run(tmp_path: Path) -> None:
     module, logger = Outer(), TensorBoardLogger(tmp_path, log_graph=True)
     logger.log_graph(module)
     logger.finalize("success")
-    accumulator = EventAccumulator(str(logger.log_dir))
-    accumulator.Reload()
-    assert any("inner" in node.name for node in accumulator.Graph().node)
+    assert any("inner" in node.name for node in read(logger).Graph().node)
     with pytest.raises(LeydenError, match="not attached"):
         _ = module.trainer

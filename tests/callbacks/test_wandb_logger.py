@@ -11,11 +11,11 @@ import sys
 import wave
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from logged import handed
 from models import QUIET, Line
 from PIL import Image
 from ranks.world import run_world
@@ -39,8 +39,7 @@ def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, mo
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     logger = WandbLogger("mine", project="digits", offline=True, prefix="p")
-    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=True, world_size=1)
-    logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    handed(tmp_path, logger)
     assert (logger.version, logger.state_dict(), list(tmp_path.iterdir())) == (None, {}, [])
     drawn = (random.getstate(), torch.get_rng_state().tolist())
     logger.log_hyperparams({"optim": {"lr": 0.1}, "layers": [1, 2]})
@@ -168,8 +167,7 @@ def test_sounds_are_recorded(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
     logger = WandbLogger(offline=True)
-    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=False, world_size=1)
-    logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    handed(tmp_path, logger, zero=False)
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"x": 1.0}, 1)
     logger.log_table("table", ["a"], [[1]])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import QUIET, Squares
 from ranks.world import run_world
-from same import differences
+from same import differences, numbers_of, weights_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -35,23 +35,13 @@ class Net(Squares):
         self.losses: list[Tensor] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after.append(weights(self))
+        self.after.append(weights_of(self))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.losses.append(self.loss(batch).detach())
         if not self.trainer.sanity_checking:
-            self.seen.append(weights(self) if self.trainer.world_size == 1 else {})
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
-def numbers(module: nn.Module) -> dict[str, list[float]]:
-    """The whole tensors in a form that travels between processes, every bit of them."""
-    state = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in module.state_dict().items()}
-    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
+            self.seen.append(weights_of(self) if self.trainer.world_size == 1 else {})
 
 
 def data(dtype: torch.dtype = torch.float32, samples: int = 24, shuffle: bool = False) -> DataLoader[Any]:
@@ -101,7 +91,7 @@ def by_hand(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tenso
 def test_the_averages_are_torchs_own(callback: WeightAveraging, chosen: slice, arguments: Any) -> None:
     module = fit(callback)
     assert len(module.after) == 12
-    assert not differences(weights(module), by_hand(module.after[chosen], **arguments))
+    assert not differences(weights_of(module), by_hand(module.after[chosen], **arguments))
     assert callback.n_averaged == len(module.after[chosen])
 
 
@@ -145,7 +135,7 @@ def test_integers_and_flags_are_copied_and_not_averaged(callback: Any) -> None:
     last = module.after[-1]
     names = {name for name, tensor in last.items() if not tensor.is_floating_point() and not tensor.is_complex()}
     assert names == {"position_ids", "mask", "net.1.num_batches_tracked"}
-    assert not differences({n: weights(module)[n] for n in names}, {n: last[n] for n in names})
+    assert not differences({n: weights_of(module)[n] for n in names}, {n: last[n] for n in names})
     assert averages.n_averaged == 12 and not torch.equal(module.phase, last["phase"])
 
 
@@ -158,9 +148,9 @@ def test_accumulated_windows_count_as_one_step_each() -> None:
 def test_what_runs_after_fit_has_the_averages(tmp_path: Path) -> None:
     callback = EMAWeightAveraging(decay=0.9)
     module = fit(callback)
-    expected = weights(module)
+    expected = weights_of(module)
     module.trainer.validate(module, data(), verbose=False)
-    assert not differences(module.seen[-1], expected) and not differences(weights(module), expected)
+    assert not differences(module.seen[-1], expected) and not differences(weights_of(module), expected)
     path = module.trainer.save_checkpoint(tmp_path / "end")
     assert not differences(CheckpointReader(path).model(), expected)
 
@@ -169,7 +159,7 @@ def test_a_fit_that_goes_on_goes_on_from_the_current_weights() -> None:
     straight = fit(EMAWeightAveraging(decay=0.9), max_epochs=4)
     module = fit(EMAWeightAveraging(decay=0.9))
     module.trainer.fit(module, data(shuffle=True), data(), ckpt_path="current", max_epochs=4)
-    assert not differences(weights(module), weights(straight)) and not differences(module.after, straight.after)
+    assert not differences(weights_of(module), weights_of(straight)) and not differences(module.after, straight.after)
 
 
 def test_a_second_fit_starts_from_the_averages_and_averages_anew() -> None:
@@ -178,7 +168,7 @@ def test_a_second_fit_starts_from_the_averages_and_averages_anew() -> None:
     start, module.after = copy.deepcopy(module), []
     module.trainer.fit(module, data(shuffle=True), max_epochs=1)
     assert callback.n_averaged == 6
-    assert not differences(weights(module), by_hand(module.after, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    assert not differences(weights_of(module), by_hand(module.after, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
     assert (start.net[0].weight != module.after[0]["net.0.weight"]).any()
 
 
@@ -208,7 +198,7 @@ def test_a_run_that_broke_off_and_goes_on_equals_the_straight_one(tmp_path: Path
     with pytest.raises(RuntimeError, match="end"):
         fit([*callbacks("broken"), Ends(step=at + 1)], enable_checkpointing=True)
     resumed = fit(callbacks("broken"), Net(), tmp_path / "broken" / f"step={at}", enable_checkpointing=True)
-    assert not differences(weights(resumed), weights(straight))
+    assert not differences(weights_of(resumed), weights_of(straight))
     assert not differences(resumed.after, straight.after[at:])
     assert not differences(resumed.seen[-6:], straight.seen[-6:])
     ends = [CheckpointReader(tmp_path / folder / "step=12") for folder in ("straight", "broken")]
@@ -227,7 +217,7 @@ def test_a_checkpoint_holds_the_averages_and_the_callback_the_current_weights(tm
     assert state["n_averaged"] == 5 and not differences(
         dict(sorted(state["current"].items())), dict(sorted(current.items()))
     )
-    assert not differences(weights(Net.load_from_checkpoint(tmp_path / "step=5")), averages)
+    assert not differences(weights_of(Net.load_from_checkpoint(tmp_path / "step=5")), averages)
 
 
 def test_a_checkpoint_that_is_written_beside_the_training_is_the_same(tmp_path: Path) -> None:
@@ -260,7 +250,7 @@ def test_a_checkpoint_of_a_validation_resumes_exactly(tmp_path: Path) -> None:
     averages = by_hand(straight.after[:6], multi_avg_fn=get_ema_multi_avg_fn(0.9))
     assert not differences(CheckpointReader(tmp_path / "inside").model(), averages)
     resumed = fit([EMAWeightAveraging(decay=0.9)], Net(), tmp_path / "inside")
-    assert not differences(weights(resumed), weights(straight))
+    assert not differences(weights_of(resumed), weights_of(straight))
     assert not differences(resumed.after, straight.after[6:])
 
 
@@ -269,7 +259,7 @@ def test_an_error_in_a_validation_leaves_the_current_weights() -> None:
     module = Net()
     with pytest.raises(RuntimeError, match="end"):
         fit([EMAWeightAveraging(decay=0.9), Ends(validation=6)], module)
-    assert differences(weights(module), module.seen[0]) and not differences(weights(module), module.after[5])
+    assert differences(weights_of(module), module.seen[0]) and not differences(weights_of(module), module.after[5])
 
 
 def test_a_limit_inside_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
@@ -280,7 +270,7 @@ def test_a_limit_inside_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
     first = fit(callbacks(), max_steps=8)
     assert first.trainer.callbacks[0].n_averaged == 1  # type: ignore[attr-defined]
     path = first.trainer.save_checkpoint(tmp_path / "eight")
-    assert not differences(weights(fit(callbacks(), Net(), path)), weights(straight))
+    assert not differences(weights_of(fit(callbacks(), Net(), path)), weights_of(straight))
 
 
 def test_weights_alone_are_the_averages_and_start_new_ones(tmp_path: Path) -> None:
@@ -299,7 +289,7 @@ def test_a_checkpoint_without_averages_starts_them(tmp_path: Path) -> None:
     path = fit([], max_epochs=1).trainer.save_checkpoint(tmp_path / "one")
     callback = WeightAveraging()
     module = fit(callback, Net(), path)
-    assert callback.n_averaged == 6 and not differences(weights(module), by_hand(module.after))
+    assert callback.n_averaged == 6 and not differences(weights_of(module), by_hand(module.after))
 
 
 def test_a_damaged_state_is_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -369,7 +359,7 @@ def run_on_ranks(folder: str, strategy: Any, ckpt: str | None = None) -> Any:
         # The last batch of an epoch has one sample, and so the second rank none of it.
         trainer.fit(module, data(torch.float64, samples=25), data(torch.float64), ckpt_path=ckpt)
     assert callbacks[0].n_averaged == 14  # type: ignore[attr-defined]
-    return numbers(module), float(trainer.callback_metrics["val_loss"])
+    return numbers_of(module), float(trainer.callback_metrics["val_loss"])
 
 
 def on_two_ranks(folder: str) -> list[Any]:
@@ -422,7 +412,7 @@ def batch_norm_on_ranks(folder: str) -> Any:
             arguments = {**QUIET, "enable_checkpointing": True, "strategy": name, "devices": 2}
             trainer = Trainer(callbacks=callbacks, max_epochs=2, **arguments)
             trainer.fit(module, data(samples=48), data(), ckpt_path=ckpt)
-            return numbers(module), [float(loss) for loss in module.losses[-3:]]
+            return numbers_of(module), [float(loss) for loss in module.losses[-3:]]
 
         straight = train(f"{folder}/{name}")
         found.append((straight, train(f"{folder}/{name}-resumed", f"{folder}/{name}/step=8")))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from logged import scalars_in
 from models import QUIET
 from ranks.world import run_world
+from same import same_weights
 from torch import Tensor, nn
 
 from leyden import Callback, Trainer, TrainModule
@@ -184,7 +186,7 @@ def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
         "saved": saved,
         "stopped": (trainer.global_step, trainer.progress.batch),
         "resumed": again.global_step,
-        "same": all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True)),
+        "same": same_weights(resumed, straight),
     }
 
 
@@ -376,8 +378,6 @@ def test_ranks_know_and_keep_the_one_best_checkpoint(early: tuple[Path, list[dic
 
 
 def test_loggers_of_two_ranks_write_once(early: tuple[Path, list[dict[str, Any]]]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = Path(early[1][0]["log_dir"])
     assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
     with (folder / "metrics.csv").open() as file:
@@ -386,9 +386,8 @@ def test_loggers_of_two_ranks_write_once(early: tuple[Path, list[dict[str, Any]]
     [start] = folder.glob("starts/*/run.json")
     assert json.loads(start.read_text())["world_size"] == 2
     [events] = folder.glob("events*")
-    read = EventAccumulator(str(events))
-    read.Reload()
-    assert [(event.step, event.value) for event in read.Scalars("score")] == scores
+    read = scalars_in(events)
+    assert read["score"] == scores
     # Epoch means are the ranks' together, step values the first rank's own.
-    assert [event.step for event in read.Scalars("loss_step")] == [*range(2, 17, 2)]
-    assert [event.step for event in read.Scalars("loss_epoch")] == [4, 8, 12, 16]
+    assert [step for step, _ in read["loss_step"]] == [*range(2, 17, 2)]
+    assert [step for step, _ in read["loss_epoch"]] == [4, 8, 12, 16]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks.world import run_world
+from same import whole
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -75,11 +76,6 @@ def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
     return found
 
 
-def whole(tensor: Any) -> list[float]:
-    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.flatten().tolist()
-
-
 def sent_late(strategy: str) -> dict[str, list[float] | None]:
     """Gradients of two backwards, the first under `no_sync`; the second, forward under `no_sync` too, sends the sum."""
     from leyden import Accelerator
@@ -92,10 +88,10 @@ def sent_late(strategy: str) -> dict[str, list[float] | None]:
         first, second = model(own).sum(), model(own * 10).sum()
         accelerator.backward(first)
     # FSDP keeps gradients to itself until they are sent.
-    kept = None if model.weight.grad is None else whole(model.weight.grad)
+    kept = None if model.weight.grad is None else whole(model.weight.grad).flatten().tolist()
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(second)
-    sent = whole(model.weight.grad)
+    sent = whole(model.weight.grad).flatten().tolist()
     accelerator.free_memory()
     return {"kept": kept, "sent": sent}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import QUIET, Squares
 from ranks.world import run_world
+from same import numbers_of
 from samples import pairs
 from torch import nn
 from torch.utils.data import DataLoader
@@ -43,8 +44,8 @@ def trained(root: str, strategy: str, max_steps: int = -1, path: str | None = No
         warnings.simplefilter("ignore", UserWarning)
         # Eleven batches, the last one of a single sample.
         trainer.fit(module, DataLoader(pairs(21, inputs=2), 1, shuffle=True), ckpt_path=path)
-    whole = [getattr(parameter, "full_tensor", lambda own=parameter: own)() for parameter in module.parameters()]
-    return [guard.rolled_back, trainer.global_step, torch.cat([tensor.detach().flatten() for tensor in whole]).tolist()]
+    weights = [number for tensor in numbers_of(module).values() for number in tensor]
+    return [guard.rolled_back, trainer.global_step, weights]
 
 
 class Jumps(Net):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import QUIET, Regression
 from ranks.world import run_world
+from same import same_weights, whole
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -299,7 +300,7 @@ def test_manual_optimisation_has_the_weights_of_the_plain_loop(make: Make, train
     plain = copy.deepcopy(module)
     trainer(make()).fit(module, data(4))
     plain_loop(plain, data(4), 2, 1, {})
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True))
+    assert same_weights(plain, module)
 
 
 @pytest.mark.parametrize("other", STRATEGIES)
@@ -398,10 +399,6 @@ def test_init_module_in_the_precision_of_the_trainer(make: Make, trainer: Any) -
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def ranks_against_one(name: str) -> list[str]:

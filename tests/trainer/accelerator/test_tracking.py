@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from logged import events_in
 
 from leyden import (
     Accelerator,
@@ -61,7 +61,7 @@ def test_every_tracker_records_settings_values_and_texts(tmp_path: Path) -> None
         (3, {"loss": torch.tensor(0.5), "note": "text"}, {"commit": True}),
         "finished",
     ]
-    events = EventAccumulator(str(tmp_path / "digits")).Reload()
+    events = events_in(tmp_path / "digits")
     assert [event.value for event in events.Scalars("loss")] == [0.5]
     assert events.Scalars("extra")[0].step == 3
     assert "note/text_summary" in events.Tags()["tensors"]
@@ -104,8 +104,7 @@ def test_images_have_their_channels_first_or_last(tmp_path: Path, shape: tuple[i
     accelerator.init_trackers("run")
     accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(shape)}, step=1)
     accelerator.end_training()
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
+    events = events_in(tmp_path / "run")
     image = events.Images("seen")[0]
     assert (image.height, image.width) == (8, 12)
 
@@ -117,8 +116,7 @@ def test_the_form_of_images_that_could_be_either_is_given_by_name(tmp_path: Path
     assert isinstance(accelerator.get_tracker("tensorboard"), TensorBoardTracker)
     accelerator.get_tracker("tensorboard").log_table("rows", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
+    events = events_in(tmp_path / "run")
     image = events.Images("seen")[0]
     assert (image.height, image.width) == (3, 12)
     assert b"| 1 | 2 |" in events.Tensors("rows/text_summary")[0].tensor_proto.string_val[0]

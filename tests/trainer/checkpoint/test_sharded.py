@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks.share import Peak, counting
 from ranks.world import run_world
 from safetensors.torch import load_file
+from same import whole
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError
@@ -136,15 +137,11 @@ def write(model: Model, optimizer: Any, path: Path, strategy: Any, layout: str) 
         return writer.commit(progress={"global_step": 3}, world_size=LAYOUTS[layout], strategy=layout)
 
 
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().clone()
-
-
 def contents(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = {name: whole(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     named = to_named(optimizer, parameter_names(model))["state"]
-    return state | {f"{name}/{key}": whole(value) for name, own in named.items() for key, value in own.items()}
+    state |= {f"{name}/{key}": value for name, own in named.items() for key, value in own.items()}
+    return {name: whole(value).detach().clone() for name, value in state.items()}
 
 
 def save(folder: str, layout: str) -> dict[str, Any]:
@@ -417,7 +414,8 @@ def foreign(path: str) -> dict[str, Any]:
     strategy = strategy_of("fsdp 2")
     model = build("fsdp 2", seed=9, meta=True)
     fill_weights(model, ForeignWeights(Path(path), trust=False), strict=False)
-    found = {name: whole(value).numpy() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    found = {name: whole(value).detach().clone().numpy() for name, value in state.items()}
     strategy.teardown()
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from logged import scalars_in
 from models import Logging, Tiny
 from samples import numbered
 from torch import nn
@@ -244,8 +245,6 @@ def test_the_rows_of_a_loader_hold_no_values_of_another(quiet: Any) -> None:
 
 
 def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     class Epochs(Logging):
         def on_train_epoch_end(self) -> None:
             self.log_dict({"whole": 7.0, "step": 3.0, "epoch": 9.0})
@@ -259,10 +258,10 @@ def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) 
         {"step": 10.0, "epoch": 0.0, "x": 1.0},
         {"step": 3.0, "epoch": 9.0, "whole": 7.0},
     ]
-    events = EventAccumulator(str(loggers[1].log_dir)).Reload()
-    assert [event.step for event in events.Scalars("x")] == [0, 10]
-    assert [(event.step, event.value) for event in events.Scalars("epoch")][-1] == (3, 9.0)
-    assert "step" not in events.Tags()["scalars"]
+    events = scalars_in(loggers[1].log_dir)
+    assert [step for step, _ in events["x"]] == [0, 10]
+    assert events["epoch"][-1] == (3, 9.0)
+    assert "step" not in events
 
 
 def test_a_step_that_is_no_number_is_refused(quiet: Any) -> None:

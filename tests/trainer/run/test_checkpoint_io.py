@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import QUIET, Regression
 from ranks.world import run_world
+from same import same_weights, whole
 from samples import pairs
 from torch import nn
 from torch.utils.data import DataLoader
@@ -85,10 +86,6 @@ def fit(plugin: Any, callbacks: Any, epochs: int, path: Any = None, **arguments:
     return trainer, module
 
 
-def same(module: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(own, theirs) for own, theirs in zip(module.parameters(), other.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_plugin_saves_ranks_removes_and_resumes_bit_for_bit(tmp_path: Path, beside: bool) -> None:
     _, straight = fit(None, [EMAWeightAveraging(decay=0.5)], 3, enable_checkpointing=False)
@@ -112,12 +109,12 @@ def test_a_plugin_saves_ranks_removes_and_resumes_bit_for_bit(tmp_path: Path, be
     again = ModelCheckpoint(tmp_path / "runs", filename="{step}", every_n_train_steps=3, save_top_k=2)
     place = tmp_path / "runs" / "step=9"
     trainer, module = fit(plugin, [again, EMAWeightAveraging(decay=0.5)], 3, place, default_root_dir=tmp_path)
-    assert same(module, straight) and trainer.global_step == 12 and str(trainer.ckpt_path) == str(place)
+    assert same_weights(module, straight) and trainer.global_step == 12 and str(trainer.ckpt_path) == str(place)
     # The ranking goes on: 6 was kept beside 9, and goes as 12 comes.
     assert shelf.done.count("remove step=6") == 2
     module = regression()
     trainer.validate(module, DataLoader(pairs(4), 4), ckpt_path="best", verbose=False)
-    assert same(module, straight)
+    assert same_weights(module, straight)
 
 
 def test_the_dict_holds_the_weights_by_name_and_may_change(tmp_path: Path) -> None:
@@ -193,7 +190,7 @@ def sharded(folder: str, path: str | None, epochs: int) -> Any:
     _trainer, module = fit(shelf, [saving], epochs, path, strategy="fsdp", devices=2, default_root_dir=folder)
     with pytest.raises(ConfigurationError, match="to_torchscript needs whole weights, and this module's are sharded"):
         module.to_torchscript()
-    return shelf.done, [getattr(one, "full_tensor", lambda t=one: t)().tolist() for one in module.parameters()]
+    return shelf.done, [whole(one).tolist() for one in module.parameters()]
 
 
 def both(folder: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from lightning_files import PlainRun, entries, loops
 from models import QUIET, Regression, Squares
 from ranks.world import run_world
+from same import same_weights, whole
 from samples import numbered, pairs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -57,10 +58,6 @@ def plain(window: int = 1) -> PlainRun:
     return PlainRun(module, optimizer, each["scheduler"], plateau["scheduler"], window)
 
 
-def same(module: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(own, theirs) for own, theirs in zip(module.parameters(), other.parameters(), strict=True))
-
-
 def go_on(module: Any, path: Path, epochs: int = 4, **arguments: Any) -> tuple[Trainer, str]:
     """Continues a file, and returns what the fit said of what it cannot continue."""
     trainer = Trainer(**{**QUIET, "max_epochs": epochs, **arguments})
@@ -86,7 +83,7 @@ def test_a_fit_goes_on_wherever_lightning_has_saved(tmp_path: Path, window: int)
     for path in files:
         module = regression()
         trainer, said = go_on(module, path, accumulate_grad_batches=window)
-        assert same(module, run.module), path.name
+        assert same_weights(module, run.module), path.name
         assert (trainer.global_step, trainer.current_epoch, trainer.progress.batches) == (24 // window, 4, 24)
         inside = path.name.split("-")[1] in ("1", "2", "4", "5") and window == 3
         assert ("the gradients of an open window" in said) == inside
@@ -174,7 +171,7 @@ def test_manual_optimisation_the_data_and_the_users_own_entries_go_on(tmp_path: 
     trainer = Trainer(**QUIET, max_epochs=2, callbacks=[counted])
     with pytest.warns(UserWarning, match=r"the state of Gone \(this fit has no such callback\)"):
         trainer.fit(again, datamodule=data, ckpt_path=path, trust=True)
-    assert same(again, module)
+    assert same_weights(again, module)
     assert (trainer.global_step, again.seen, data.number, counted.number) == (8, 5, 4, 9)
 
 
@@ -247,10 +244,10 @@ def test_averages_and_the_weights_behind_them_go_on(tmp_path: Path) -> None:
     module = regression()
     go_on(module, tmp_path / "ema.ckpt", epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
     # Once fit has ended, the averages are in the module.
-    assert same(module.net, average)
+    assert same_weights(module.net, average)
     module = regression()
     _, said = go_on(module, tmp_path / "ema.ckpt", epochs=2)
-    assert same(module, current) and "the averages of weights (this fit has no WeightAveraging)" in said
+    assert same_weights(module, current) and "the averages of weights (this fit has no WeightAveraging)" in said
     # An evaluation takes the averages.
     saved = torch.load(tmp_path / "ema.ckpt")["state_dict"]
     Trainer(**QUIET).validate(module, HELD, ckpt_path=tmp_path / "ema.ckpt", trust=True, verbose=False)
@@ -293,7 +290,7 @@ def test_groups_that_a_finetuning_callback_had_added_go_on(tmp_path: Path) -> No
 
     again = Backboned()
     Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)]).fit(again, data, ckpt_path=path, trust=True)
-    assert same(again, straight) and all(parameter.requires_grad for parameter in again.parameters())
+    assert same_weights(again, straight) and all(parameter.requires_grad for parameter in again.parameters())
 
 
 def test_what_cannot_go_on_is_named_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -346,7 +343,7 @@ def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None
     module = regression()
     with pytest.warns(UserWarning, match="has no optimizer_states.*fit takes its weights, and begins anew"):
         Trainer(**QUIET, limit_train_batches=0).fit(module, DATA, ckpt_path=path, trust=True)
-    assert same(module, run.module)
+    assert same_weights(module, run.module)
     run.write(path, "batch", 0, 2, 6)
     for restore, steps in (("weights", 6), ({"weights", "loaders"}, 6), ({"weights", "progress"}, 12)):
         trainer = Trainer(**QUIET, max_epochs=1)
@@ -401,7 +398,7 @@ def test_a_loader_with_a_state_goes_on_in_its_own_order(tmp_path: Path) -> None:
     module = regression()
     with pytest.warns(UserWarning, match="a file of Lightning's"):
         Trainer(**QUIET, max_epochs=1).fit(module, Placing(), HELD, ckpt_path=path, trust=True)
-    assert same(module, run.module)
+    assert same_weights(module, run.module)
 
 
 def test_a_plugin_may_read_files_of_lightning(tmp_path: Path) -> None:
@@ -418,7 +415,7 @@ def test_a_plugin_may_read_files_of_lightning(tmp_path: Path) -> None:
     run.train(DATA, HELD, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, 6) if at[1] == 0 else None)
     module = regression()
     _, said = go_on(module, tmp_path / "end", epochs=2, plugins=Reading())
-    assert same(module, run.module) and "random numbers" in said
+    assert same_weights(module, run.module) and "random numbers" in said
 
 
 def test_a_value_of_another_checkpoint_callback_steps_no_plateau(tmp_path: Path) -> None:
@@ -434,7 +431,7 @@ def test_a_value_of_another_checkpoint_callback_steps_no_plateau(tmp_path: Path)
     run.train(DATA, HELD, 3, lambda *at: save(*at) if at[:2] == ("epoch", 1) else None)
     module = regression()
     trainer, _ = go_on(module, path, epochs=3)
-    assert same(module, run.module) and "loss" in trainer.callback_metrics
+    assert same_weights(module, run.module) and "loss" in trainer.callback_metrics
     _, said = go_on(regression(), path.with_name("renamed.ckpt"), epochs=3)
     assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in said
 
@@ -456,8 +453,7 @@ def continued(path: str) -> Any:
             warnings.simplefilter("always")
             trainer.fit(module, data, ckpt_path=path, trust=True)
         said = sum("a file of Lightning's" in str(one.message) for one in caught)
-        whole = [getattr(tensor, "full_tensor", lambda t=tensor: t)() for tensor in module.state_dict().values()]
-        found.append(([tensor.tolist() for tensor in whole], trainer.global_step, said))
+        found.append(([whole(tensor).tolist() for tensor in module.state_dict().values()], trainer.global_step, said))
     return found
 
 
@@ -505,4 +501,4 @@ def test_averages_that_were_not_updated_yet_are_left(tmp_path: Path) -> None:
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=[WeightAveraging()])
     with pytest.warns(UserWarning, match="a file of Lightning's"):
         trainer.fit(module, DATA, ckpt_path=path, trust=True)
-    assert same(module, run.module)
+    assert same_weights(module, run.module)

@@ -20,6 +20,7 @@ import torch
 from models import Regression
 from programs import run_program
 from ranks.world import run_world
+from same import same_weights
 from samples import labelled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -90,11 +91,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Net:
     return net
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    left, right = one.state_dict(), other.state_dict()
-    return all(torch.equal(left[name], right[name]) for name in left)
-
-
 POINTS = {
     "in a step, by SIGTERM": ("on_train_batch_start", 7, raising(signal.SIGTERM)),
     "in a step, by SIGUSR1": ("on_train_batch_start", 7, raising(signal.SIGUSR1)),
@@ -118,7 +114,7 @@ def test_the_next_start_goes_on_in_the_same_step(point: str, tmp_path: Path, who
     second, _, code = start(tmp_path)
     assert code is None
     assert first.steps + second.steps == whole.steps
-    assert same(second, whole)
+    assert same_weights(second, whole)
 
 
 def test_a_run_that_is_preempted_often_keeps_one_checkpoint_of_it(tmp_path: Path, whole: Net) -> None:
@@ -131,7 +127,7 @@ def test_a_run_that_is_preempted_often_keeps_one_checkpoint_of_it(tmp_path: Path
     # The one of the first epoch, and that of the third end; not those of the ends before.
     assert sorted(path.name for path in all_checkpoints(tmp_path / "checkpoints")) == ["epoch=0-step=10", "preempted"]
     net, _, code = start(tmp_path)
-    assert code is None and same(net, whole)
+    assert code is None and same_weights(net, whole)
 
 
 def test_what_is_saved_anyway_is_not_saved_twice(tmp_path: Path) -> None:
@@ -187,7 +183,7 @@ def test_signals_and_exit_code_of_ones_own(tmp_path: Path, whole: Net) -> None:
     assert code == 42 and first.steps + second.steps == list(range(8))
     # SIGTERM ends the run in order, as ever.
     assert start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGTERM)), preemption=own)[2] == 143
-    assert same(start(tmp_path, preemption=own)[0], whole)
+    assert same_weights(start(tmp_path, preemption=own)[0], whole)
 
 
 def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Net) -> None:
@@ -210,7 +206,7 @@ def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Net) -> None:
     assert set(calls) == {"leyden-preempt"}
     assert trainer.signals.name == "should_preempt"
     second, _, code = start(tmp_path)
-    assert code is None and first.steps + second.steps == whole.steps and same(second, whole)
+    assert code is None and first.steps + second.steps == whole.steps and same_weights(second, whole)
 
 
 def test_a_save_that_fails_is_an_error_and_keeps_the_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +341,7 @@ def on_two_ranks(folder: Path) -> None:
     Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder / "whole").fit(
         whole, DataLoader(labelled(40), 4, shuffle=True)
     )
-    assert same(net, whole)
+    assert same_weights(net, whole)
 
 
 def test_ranks_that_one_of_them_preempts_end_at_the_same_step_and_go_on_exactly(tmp_path: Path) -> None:

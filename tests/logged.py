@@ -1,0 +1,45 @@
+"""What tests of loggers share: the Trainer that loggers are handed, and what they have written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from leyden.callbacks.loggers.logger import Logger
+
+
+def handed(root: Path, *loggers: Logger, stage: str = "fit", zero: bool = True) -> Any:
+    """What loggers read of a Trainer in `setup`, once it was called.
+
+    Args:
+        root: its `default_root_dir`.
+        *loggers: its loggers.
+        stage: of the run.
+        zero: on the first rank.
+    """
+    trainer: Any = SimpleNamespace(
+        default_root_dir=str(root),
+        loggers=list(loggers),
+        is_global_zero=zero,
+        world_size=1,
+        strategy=SimpleNamespace(replicates=True),
+    )
+    for logger in loggers:
+        logger.setup(trainer, None, stage)  # type: ignore[arg-type]
+    return trainer
+
+
+def events_in(folder: str | os.PathLike[str] | None) -> Any:
+    """TensorBoard's reader of the event files in a folder."""
+    untyped: Any = EventAccumulator
+    return untyped(str(folder), size_guidance={"scalars": 0}).Reload()
+
+
+def scalars_in(folder: str | os.PathLike[str] | None) -> dict[str, list[tuple[int, float]]]:
+    """All scalars of the event files in a folder: steps and values by name."""
+    events = events_in(folder)
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
