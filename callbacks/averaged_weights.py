@@ -246,7 +246,7 @@ class ExchangesWeights(Callback):
 
     def _begin(self, trainer: Trainer, module: nn.Module) -> bool:
         """Begins the averages of a fit; returns False if it goes on with those of the last one."""
-        self._check_exchange(trainer)
+        self.check_exchange(trainer)
         if self._weights is not None and trainer.global_step > 0:
             return False
         self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
@@ -269,7 +269,7 @@ class ExchangesWeights(Callback):
         is_over = trainer.progress.ended or trainer.progress.cut
         return is_over and trainer.current_epoch > self._latest_update_epoch
 
-    def _check_exchange(self, trainer: Trainer) -> None:
+    def check_exchange(self, trainer: Trainer) -> None:
         """Refuses a strategy that cannot exchange weights, and a second callback that does."""
         name, why = type(self).__name__, trainer.strategy.refusals.get("exchange")
         if why is not None:
