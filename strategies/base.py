@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.batch import move_to_device
+from leyden.strategies.batch import move_to_device, widest_float
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.local_weights import LocalWeights
@@ -572,7 +572,7 @@ def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
     if strategy.data_size == 1:
         return num_items
     device = strategy.root_device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = widest_float(device)
     if isinstance(num_items, Tensor) and (num_items.device.type != "cpu" or device.type == "cpu"):
         items = num_items.detach().to(device, dtype).reshape(())
     else:

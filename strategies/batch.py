@@ -207,6 +207,11 @@ def batch_size_of(batch: Any) -> int:
     )
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating dtype of most digits that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def shape_and_dtype(tensor: Tensor) -> str:
     """A tensor as errors describe it: its shape and dtype."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

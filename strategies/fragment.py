@@ -120,6 +120,3 @@ def rectangles(shape: Sizes, start: int, count: int) -> list[tuple[Sizes, Sizes]
     if last > first:
         found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
     return found + (within(last, 0, rest) if rest else [])
-
-
-__all__ = ["Fragment", "rectangles"]

@@ -67,6 +67,3 @@ class StepOutputs:
     def share_tensors(self, tree: T) -> T:
         """Returns what `share` would; tensors of a nested structure stay on their device."""
         return tree
-
-
-__all__ = ["SharedNumbers", "StepOutputs"]

@@ -76,6 +76,3 @@ class Readers:
         counts = self._ranks.global_rank in self._counted
         total = self._ranks.reduce(tensor if counts else torch.zeros_like(tensor), group, "sum")
         return total / len(self.ranks) if reduction in ("mean", "avg") else total
-
-
-__all__ = ["Readers"]

@@ -416,6 +416,3 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self.engine is not None:
             restore_counters(self.engine, state_dict)
-
-
-__all__ = ["DeepSpeedStrategy"]

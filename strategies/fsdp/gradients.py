@@ -61,9 +61,14 @@ def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0
     if len(_by_mesh(parameters)) < 2:
         return whole(nn.utils.clip_grad_norm_(parameters, value, norm_type))
     total = total_norm(parameters, norm_type)
-    factor = (value / (total + 1e-6)).clamp(max=1.0)
-    multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
+    clip_by(parameters, value, total)
     return total
+
+
+def clip_by(parameters: Sequence[Tensor], value: float, norm: Tensor) -> None:
+    """Scales gradients as torch's `clip_grad_norm_` does, where their total norm is known."""
+    factor = (value / (norm + 1e-6)).clamp(max=1.0)
+    multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:

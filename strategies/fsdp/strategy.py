@@ -462,6 +462,3 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _children(child)
         elif any(True for _ in child.parameters()):
             yield child
-
-
-__all__ = ["FSDPStrategy"]

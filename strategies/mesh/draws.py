@@ -28,10 +28,7 @@ class Draws:
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, sequence: bool = False) -> None:
         self._mesh, self._device, self._sequence = mesh, device, sequence
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators_of(device)
         self._active = False
         self._alike: list[torch.Tensor] | None = None
         self._apart: list[torch.Tensor] = []
@@ -97,3 +94,11 @@ class Draws:
 def _in_backward() -> bool:
     """True within a backward pass, in which activation checkpointing runs a forward again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """torch's generators that code draws from if it names none: the CPU's, and a GPU's own."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return [torch.default_generator, torch.cuda.default_generators[index]]

@@ -110,6 +110,3 @@ class ModelParallelStrategy(MeshStrategy):
             )
         check_loaded(module, self.tensor_mesh)
         return Plan({})
-
-
-__all__ = ["ModelParallelStrategy"]

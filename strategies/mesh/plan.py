@@ -297,6 +297,3 @@ def _ties(slots: Iterable[Slot]) -> list[list[Slot]]:
     for module, name in slots:
         found.setdefault(id(module._parameters[name]), []).append((module, name))
     return [tied for tied in found.values() if len(tied) > 1]
-
-
-__all__ = ["STYLES", "Plan", "PlanLike", "TensorParallel", "is_split", "plan_of"]

@@ -124,6 +124,3 @@ def simulated(
     finally:
         strategy.teardown()
         strategy.ranks.leave()
-
-
-__all__ = ["SimulatedMesh", "simulated"]

@@ -570,6 +570,3 @@ class MeshStrategy(FSDPStrategy):
             return super().full_state_dict(module, rank0_only)
         keeps = not rank0_only or self.ranks.is_global_zero
         return whole_state(module, holdings, self.schedule, self.pipeline_mesh.get_group(), rank0_only, keeps)
-
-
-__all__ = ["MeshStrategy"]

@@ -152,6 +152,3 @@ def state_size(optimizers: Iterable[Optimizer]) -> int:
             if isinstance(value, Tensor):
                 found.update((storage._cdata, storage) for storage in storages(value))
     return sum(storage.nbytes() for storage in found.values())
-
-
-__all__ = ["Saved", "activations", "group_sizes", "shapes_only", "state_size"]

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from leyden.strategies.batch import widest_float
 from leyden.strategies.errors import ConfigurationError, kind_of
 
 K = TypeVar("K")
@@ -99,7 +100,7 @@ def as_tensor(value: Value) -> Tensor:
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
     """float64, so that a long epoch of float32 values loses no precision; float32 on Apple's GPUs."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return widest_float(tensor.device)
 
 
 class Nans:

@@ -566,6 +566,3 @@ class Keeper:
         if before is not None and before != now:
             self._changing.add(name)
         return before is None or name in self._changing
-
-
-__all__ = ["AutoStep", "OutOfMemory", "check_auto"]

@@ -114,6 +114,3 @@ def _refuse(part: nn.Module | None, name: str, full: str) -> None:
     if not hasattr(type(part), "_leyden_stand_in"):
         part.__class__ = _stand_in_of(type(part))
     setattr(type(part), name, property(read, write, write))
-
-
-__all__ = ["Attributes"]

@@ -118,6 +118,3 @@ def _refuse_records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
                 f"{type(module).__name__} was called with {option}=True, which takes something from every layer, and a "
                 "stage of the pipeline has only some: leave it out, or use a strategy without pp."
             )
-
-
-__all__ = ["check_again", "check_modules", "check_stages", "refuse_records"]

@@ -271,6 +271,3 @@ def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     made = nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
-
-
-__all__ = ["Cut", "Holdings", "find_cut"]

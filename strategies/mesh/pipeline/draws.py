@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from leyden.strategies.mesh.draws import generators_of
+
 NEVER_DRAW = (nn.Embedding, nn.Linear, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d)
 """Layers whose forward draws no random number."""
 
@@ -149,10 +151,7 @@ class _Generators:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._torch = [torch.default_generator]
-        if device.type == "cuda":
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            self._torch.append(torch.cuda.default_generators[index])
+        self._torch = generators_of(device)
         self._spare: Any = None
 
     def states(self) -> list[Any]:
@@ -200,6 +199,3 @@ class _Generators:
         random.setstate(states[0])
         for generator, state in zip(self._torch, states[1:], strict=True):
             generator.set_state(state)
-
-
-__all__ = ["StageDraws", "may_draw"]

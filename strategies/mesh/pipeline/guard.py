@@ -47,6 +47,3 @@ class Guard:
             "(trainer.predict gives outputs on every rank), or load a checkpoint of the run into a model that has not "
             "been under pp."
         )
-
-
-__all__ = ["Guard"]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leyden.strategies.batch import widest_float
 from leyden.strategies.outputs import SharedNumbers
 
 NUMBERS = 63
@@ -36,7 +37,7 @@ class Numbers:
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
         self._group, self._source, self._device = group, source, device
         self._is_source = dist.get_rank(group) == source
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._dtype = widest_float(device)
         store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore(f"leyden numbers {group.group_name}", store)  # type: ignore[attr-defined]
         self._descriptions: list[Described] = [[]]
@@ -99,6 +100,3 @@ class Numbers:
         if len(described) > NUMBERS:
             numbers = json.loads(self._store.get(f"of batch {int(numbers[0])}"))
         return described, numbers[: len(described)]
-
-
-__all__ = ["IN_FLIGHT", "Numbers"]

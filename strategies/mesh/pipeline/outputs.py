@@ -67,6 +67,3 @@ class PipelineOutputs(StepOutputs):
 
     def share_tensors(self, tree: T) -> T:
         return tree if self._steps is None else self._steps.tensors_from_last(tree)
-
-
-__all__ = ["PipelineOutputs"]

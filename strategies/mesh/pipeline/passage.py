@@ -262,6 +262,3 @@ def _filled_tree(tree: Any, value: float) -> Any:
 def _filled_like(item: Any, value: float) -> Any:
     """A number in the shape of a tensor, in the memory of one; what is no tensor of floats stays."""
     return torch.full((), value, dtype=item.dtype, device=item.device).expand(item.shape) if _is_float(item) else item
-
-
-__all__ = ["Left", "Passages"]

@@ -92,6 +92,3 @@ def _fill(parameters: list[nn.Parameter], value: float) -> None:
     for parameter in parameters:
         # All of its elements are one number.
         parameter.detach().as_strided((), ()).fill_(value)
-
-
-__all__ = ["check_readings"]

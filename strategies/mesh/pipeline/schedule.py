@@ -488,6 +488,3 @@ def _the_loss(output: Tensor, target: Any) -> Tensor:
 
 def _example(of: Shape) -> Tensor:
     return torch.empty(of.shape, dtype=of.dtype, device="meta", requires_grad=of.dtype.is_floating_point)
-
-
-__all__ = ["LOOPED", "SINGLE", "V_SHAPED", "ZERO_BUBBLE", "Pipeline", "Schedule"]

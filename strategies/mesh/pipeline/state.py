@@ -173,6 +173,3 @@ def _is_by_element(name: str, value: Any, parameter: Tensor) -> bool:
 
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-__all__ = ["StageWeights", "places_to_load", "state_to_save", "whole_state"]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from leyden.strategies.batch import widest_float
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.fsdp.gradients import multiply, total_norm
+from leyden.strategies.fsdp.gradients import clip_by, total_norm
 from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
@@ -186,8 +187,7 @@ class PipelineSteps:
         if not self._counts_items:
             return
         device = self._strategy.root_device
-        total = torch.as_tensor(self._items, device=device).to(torch.float32 if device.type == "mps" else torch.float64)
-        total = total.detach().clone().reshape(())
+        total = torch.as_tensor(self._items, device=device).to(widest_float(device)).detach().clone().reshape(())
         dist.broadcast(total, group=self._group, group_src=self.pipeline.last_rank)
         window.begin_items(total, self._divisor)
 
@@ -229,7 +229,7 @@ class PipelineSteps:
         # Stages may have other dtypes, or no gradient at all.
         norm = total_norm(counted, norm_type).to(device) if counted else torch.zeros((), device=device)
         own = norm.dtype
-        norm = norm.to(torch.float32 if device.type == "mps" else torch.float64)
+        norm = norm.to(widest_float(device))
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
         else:
@@ -237,8 +237,7 @@ class PipelineSteps:
             dist.all_reduce(norm, group=self._group)
             norm = norm ** (1.0 / norm_type)
         norm = norm.to(own)
-        factor = (value / (norm + 1e-6)).clamp(max=1.0)
-        multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
+        clip_by(parameters, value, norm)
         return norm
 
     def largest(self, number: Tensor) -> None:
@@ -284,6 +283,3 @@ def _items_of(outputs: Any) -> float | None:
     """What `training_step` returned as num_items; None where the loss is a mean."""
     num_items = outputs.get("num_items") if isinstance(outputs, dict) else None
     return None if num_items is None else float(num_items)
-
-
-__all__ = ["PipelineSteps"]
