@@ -506,17 +506,18 @@ class Trainer(TrainerView):
                 raise
         return result
 
-    def _launch(self, stage: str, model: nn.Module, datamodule: DataModule | None, *run: Any, **loaders: Any) -> Any:
+    def _launch(
+        self, stage: str, model: nn.Module, datamodule: Any, goal: resuming.Goal, keeps: str, **loaders: Any
+    ) -> Any:
         """Starts the ranks, which carry out the run; takes over what it came to."""
-        if run[0].continues and self.strategy.ranks.start_method != "script":
+        if goal.continues and self.strategy.ranks.start_method != "script":
             raise ConfigurationError(
                 "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: "
                 "save a checkpoint and give its path."
             )
         module, _ = build.unwrapped(model)
-        found = start_ranks(
-            self.strategy.ranks, self.arguments.preemption, self._on_rank, (stage, model, datamodule, *run), loaders
-        )
+        run = stage, model, datamodule, goal, keeps
+        found = start_ranks(self.strategy.ranks, self.arguments.preemption, self._on_rank, run, loaders)
         take_over(module, self.callbacks, found)
         module._join(self)
         self._run.take_over(module, found)

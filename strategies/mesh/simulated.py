@@ -1,4 +1,4 @@
-"""A simulated mesh: one process stands for one of its ranks, and parameters have places but no values."""
+"""A simulated mesh: one process stands for its first rank, and parameters have places but no values."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ META = torch.device("meta")
 
 
 class SimulatedRanks(GroupRanks):
-    """Simulated ranks, of which this process stands for one: what they exchange goes nowhere.
+    """Simulated ranks, of which this process stands for the first: what they exchange goes nowhere.
 
     Args:
-        rank: the one that this process stands for.
         size: how many there are.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__([torch.device("cpu")])
-        self.become_rank(RankEnvironment(rank, rank, size, size, starter="hand"))
+        self.become_rank(RankEnvironment(0, 0, size, size, starter="hand"))
 
     def join(self) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -65,20 +64,13 @@ class SimulatedMesh(MeshStrategy):
     Args:
         layout: the sizes of the mesh.
         plan: as MeshStrategy's.
-        rank: the one that this process stands for.
-        precision: 32-true if left out.
+        precision: 32-true if None.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        plan: Plan | PlanLike | None = None,
-        rank: int = 0,
-        precision: Precision | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, plan: Plan | PlanLike | None, precision: Precision | None) -> None:
         sizes: dict[str, Any] = dict(layout.sizes)
         super().__init__(**sizes, plan=plan, sync_module_states=False, precision=precision)
-        self.ranks: SimulatedRanks = SimulatedRanks(rank, layout.size)
+        self.ranks: SimulatedRanks = SimulatedRanks(layout.size)
         self._values = NoValues()
 
     @property
@@ -110,14 +102,14 @@ class SimulatedMesh(MeshStrategy):
 
 @contextmanager
 def simulated(
-    layout: Layout, plan: Plan | PlanLike | None = None, rank: int = 0, precision: Precision | None = None
+    layout: Layout, plan: Plan | PlanLike | None = None, precision: Precision | None = None
 ) -> Iterator[SimulatedMesh]:
-    """The ranks of a layout, one of which this process stands for in this context.
+    """The ranks of a layout, of which this process stands for the first in this context.
 
     Raises:
         ConfigurationError: if this process has joined real ranks.
     """
-    strategy = SimulatedMesh(layout, plan, rank, precision)
+    strategy = SimulatedMesh(layout, plan, precision)
     strategy.setup_environment()
     try:
         yield strategy

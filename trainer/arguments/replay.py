@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +65,9 @@ class Replay:
         return [callback for callback in callbacks if not _writes(callback)] + own
 
 
-def read_replay(environ: Mapping[str, str] | None = None) -> Replay | None:
+def read_replay() -> Replay | None:
     """Reads what `Replay.variables` wrote; None in a process that `leyden replay` did not start."""
-    text = (os.environ if environ is None else environ).get(VARIABLE)
+    text = os.environ.get(VARIABLE)
     return None if text is None else Replay(**json.loads(text))
 
 

@@ -79,7 +79,7 @@ class SampleRNG(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
+def with_sample_rng(loader: Any) -> Any:
     """Returns a copy of a DataLoader that seeds each sample, or of a CombinedLoader of such copies.
 
     Raises:
@@ -87,7 +87,7 @@ def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
     """
     mapped = getattr(loader, "mapped", None)
     if mapped is not None:
-        return mapped(lambda part: with_sample_rng(part, seed))
+        return mapped(with_sample_rng)
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
             f"sample_rng=True needs a DataLoader, and this is {kind_of(loader)}: wrap its dataset in "
@@ -100,7 +100,7 @@ def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
             f"sample_rng=True puts another data set into the loader, and that of {kind_of(loader)} is a property: let "
             "it return SampleRNG(dataset), or leave sample_rng off."
         )
-    return with_dataset(loader, SampleRNG(loader.dataset, seed))
+    return with_dataset(loader, SampleRNG(loader.dataset))
 
 
 @contextmanager

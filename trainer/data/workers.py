@@ -32,6 +32,8 @@ CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
 """What is raised where a worker ended before the tensors of its batch were received, besides torch's RuntimeError."""
 REAPED = 1.0
 """Seconds within which a worker that is ending has ended."""
+PAUSE = 1.0
+"""Seconds between two looks of a worker at whether the main process is still there."""
 ATTEMPTS = 8
 """More than loaders whose workers fail at once; each raises once."""
 
@@ -209,14 +211,12 @@ class EndsWithParent:
 
     Args:
         then: the user's own `worker_init_fn`.
-        interval: seconds between two checks.
         survives: signals that the main process answers, perhaps by ending in order. A scheduler may send them to all
             processes of a job, and the main process still needs its batches.
     """
 
-    def __init__(self, then: Callable[[int], None] | None, interval: float = 1.0, survives: Iterable[int] = ()) -> None:
+    def __init__(self, then: Callable[[int], None] | None, survives: Iterable[int]) -> None:
         self._then = then
-        self._interval = interval
         self._survives = tuple(survives)
         self._parent = os.getpid()
 
@@ -238,5 +238,5 @@ class EndsWithParent:
         # ended.
         above, pause = os.getppid(), threading.Event()
         while os.getppid() == above and (above == self._parent or is_running(self._parent)):
-            pause.wait(self._interval)
+            pause.wait(PAUSE)
         os._exit(1)

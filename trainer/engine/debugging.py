@@ -42,16 +42,17 @@ def is_debugging() -> bool:
 class Checker:
     """Compares collectives over the ranks, through the store at which they met, which needs no collective.
 
+    It waits for the others as long as the variable LEYDEN_DEBUG_TIMEOUT says, or 20 seconds.
+
     Args:
         strategy: of the ranks.
-        seconds: how long to wait for the others; the variable LEYDEN_DEBUG_TIMEOUT, or 20, if left out.
     """
 
-    def __init__(self, strategy: Strategy, seconds: float | None = None) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._rank, self._size = strategy.ranks.global_rank, strategy.ranks.world_size
         self._strategy = strategy
         self._begin()
-        self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
+        self._seconds = float(os.environ.get(TIMEOUT, SECONDS))
 
     def _begin(self) -> None:
         """Counts from 0 for each run of this process and each process group, under a new name in the store.

@@ -266,7 +266,7 @@ class PredictionLoop(EvaluationLoop):
 
     def __init__(self, run: Run, loaders: list[tuple[LoaderCursor, int | None]], keeps: str = "all") -> None:
         super().__init__(run, "predict", loaders)
-        self.gather, self.keeps = keeps, keeps != "none"
+        self.keeps = keeps
         self.outputs: list[list[Any]] = []
 
     def predict(self) -> list[Any] | list[list[Any]] | None:
@@ -277,19 +277,20 @@ class PredictionLoop(EvaluationLoop):
             several loaders; None if they are not kept here, or a signal broke the pass off.
         """
         self.outputs = [[] for _ in self.loaders]
-        if self.run() is None or not self.keeps:
+        if self.run() is None or self.keeps == "none":
             return None
         strategy = self._run.strategy
         if strategy.ranks.world_size > 1:
-            readers, everywhere = Readers(strategy), self.gather == "all"
-            found = readers.all_gather_object(self.outputs) if everywhere else readers.gather_object(self.outputs)
+            readers = Readers(strategy)
+            gather = readers.all_gather_object if self.keeps == "all" else readers.gather_object
+            found = gather(self.outputs)
             if found is None:
                 return None
             self.outputs = [_in_turn(parts) for parts in zip(*found, strict=True)]
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
     def _take(self, index: int, outputs: Any) -> None:
-        if self.keeps:
+        if self.keeps != "none":
             self.outputs[index].append(move_to_device(outputs, torch.device("cpu")))
 
 

@@ -37,9 +37,7 @@ class StageDraws:
         batches: how many batches have begun: a part of every seed, which a checkpoint holds.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, data_rank: int, stages: Sequence[int] = (0,)
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, data_rank: int, stages: Sequence[int]) -> None:
         self._group, self._device, self._data_rank, self._stages = group, device, data_rank, tuple(stages)
         self._numbers = _Generators(device)
         self.batches = 0

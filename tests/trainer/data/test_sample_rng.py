@@ -90,12 +90,12 @@ def test_the_loader_keeps_its_settings_and_class() -> None:
             super().__init__(Transformed(), size, shuffle=True)
 
     loader = Mine(4)
-    wrapped = with_sample_rng(loader, seed=1)
+    wrapped = with_sample_rng(loader)
     assert type(wrapped) is Mine and type(wrapped.dataset) is SampleRNG and type(loader.dataset) is Transformed
     assert wrapped.batch_sampler is loader.batch_sampler
     assert wrapped.dataset.name == "transformed" and len(wrapped.dataset) == 20
     assert with_sample_rng(wrapped) is wrapped
-    both = with_sample_rng(CombinedLoader([loader, Mine(2)], "max_size"), seed=1)
+    both = with_sample_rng(CombinedLoader([loader, Mine(2)], "max_size"))
     assert both.mode == "max_size" and all(type(part.dataset) is SampleRNG for part in both.flattened)
 
 

@@ -124,7 +124,7 @@ def check_callbacks(callbacks: Iterable[Any], where: str) -> None:
             )
 
 
-def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback] = Callback) -> list[Callback]:
+def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback]) -> list[Callback]:
     """Those of the Trainer and of the module, in order; the module's replace the Trainer's of the same class.
 
     Args:
