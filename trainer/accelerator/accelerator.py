@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import Window
 from leyden.trainer.accelerator import saving as states
 from leyden.trainer.accelerator.checks import hint_at_first_print
 from leyden.trainer.accelerator.collectives import Collectives
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin
+from leyden.trainer.accelerator.ending import LoopEnd
 from leyden.trainer.accelerator.export import check_object, save_object, write_weights
 from leyden.trainer.accelerator.gradient_state import GradientState
 from leyden.trainer.accelerator.loader import PreparedLoader, skip_first_batches
@@ -45,6 +43,7 @@ from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.prepared import PreparedOptimizer
+from leyden.trainer.events.preemption import Preemption
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -87,6 +86,10 @@ class Accelerator:
         dispatch_batches: see `DataLoaderConfiguration`.
         even_batches: see `DataLoaderConfiguration`.
         use_seedable_sampler: see `DataLoaderConfiguration`.
+        resume: "auto": `load_state()` loads the newest checkpoint in `project_dir`, or begins anew where there is none;
+            `save_state()` names them, and no second run may use the folder (`docs/checkpoints.md`). Ours.
+        preemption: True, or a `Preemption`, has `check_preemption` say when SIGTERM, SIGUSR1 or a notice preempts the
+            loop. Ours.
         convert_outputs: prepared models return float32 under mixed precision. False leaves outputs in half precision:
             float32 logits of a language model take twice their memory (8 × 2048 tokens of 50,000 words: 3.3 GB, not
             1.6), and a loss is computed in float32 under `autocast()` anyway. Ours.
@@ -137,6 +140,8 @@ class Accelerator:
         dispatch_batches: bool | None = None,
         even_batches: bool | None = None,
         use_seedable_sampler: bool | None = None,
+        resume: str | None = None,
+        preemption: bool | Preemption | None = None,
         convert_outputs: bool = True,
     ) -> None:
         self.options = options = Options(**{name: value for name, value in locals().items() if name != "self"})
@@ -144,7 +149,6 @@ class Accelerator:
         self._stepping = Stepping(options)
         self.strategy: Strategy = self._stepping.strategy
         options.apply(self.strategy)
-        atexit.register(_leave, weakref.ref(self))
         if debugging.is_debugging():
             debugging.begin(self._stepping, options.accumulation.num_steps)
         self._state = PartialState(strategy=self.strategy)
@@ -155,6 +159,8 @@ class Accelerator:
         self.state_hooks = states.StateHooks()
         self.shard_plans = ShardPlans()
         self.saves = BackgroundSaves(holds_exit=True)
+        self.lock = states.hold(self.strategy, options)
+        self._end = LoopEnd(options.preemption, self._stepping, self.lock)
         hint_at_first_print(self._state)
 
     # settings ---------------------------------------------------------------------------------------------------------
@@ -742,8 +748,7 @@ class Accelerator:
         Returns:
             The folder.
         """
-        if not safe_serialization:
-            raise ConfigurationError("save_state(safe_serialization=False) would be a pickle: leave it out.")
+        states.check_format(safe_serialization)
         self._collectives.announce("save_state")
         return str(states.save_in_time(self, self._stepping, output_dir, asynchronous))
 
@@ -781,7 +786,7 @@ class Accelerator:
         """
         self._collectives.announce("load_state")
         strict = states.load_arguments(load_kwargs, strict, map_location)
-        states.load(self, states.find(self, input_dir), strict, trust)
+        states.load(self, input_dir, strict, trust)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to the checkpoints."""
@@ -799,9 +804,8 @@ class Accelerator:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state with its own names and whole tensors, gathered from shards: every rank must call it."""
         self._collectives.announce("get_state_dict")
-        return self.strategy.full_state_dict(
-            self.unwrap_model(model, True, False) if unwrap else model, rank0_only=False
-        )
+        bare = self.unwrap_model(model, True, False) if unwrap else model
+        return self.strategy.full_state_dict(bare, rank0_only=False)
 
     def save_model(
         self,
@@ -880,10 +884,42 @@ class Accelerator:
         """Records values in every tracker."""
         self._trackers.log(values, step, log_kwargs or {})
 
+    def check_preemption(self) -> bool:
+        """Returns True on every rank if one of them is to make room: save, and `leave`. Ours.
+
+        Every rank calls this after each batch's step, and none waits for the others. Inside an accumulation window it
+        returns False: the step that closes the window comes first.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True, preemption=True)
+            >>> if accelerator.check_preemption():
+            ...     accelerator.save_state("runs/preempted")
+            ...     accelerator.leave()
+            >>> accelerator.end_training()
+        """
+        self._collectives.announce("check_preemption")
+        return self._end.is_preempted()
+
+    def leave(self) -> NoReturn:
+        """Ends the process of a preempted loop as its `Preemption` says, once every rank has come here. Ours.
+
+        Raises:
+            SystemExit: with the exit code of the Preemption, after trackers are closed and all is saved.
+            ConfigurationError: if `check_preemption` has not returned True.
+        """
+        self._collectives.announce("leave")
+        self._end.begin_leaving(self.finish_saving)
+        self._finish()
+        self._end.leave()
+
     def end_training(self) -> None:
-        """Closes the trackers, once every rank has come here."""
+        """Closes the trackers, once every rank has come here, and gives up the run's folder and signals."""
         self._collectives.announce("end_training")
         self.write_due()
+        self._finish()
+        self._end.end()
+
+    def _finish(self) -> None:
         self.finish_saving()
         self._trackers.finish()
         self.strategy.ranks.barrier()
@@ -958,11 +994,3 @@ class Accelerator:
     def teardown(self) -> None:
         """Closes the window and leaves the ranks."""
         self._stepping.teardown()
-
-
-def _leave(accelerator: weakref.ref[Accelerator]) -> None:
-    """Ends gloo's threads before the interpreter does; wrapped models hold on to them."""
-    found = accelerator()
-    if found is not None:
-        found._stepping.leave()
-        found.strategy.teardown()

@@ -31,6 +31,7 @@ from leyden.trainer.accelerator.plugins import (
     TorchDynamoPlugin,
 )
 from leyden.trainer.accelerator.ranks import AcceleratorState, check_started
+from leyden.trainer.events.preemption import wanted
 from leyden.trainer.launched import read_launched, with_recipe
 
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
@@ -57,6 +58,9 @@ class Options:
         self.data = _data(given)
         self.accumulation = _accumulation(given)
         self.project = _project(given)
+        self.resumes = _resumes(given["resume"], self.project)
+        """The loop continues by itself, in a folder that it holds alone."""
+        self.preemption = wanted(given["preemption"], resumes=False)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
         self.compile_options: dict[str, Any] = given.get("compile_options", {})
@@ -284,6 +288,16 @@ def _project(given: dict[str, Any]) -> ProjectConfiguration:
     if found.automatic_checkpoint_naming and found.project_dir is None:
         raise ConfigurationError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
     return found
+
+
+def _resumes(given: str | None, project: ProjectConfiguration) -> bool:
+    if given not in (None, "auto"):
+        raise ConfigurationError(
+            f"Accelerator(resume={given!r}): use 'auto' or None; load_state('path') loads a checkpoint of your choice."
+        )
+    if given == "auto" and project.project_dir is None:
+        raise ConfigurationError("resume='auto' finds checkpoints by their folder: give Accelerator(project_dir=…).")
+    return given is not None
 
 
 def _rng_types(given: Any) -> list[str]:

@@ -22,6 +22,7 @@ from leyden.trainer.accelerator.tracking import LoggerTracker
 from leyden.trainer.checkpoint.background import is_possible
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
+from leyden.trainer.checkpoint.lock import FolderLock
 from leyden.trainer.checkpoint.owners import (
     RankStates,
     StateOwner,
@@ -37,8 +38,10 @@ from leyden.trainer.format.errors import CheckpointError, blame, naming
 
 if TYPE_CHECKING:
     from leyden.callbacks.loggers.logger import Logger
+    from leyden.strategies.base import Strategy
     from leyden.trainer.accelerator.accelerator import Accelerator
     from leyden.trainer.accelerator.loader import PreparedLoader
+    from leyden.trainer.accelerator.options import Options
     from leyden.trainer.accelerator.stepping import Stepping
 
 KIND = "accelerator"
@@ -135,13 +138,13 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
         CheckpointError: if the folder holds other files.
     """
     config = accelerator.project_configuration
-    if config.automatic_checkpoint_naming:
+    if config.automatic_checkpoint_naming or (output_dir is None and accelerator.options.resumes):
         folder = config.checkpoint_folder
         return folder / CheckpointRanks(accelerator.strategy, folder).first(config.next_name)
     if output_dir is None:
         raise ConfigurationError(
-            "save_state() needs a folder: save_state('path'), or Accelerator(project_dir=…, project_config="
-            "ProjectConfiguration(automatic_checkpoint_naming=True))."
+            "save_state() needs a folder: save_state('path'), Accelerator(project_dir=…, resume='auto'), or "
+            "Accelerator(project_dir=…, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))."
         )
     path = Path(os.path.expanduser(os.fspath(output_dir)))
     _check_alike(accelerator, "save_state", path)
@@ -159,6 +162,12 @@ def _make_way(path: Path) -> None:
             f"{str(path / 'checkpoint')!r}, say.",
         )
     path.rmdir()
+
+
+def check_format(safe_serialization: bool) -> None:
+    """Raises ConfigurationError for the format that is not written."""
+    if not safe_serialization:
+        raise ConfigurationError("save_state(safe_serialization=False) would be a pickle: leave it out.")
 
 
 def save_in_time(
@@ -208,6 +217,8 @@ def save(
         logger.save()
     models = accelerator.bare_models
     ranks = CheckpointRanks(strategy, path)
+    if accelerator.lock is not None:
+        ranks.keep(accelerator.lock.check_held)
     overwrite = ranks.first(lambda: is_checkpoint(path))
     # Only the script knows what writes to weights between here and the next step: nothing is copied later.
     copies = accelerator.saves.take(()) if asynchronous and is_possible(strategy) else None
@@ -235,7 +246,7 @@ def save(
             writer.beside()
             pending = accelerator.saves.start(writer, stack.pop_all(), copies, facts, accelerator.optimizers, None)
             saved = pending.path
-    if not config.automatic_checkpoint_naming:
+    if not _is_automatic(accelerator, path):
         return saved
     config.continue_after(saved)
     limit = config.total_limit
@@ -244,6 +255,13 @@ def save(
     elif ranks.rank == 0:
         pending.follow(lambda path: _remove_old(path.parent, limit))
     return saved
+
+
+def _is_automatic(accelerator: Accelerator, path: Path) -> bool:
+    """True for a checkpoint that was named automatically, and counts for the limit."""
+    config = accelerator.project_configuration
+    names = config.automatic_checkpoint_naming or accelerator.options.resumes
+    return names and path.parent == config.checkpoint_folder and AUTOMATIC.fullmatch(path.name) is not None
 
 
 def _step_states(accelerator: Accelerator) -> StepStates:
@@ -293,8 +311,10 @@ def _remove_old(folder: Path, limit: int | None) -> None:
 
 
 # loading --------------------------------------------------------------------------------------------------------------
-def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path:
+def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path | None:
     """Returns the checkpoint to load: the given one, or the newest complete one in the automatic folder.
+
+    A loop that continues by itself says which one it is. It begins anew where there is none yet: None.
 
     Raises:
         CheckpointError: if there is none.
@@ -303,17 +323,36 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
         path = Path(os.path.expanduser(os.fspath(input_dir)))
         _check_alike(accelerator, "load_state", path)
         return path
-    config = accelerator.project_configuration
-    if not config.automatic_checkpoint_naming:
-        raise ConfigurationError("load_state() needs a folder: load_state('path').")
+    config, resumes = accelerator.project_configuration, accelerator.options.resumes
+    if not config.automatic_checkpoint_naming and not resumes:
+        raise ConfigurationError(
+            "load_state() needs a folder: load_state('path'), or Accelerator(project_dir=…, resume='auto')."
+        )
     folder = config.checkpoint_folder
     found = newest(folder, strict=True, ranks=CheckpointRanks(accelerator.strategy, folder))
-    if found is None:
+    if found is None and not resumes:
         raise CheckpointError(folder, "holds no checkpoint: save_state() writes one.")
+    if resumes and accelerator.is_main_process:
+        print(f"begins anew: no checkpoint in {folder} yet" if found is None else f"continues from {found}", flush=True)
     return found
 
 
-def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False) -> None:
+def hold(strategy: Strategy, options: Options) -> FolderLock | None:
+    """Takes the folder of a loop that continues by itself, until it is released; None for any other loop.
+
+    Raises:
+        LeydenError: on all ranks, if another run holds it; names its process.
+    """
+    if not options.resumes:
+        return None
+    # A script may change its working directory.
+    folder = options.project.checkpoint_folder.absolute()
+    lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() gives it up")
+    CheckpointRanks(strategy, folder).first(lock.acquire)
+    return lock
+
+
+def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, strict: bool, trust: bool = False) -> None:
     """Loads what `save` wrote. Everything is checked before anything changes.
 
     The optimizers' states are read into new memory, and checked on the way. The weights are read into the models only
@@ -321,11 +360,14 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
 
     Args:
         accelerator: whose state it becomes.
-        path: the folder.
+        input_dir: as the script gave it; see `find`.
         strict: names of weights must fit.
         trust: a folder of Accelerate's own is read too, whose files are pickles.
     """
     accelerator.finish_saving()
+    path = find(accelerator, input_dir)
+    if path is None:
+        return
     if is_folder(path):
         if not trust:
             raise CheckpointError(

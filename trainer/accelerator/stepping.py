@@ -148,8 +148,23 @@ class Stepping(Engine):
     def run_waiting(self) -> None:
         """Runs the action that waits for the window's end, if the window is closed."""
         if self._waiting is not None and not self.window.is_open:
+            self.finish_waiting()
+
+    def finish_waiting(self) -> None:
+        """Runs the action that waits for the window's end, if the step that closes it is made: no other batch comes."""
+        if self._waiting is not None and not self.is_within_window:
             action, self._waiting = self._waiting, None
             action()
+
+    @property
+    def joins(self) -> bool:
+        """True where ranks may have different numbers of batches, so that nothing else can be exchanged."""
+        return self._joins
+
+    @property
+    def ends_pass(self) -> bool:
+        """True in the last batch of the loader that is being read."""
+        return bool(self.reading) and self.reading[-1].end_of_dataloader
 
     def close_with_this_batch(self, closes: bool) -> None:
         """Sets whether the current batch closes the window, for a loop that counts its batches itself."""

@@ -102,11 +102,18 @@ class FolderLock:
         folder: the folder; it is made if it is not there.
         beat: seconds between two signs of life.
         silent: seconds without one after which an owner elsewhere counts as gone.
+        elsewhere: how a run gets a folder of its own, for the one that is refused.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], beat: float = BEAT, silent: float = SILENT) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        beat: float = BEAT,
+        silent: float = SILENT,
+        elsewhere: str = "Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…)",
+    ) -> None:
         self.path = Path(folder) / NAME
-        self._beat, self._silent = beat, silent
+        self._beat, self._silent, self._elsewhere = beat, silent, elsewhere
         self._content: bytes | None = None
         """What this process wrote; None while it does not hold the folder."""
         self._over = threading.Event()
@@ -287,7 +294,7 @@ class FolderLock:
         return LeydenError(
             f"{self.path.parent} belongs to a run that is under way: {'this very process' if mine else owner}. One run "
             "continues there, and a second one would continue the same: wait for its end, or stop it. A run of another "
-            "kind needs a folder of its own: Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…)."
+            f"kind needs a folder of its own: {self._elsewhere}."
         )
 
     def _touch(self) -> None:

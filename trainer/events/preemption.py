@@ -28,6 +28,7 @@ class Preemption:
 
     The run ends after the step under way; an evaluation ends after its batch. It saves before any other hook hears of
     the end. All ranks end at the same step, whichever of them received the signal. Further signals change nothing.
+    A loop of your own under an Accelerator saves when `check_preemption` tells it to.
 
     Args:
         signals: the signals that announce it, as numbers or names such as "SIGUSR1"; one or several.
@@ -61,7 +62,7 @@ class Preemption:
         numbers = tuple(dict.fromkeys(_number(value) for value in given))
         if not numbers and self.should_preempt is None:
             raise ConfigurationError(
-                "signals=() and no should_preempt: give one of them, or Trainer(preemption=False)."
+                "signals=() and no should_preempt: give one of them, or preemption=False in place of a Preemption."
             )
         grace = self.grace_period.total_seconds() if isinstance(self.grace_period, timedelta) else self.grace_period
         for name, value in (("grace_period", grace), ("poll_every", self.poll_every)):
@@ -96,7 +97,7 @@ class Preemption:
 
 
 def wanted(value: object, resumes: bool) -> Preemption | None:
-    """Reads the Trainer's argument `preemption`.
+    """Reads the argument `preemption` of the Trainer or the Accelerator.
 
     Args:
         value: as it was given.

@@ -17,7 +17,7 @@ LEAVE = -1
 
 
 class Signals:
-    """Catches SIGINT, SIGTERM and those that preempt a run, while it lasts. The second SIGINT raises KeyboardInterrupt.
+    """Catches the signals that end or preempt a run, while it lasts. The second SIGINT raises KeyboardInterrupt.
 
     Python allows handlers in the main thread only: in another one nothing is caught, and a run ends as its thread does.
     Where there are several ranks, a signal to one of them is pending until all have agreed on it
@@ -26,16 +26,22 @@ class Signals:
     Args:
         preempting: signals that preempt the run; see `Preemption`.
         exit_code: the exit status of a run that is preempted.
+        ending: signals that end the run in order, and do not preempt it.
     """
 
-    def __init__(self, preempting: Collection[int] = (), exit_code: int = 0) -> None:
+    def __init__(
+        self,
+        preempting: Collection[int] = (),
+        exit_code: int = 0,
+        ending: Collection[int] = (signal.SIGINT, signal.SIGTERM),
+    ) -> None:
         self.received: int | None = None
         """The first signal that came, or None."""
         self.pending: int | None = None
         """The first one that came to this rank of several."""
         self.came_at: float | None = None
         """When the first one came to this rank, on the clock of `time.monotonic`."""
-        self.kinds = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, *preempting, NOTICE)))
+        self.kinds = tuple(dict.fromkeys((*ending, *preempting, NOTICE)))
         """What may come, the same on all ranks; of several that come at once the first counts."""
         self._none = (False,) * len(self.kinds)
         self._preempting, self._exit_code = frozenset((*preempting, NOTICE)), exit_code
