@@ -19,6 +19,8 @@ from leyden.trainer.cli.settings.settings import Settings, default_file, read_fi
 from leyden.trainer.format.text import aligned
 
 KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
+SECTIONS = {key.name: section for section, keys in FAMILIES.items() for key in keys}
+"""The section of each key that has one."""
 SPREADS = {
     "ddp": ("ddp", "every rank holds the whole model"),
     "fsdp": ("fsdp", "parameters are sharded over the ranks"),
@@ -62,10 +64,10 @@ class Wizard:
         self._ranks()
         self._spread()
         if self.values["num_processes"] != 1:
-            self._ask("debug", "Check the operands of each collective (slower)", False)
+            self._ask("debug", False, "Check the operands of each collective (slower)")
         self._compile()
         if self.on_gpus and (self.machine.numa_nodes != 1 or self.values.get("num_machines", 1) > 1):
-            self._ask("enable_cpu_affinity", "Bind each rank to the CPUs beside its GPU", False)
+            self._ask("enable_cpu_affinity", False, "Bind each rank to the CPUs beside its GPU")
         self._precision()
         return Settings(self.values, self.sections)
 
@@ -73,20 +75,28 @@ class Wizard:
     def _ask(
         self,
         name: str,
-        text: str,
         default: Any,
-        section: str = "",
+        text: str = "",
         check: Callable[[Any], Any] | None = None,
         choices: tuple[str, ...] = (),
     ) -> Any:
-        """Asks for the value of one key of the file until it is valid. `choices` narrows those of the key."""
-        key = KEYS[name]
+        """Asks for the value of one key of the file until it is valid.
+
+        Args:
+            name: of the key.
+            default: the answer, unless an earlier file has another one.
+            text: the question; what the key does if left out.
+            check: reads the answer in place of the key.
+            choices: those of the key that are offered; all if left out.
+        """
+        key, section = KEYS[name], SECTIONS.get(name, "")
         if choices:
             key = dataclasses.replace(key, kind=choices)
         earlier = self.before.section(section).get(name) if section else self.before.get(name)
         # An earlier answer that is invalid on this machine is ignored.
         with contextlib.suppress(ConfigurationError):
             default = default if earlier is None else (check or key.read)(earlier)
+        text = text or key.help[:1].upper() + key.help[1:]
         if isinstance(key.kind, tuple) and check is None:
             # Accelerate numbers these from 1, and all other choices from 0.
             text, check = numbered(text, key, 1 if name == "fsdp_sharding_strategy" else 0)
@@ -98,9 +108,8 @@ class Wizard:
     def _place(self) -> None:
         self.values["compute_environment"] = "LOCAL_MACHINE"
         if self.machine.slurm:
-            self._ask(
-                "compute_environment", "Where do ranks run: on this machine, or on the machines of a SLURM job", "SLURM"
-            )
+            text = "Where do ranks run: on this machine, or on the machines of a SLURM job"
+            self._ask("compute_environment", "SLURM", text)
 
     def _devices(self) -> None:
         self.on_gpus = self.machine.gpus > 0
@@ -109,22 +118,18 @@ class Wizard:
             self.on_gpus = choose("Run on", {"gpu": "", "cpu": ""}, earlier) == "gpu"
         self.values["use_cpu"] = not self.on_gpus
         if self.on_gpus and self.machine.gpus > 1:
-            self._ask(
-                "gpu_ids",
-                f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, such as 0,1",
-                "all",
-                check=lambda value: gpu_numbers(value, self.machine.gpus),
-            )
+            text = f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, such as 0,1"
+            self._ask("gpu_ids", "all", text, lambda value: gpu_numbers(value, self.machine.gpus))
 
     def _machines(self) -> None:
         if self.values["compute_environment"] == "SLURM":
             return
-        count = self._ask("num_machines", "How many machines", 1)
+        count = self._ask("num_machines", 1, "How many machines")
         if count == 1:
             return
-        self._ask("machine_rank", f"Which of them is this, from 0 to {count - 1}", 0, check=self._rank)
-        self._ask("main_process_ip", "Address of machine 0", None, check=address)
-        self._ask("main_process_port", "Port of machine 0", 29500, check=PORT.read)
+        self._ask("machine_rank", 0, f"Which of them is this, from 0 to {count - 1}", self._rank)
+        self._ask("main_process_ip", None, check=address)
+        self._ask("main_process_port", 29500, "Port of machine 0", PORT.read)
 
     def _rank(self, value: Any) -> int:
         rank, count = int(KEYS["machine_rank"].read(value)), int(self.values["num_machines"])
@@ -165,52 +170,52 @@ class Wizard:
         if self.values["num_processes"] == 1:
             choices = {"ddp": "one rank, nothing to distribute", "deepspeed": "DeepSpeed, for its offloading"}
         spread = choose("How is the model distributed", choices, earlier if earlier in choices else "ddp")
-        questions = {
-            "fsdp": self._fsdp,
-            "deepspeed": self._deepspeed,
-            "parallel": self._parallel,
-            "megatron": self._megatron,
-        }
-        if spread in questions:
-            questions[spread]()
+        if spread == "fsdp":
+            self._fsdp()
+        elif spread == "deepspeed":
+            self._deepspeed()
+        elif spread == "parallel":
+            self._parallel()
+        elif spread == "megatron":
+            self._megatron()
 
     def _fsdp(self) -> None:
-        self.values["distributed_type"], section = "FSDP", "fsdp_config"
+        self.values["distributed_type"] = "FSDP"
         ranks = self.values["num_processes"]
         # Hybrid sharding needs at least two replicas of two ranks.
         choices = () if ranks < 0 or (ranks >= 4 and ranks % 2 == 0) else WITHOUT_REPLICAS
-        self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section, choices=choices)
-        policy = self._ask("fsdp_auto_wrap_policy", "How are modules grouped", "TRANSFORMER_BASED_WRAP", section)
+        self._ask("fsdp_sharding_strategy", "FULL_SHARD", "What is sharded", choices=choices)
+        policy = self._ask("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "How are modules grouped")
         if policy == "TRANSFORMER_BASED_WRAP":
             text = "Classes of the blocks to group, separated by commas (auto: the repeated block of the model)"
-            if self._ask("fsdp_transformer_layer_cls_to_wrap", text, "auto", section) == "auto":
-                del self.sections[section]["fsdp_transformer_layer_cls_to_wrap"]
+            if self._ask("fsdp_transformer_layer_cls_to_wrap", "auto", text) == "auto":
+                del self.sections["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
         elif policy == "SIZE_BASED_WRAP":
-            self._ask("fsdp_min_num_params", "Minimum parameters per group", 100_000_000, section)
-        self._ask("fsdp_offload_params", "Keep parameters on the CPU between uses", False, section)
-        self._ask("fsdp_activation_checkpointing", "Recompute activations in backward", False, section)
+            self._ask("fsdp_min_num_params", 100_000_000, "Minimum parameters per group")
+        self._ask("fsdp_offload_params", False)
+        self._ask("fsdp_activation_checkpointing", False)
 
     def _deepspeed(self) -> None:
-        self.values["distributed_type"], section = "DEEPSPEED", "deepspeed_config"
+        self.values["distributed_type"] = "DEEPSPEED"
         text = "DeepSpeed's own JSON file (none: answer questions)"
-        file = self._ask("deepspeed_config_file", text, "none", section, check=existing_file)
+        file = self._ask("deepspeed_config_file", "none", text, existing_file)
         if file != "none":
             return
-        del self.sections[section]["deepspeed_config_file"]
+        del self.sections["deepspeed_config"]["deepspeed_config_file"]
         text = "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
-        stage = self._ask("zero_stage", text, 2, section)
-        self._ask("gradient_accumulation_steps", "Batches per optimizer step", 1, section, check=batches)
-        self._ask("gradient_clipping", "Largest norm of the gradients (none: no clipping)", "none", section, check=norm)
+        stage = self._ask("zero_stage", 2, text)
+        self._ask("gradient_accumulation_steps", 1, check=batches)
+        self._ask("gradient_clipping", "none", "Largest norm of the gradients (none: no clipping)", norm)
         if stage >= 2:
-            device = self._ask("offload_optimizer_device", "Where is optimizer state offloaded to", "none", section)
+            device = self._ask("offload_optimizer_device", "none", "Where is optimizer state offloaded to")
             if device == "nvme":
-                self._ask("offload_optimizer_nvme_path", "Folder on that disk", "/nvme", section)
+                self._ask("offload_optimizer_nvme_path", "/nvme", "Folder on that disk")
         if stage == 3:
-            device = self._ask("offload_param_device", "Where are parameters offloaded to", "none", section)
+            device = self._ask("offload_param_device", "none", "Where are parameters offloaded to")
             if device == "nvme":
-                self._ask("offload_param_nvme_path", "Folder on that disk", "/nvme", section)
-            self._ask("zero3_init_flag", "Build the model sharded (zero.Init)", True, section)
-            self._ask("zero3_save_16bit_model", "Also save 16-bit weights of the whole model", False, section)
+                self._ask("offload_param_nvme_path", "/nvme", "Folder on that disk")
+            self._ask("zero3_init_flag", True, "Build the model sharded (zero.Init)")
+            self._ask("zero3_save_16bit_model", False, "Also save 16-bit weights of the whole model")
 
     def _parallel(self) -> None:
         """Asks for the sizes of the axes until their product is the number of ranks."""
@@ -220,38 +225,38 @@ class Wizard:
             for axis, text in AXES.items():
                 last = axis == "dp_replicate" and ranks > 0 and ranks % product == 0
                 default = ranks // product if last else 1
-                product *= self._ask(f"parallelism_config_{axis}_size", text, default, "parallelism_config")
+                product *= self._ask(f"parallelism_config_{axis}_size", default, text)
             if ranks < 0 or product == ranks:
                 return
             click.echo(f"Error: these make {product} ranks, and there are {ranks}: their product must be {ranks}.")
 
     def _megatron(self) -> None:
-        self.values["distributed_type"], section = "MEGATRON_LM", "megatron_lm_config"
-        tensor = self._ask("megatron_lm_tp_degree", "Ranks that split each layer", 1, section)
-        stages = self._ask("megatron_lm_pp_degree", "Stages of the pipeline", 1, section)
+        self.values["distributed_type"] = "MEGATRON_LM"
+        tensor = self._ask("megatron_lm_tp_degree", 1, "Ranks that split each layer")
+        stages = self._ask("megatron_lm_pp_degree", 1, "Stages of the pipeline")
         if stages > 1:
-            self._ask("megatron_lm_num_micro_batches", "Micro-batches per batch", stages, section)
+            self._ask("megatron_lm_num_micro_batches", stages, "Micro-batches per batch")
         if tensor > 1:
-            self._ask("megatron_lm_sequence_parallelism", "Shard activations along the sequence", True, section)
-        self._ask("megatron_lm_recompute_activations", "Recompute activations in backward", False, section)
-        self._ask("megatron_lm_use_distributed_optimizer", "Shard optimizer state", False, section)
-        self._ask("megatron_lm_gradient_clipping", "Largest norm of the gradients", 1.0, section)
+            self._ask("megatron_lm_sequence_parallelism", True, "Shard activations along the sequence")
+        self._ask("megatron_lm_recompute_activations", False)
+        self._ask("megatron_lm_use_distributed_optimizer", False)
+        self._ask("megatron_lm_gradient_clipping", 1.0)
 
     def _compile(self) -> None:
         earlier = self.before.section("dynamo_config").get("dynamo_backend", "no") != "no"
         if not ask("Compile the model (torch.compile)", earlier, ConfigKey("compile", bool).read):
             return
-        self._ask("dynamo_backend", "Which backend", "inductor", "dynamo_config", choices=BACKENDS)
-        self._ask("dynamo_mode", "Mode", "default", "dynamo_config")
-        self._ask("dynamo_use_fullgraph", "Raise on graph breaks", False, "dynamo_config")
-        self._ask("dynamo_use_dynamic", "Compile for any shape", False, "dynamo_config")
+        self._ask("dynamo_backend", "inductor", "Which backend", choices=BACKENDS)
+        self._ask("dynamo_mode", "default", "Mode")
+        self._ask("dynamo_use_fullgraph", False, "Raise on graph breaks")
+        self._ask("dynamo_use_dynamic", False)
 
     def _precision(self) -> None:
         """Asks for one of the precisions that the machine supports."""
         choices = ["no", "bf16"]
         if self.on_gpus:
             choices = ["no", "fp16", *(["bf16"] if self.machine.bf16 else []), *(["fp8"] if self.machine.fp8 else [])]
-        self._ask("mixed_precision", "Mixed precision", "no", choices=tuple(choices))
+        self._ask("mixed_precision", "no", "Mixed precision", choices=tuple(choices))
 
 
 def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
@@ -264,7 +269,7 @@ def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
             # The question did not name the key, so the error does not either.
             raise click.UsageError(str(error).partition(": ")[2] or str(error)) from None
 
-    shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
+    shown = ("yes" if default else "no") if isinstance(default, bool) else default
     return click.prompt(text, default=shown, value_proc=checked, err=False)
 
 
