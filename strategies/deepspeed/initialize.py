@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest, needs
+from leyden.strategies.launch.environment import with_variables
 from leyden.strategies.window import read_loss
 
 ACCELERATOR = "DS_ACCELERATOR"
@@ -28,17 +29,9 @@ def import_deepspeed(device: torch.device, level: int = logging.WARNING) -> Any:
         ConfigurationError: if this process uses it with another kind of device already.
     """
     if "deepspeed" not in sys.modules:
-        before = os.environ.get(ACCELERATOR)
         # It would take a GPU wherever there is one, and asks once.
-        os.environ[ACCELERATOR] = device.type
-        try:
-            with needs("deepspeed", "deepspeed", "DeepSpeedStrategy"):
-                importlib.import_module("deepspeed")
-        finally:
-            if before is None:
-                del os.environ[ACCELERATOR]
-            else:
-                os.environ[ACCELERATOR] = before
+        with with_variables({ACCELERATOR: device.type}), needs("deepspeed", "deepspeed", "DeepSpeedStrategy"):
+            importlib.import_module("deepspeed")
     deepspeed: Any = sys.modules["deepspeed"]
     if not hasattr(deepspeed, "initialize"):
         # A folder of that name beside the script is an empty namespace package.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.launch.environment import AGENT, killed_in_words, ranks_in_words
+from leyden.strategies.launch.environment import AGENT, killed_in_words, ranks_in_words, with_variables
 from leyden.strategies.launch.leaving import ExitNotes
 from leyden.strategies.launch.meeting import gloo_on_loopback
 from leyden.strategies.launch.processes import children, status_of
@@ -211,26 +211,20 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **variables,
     }
-    before = {name: os.environ.get(name) for name in environ}
     logger, ended = logging.getLogger("torch.distributed.elastic"), threading.Event()
     level, place = logger.level, os.getcwd()
     if sys.platform.startswith("linux"):
         threading.Thread(target=_wake, args=(ended,), name="leyden-wake", daemon=True).start()
-    os.environ.update(environ)
     logger.setLevel(logging.CRITICAL)
     if folder is not None:
         os.chdir(folder)
     try:
-        yield
+        with with_variables(environ):
+            yield
     finally:
         ended.set()
         os.chdir(place)
         logger.setLevel(level)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _wake(ended: threading.Event) -> None:

@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from leyden.strategies.errors import ConfigurationError
@@ -180,6 +181,19 @@ def ranks_in_words(numbers: list[int]) -> str:
     words = [" to ".join(map(str, span)) for span in spans]
     more = f" and {len(words) - 8} more" if len(words) > 8 else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words[:8])}{more}"
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables during the block."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def is_running(process: int) -> bool:

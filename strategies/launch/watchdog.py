@@ -15,12 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.environment import is_interactive, is_running
+from leyden.strategies.launch.environment import is_interactive, is_running, with_variables
 from leyden.strategies.launch.hangs import Hang, Sight
 from leyden.strategies.launch.heartbeat import (
     AUTO,
@@ -322,21 +322,6 @@ class OwnWatchdog(Watchdog):
         is_watched = is_interactive() or ("_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
         super().__init__(1, say, "" if is_watched else "This process is ended.", ranks.world_size == 1)
         self._ranks = ranks
-        self._before: str | None = None
-
-    def __enter__(self) -> OwnWatchdog:
-        # A run within a hook of this one beats in the same slot.
-        self._before = os.environ.get(HEARTBEATS)
-        os.environ.update(self.variables())
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is None:
-            os.environ.pop(HEARTBEATS, None)
-        else:
-            os.environ[HEARTBEATS] = self._before
-        super().__exit__(*error)
 
     def _end(self, processes: list[int], hang: Hang) -> None:
         if hang.waits and self._ranks.world_size > 1 and self._over.wait(OTHERS):
@@ -368,16 +353,18 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
     if hang_timeout is None and (slot is None or not slot.beats_here):
         yield
         return
-    own: AbstractContextManager[Watchdog | None] = nullcontext() if slot is not None else OwnWatchdog(ranks)
-    with own as watchdog:
-        mine = slot if watchdog is None else watchdog.slot
-        assert mine is not None
+    with ExitStack() as stack:
+        if slot is None:
+            watchdog = stack.enter_context(OwnWatchdog(ranks))
+            slot = watchdog.slot
+            # A run within a hook of this one beats in the same slot.
+            stack.enter_context(with_variables(watchdog.variables()))
         if hang_timeout is None:
-            limit = mine.words[LIMIT]
+            limit = slot.words[LIMIT]
         else:
             limit = AUTO if hang_timeout == "auto" else max(1, round(float(hang_timeout) * 1000))
-        with heartbeat.beating(mine, ranks.global_rank, limit, folder):
-            yield
+        stack.enter_context(heartbeat.beating(slot, ranks.global_rank, limit, folder))
+        yield
 
 
 def hang_limit(value: object) -> float | str | None:

@@ -78,7 +78,12 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        # Of every command: --num-processes is --num_processes.
+        "token_normalize_func": lambda name: name.replace("-", "_"),
+    },
     help="Leyden on the command line. `leyden COMMAND --help` shows the options of a command.",
 )
 @click.version_option(getattr(sys.modules["leyden"], "__version__", "?"), message="leyden %(version)s")

@@ -11,11 +11,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import torch
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 
+ARGS = click.option(
+    "--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, such as '{\"width\": 64}'."
+)
+DOWNLOAD = click.option(
+    "--download", is_flag=True, help="The model may be a name on Hugging Face's hub; its config.json is downloaded."
+)
 SCRIPT = "leyden_script"
 """The name under which a script is imported, so that what stands under `if __name__ == "__main__"` is not run."""
 

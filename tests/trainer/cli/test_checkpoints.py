@@ -200,7 +200,7 @@ def test_a_lightning_run_resumes(after_fit: bool, here: Any, tmp_path: Path) -> 
     """
     whole = by_hand(8)[3]
     module, optimizer, scheduler, _ = by_hand(4)
-    progress = {"total": {"completed": 4}, "current": {"completed": 2}, "is_last_batch": True}
+    epochs = {"ready": 2, "started": 2, "processed": 2, "completed": 2 if after_fit else 1}
     loaded = {
         "epoch": 2 if after_fit else 1,
         "global_step": 4,
@@ -209,8 +209,8 @@ def test_a_lightning_run_resumes(after_fit: bool, here: Any, tmp_path: Path) -> 
         "lr_schedulers": [scheduler.state_dict()],
         "loops": {
             "fit_loop": {
-                "epoch_loop.batch_progress": progress,
-                "epoch_progress": {"current": {"ready": 2, "completed": 2 if after_fit else 1}},
+                "epoch_loop.batch_progress": {"total": counted(4), "current": counted(2), "is_last_batch": True},
+                "epoch_progress": {"current": epochs},
             }
         },
     }
@@ -222,6 +222,29 @@ def test_a_lightning_run_resumes(after_fit: bool, here: Any, tmp_path: Path) -> 
     parts = {"weights", "optimizers", "progress"}
     trainer.fit(again, step_data(), ckpt_path=tmp_path / "run-leyden", restore=parts)
     assert again.losses == whole[4:] and trainer.global_step == 8
+
+
+def test_a_lightning_file_of_a_batchs_end_counts_that_batch(here: Any, tmp_path: Path) -> None:
+    """Lightning counts a batch as completed only after the callbacks that save at its end."""
+    module, optimizer, _, _ = by_hand(1)
+    batches = {"total": {**counted(1), "completed": 0}, "current": {**counted(1), "completed": 0}}
+    loops = {"epoch_loop.batch_progress": batches, "epoch_progress": {"current": {**counted(1), "processed": 0}}}
+    loaded = {"epoch": 0, "global_step": 1, "state_dict": module.state_dict(), "loops": {"fit_loop": loops}}
+    torch.save({**loaded, "optimizer_states": [optimizer.state_dict()]}, tmp_path / "run.ckpt")
+    done = here("convert", "run.ckpt")
+    assert "the position in epoch 0 (batch 1): the epoch starts from the beginning" in done.stdout, done.stderr
+    assert CheckpointReader(tmp_path / "run-leyden").progress()["batches"] == 1
+
+
+def test_counters_that_no_trainer_wrote_are_left_out(here: Any, tmp_path: Path) -> None:
+    torch.save({"model": by_hand(1)[0].state_dict(), "epoch": "best"}, tmp_path / "run.pt")
+    done = here("convert", "run.pt")
+    assert done.returncode == 0 and "not converted: the counters: epoch" in done.stdout, done.stderr
+
+
+def counted(batches: int) -> dict[str, int]:
+    """One of Lightning's counters."""
+    return dict.fromkeys(("ready", "started", "processed", "completed"), batches)
 
 
 def test_an_accelerate_run_resumes(here: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.cli.checkpoint.convert_state import Names, of_accelerate, of_lightning
+from leyden.trainer.cli.models import ARGS, load_model, parse_arguments
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.errors import CheckpointError
 
@@ -40,7 +41,7 @@ OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_stat
     metavar="MODULE:CLASS",
     help="The model's class, for the order of its parameters where FILE does not record it.",
 )
-@click.option("--args", "arguments", default="{}", metavar="JSON", help="Arguments of that class.")
+@ARGS
 def command(
     file: str, out: str | None, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
 ) -> None:
@@ -90,8 +91,6 @@ def command(
 def _order(like: str | None, arguments: str) -> list[str] | None:
     if like is None:
         return None
-    from leyden.trainer.cli.models import load_model, parse_arguments
-
     return [name for name, _ in load_model(like, parse_arguments(arguments))[0].named_parameters()]
 
 

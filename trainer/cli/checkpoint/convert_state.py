@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.trainer.accelerator.accelerate_folder import set_host_random
 from leyden.trainer.accelerator.saving import KIND
 from leyden.trainer.checkpoint.foreign import load_weights_only
+from leyden.trainer.checkpoint.lightning import position_of
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state
 from leyden.trainer.events.progress import Progress
@@ -79,7 +80,8 @@ class Taken:
             return
         self.rng = rng_state(devices=False)
         self.files.append(path.name)
-        step = _count(states, "step")
+        step = states.get("step")
+        step = step if isinstance(step, int) else 0
         self.progress = Progress(global_step=step, stepped=step)
 
     def write(self, writer: CheckpointWriter) -> None:
@@ -179,18 +181,17 @@ def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
     states = {f"optimizer {i}": state for i, state in enumerate(loaded.get("optimizer_states") or [])}
     schedulers = {f"scheduler {i}": state for i, state in enumerate(loaded.get("lr_schedulers") or [])}
     taken.take_step_states(states, schedulers, names)
-    loop = loaded.get("loops", {}).get("fit_loop", {})
-    batches = loop.get("epoch_loop.batch_progress", {})
-    epoch, step = (_count(loaded, name) for name in ("epoch", "global_step"))
-    inside = batches.get("current", {}).get("completed", 0)
-    if batches.get("is_last_batch"):
-        # A checkpoint saved after fit has counted the finished epoch already.
-        ready = loop.get("epoch_progress", {}).get("current", {}).get("ready", epoch + 1)
-        epoch += int(ready > epoch)
-    elif inside:
-        taken.left.append(f"the position in epoch {epoch} (batch {inside}): the epoch starts from the beginning")
-    total = batches.get("total", {}).get("completed", 0)
-    taken.progress = Progress(epoch=epoch, global_step=step, stepped=step, batches=total)
+    stood = Progress()
+    try:
+        stood = position_of(loaded, window=lambda progress: 1, steps=lambda counted, batches: counted).progress
+    except StateError as error:
+        taken.left.append(f"the counters: {error}")
+    if stood.batch and not stood.ended:
+        place = f"epoch {stood.epoch} (batch {stood.batch})"
+        taken.left.append(f"the position in {place}: the epoch starts from the beginning")
+    taken.progress = Progress(
+        epoch=stood.epoch + stood.ended, global_step=stood.global_step, stepped=stood.stepped, batches=stood.batches
+    )
     taken.left += [
         key
         for key in ("callbacks", "MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
@@ -236,8 +237,3 @@ def _named(where: str, state: Any, names: Names) -> dict[str, Any]:
         return named(state, names)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}, which {error}") from error
-
-
-def _count(loaded: Mapping[str, Any], name: str) -> int:
-    value = loaded.get(name, 0)
-    return value if isinstance(value, int) else 0

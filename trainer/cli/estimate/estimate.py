@@ -11,7 +11,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import ALIASES, NAMES
-from leyden.trainer.cli.models import load_model, parse_arguments
+from leyden.trainer.cli.models import ARGS, DOWNLOAD, load_model, parse_arguments
 from leyden.trainer.format.text import aligned, size_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
@@ -100,9 +100,7 @@ def _largest_group(model: nn.Module) -> int:
 # the command ----------------------------------------------------------------------------------------------------------
 @click.command("estimate")
 @click.argument("model")
-@click.option(
-    "--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, such as '{\"width\": 64}'."
-)
+@ARGS
 @click.option("--ranks", help="World sizes, separated by commas.  [default: 1,2,8; of layouts: as the sizes make up]")
 @click.option(
     "--precision",
@@ -114,17 +112,15 @@ def _largest_group(model: nn.Module) -> int:
 )
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="[default: adamw; of layouts: the module's own]")
 @click.option("--strategy", default="", help="Only these strategies, separated by commas.")
-@click.option("--dp_replicate", "--dp-replicate", default="", help="Layouts: copies of the model, as a list.")
-@click.option("--dp_shard", "--dp-shard", default="", help="Layouts: ranks that shard each copy; -1 for all there are.")
+@click.option("--dp_replicate", default="", help="Layouts: copies of the model, as a list.")
+@click.option("--dp_shard", default="", help="Layouts: ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default="", help="Layouts: ranks over which layers are split, such as 1,2,4.")
 @click.option("--layouts", "every", is_flag=True, help="Layouts: all those of --ranks that fit.")
 @click.option("--plan", metavar="NAME", help="Layouts: a plan in a script or module (train.py:PLAN).")
 @click.option("--data", metavar="NAME", help="Layouts: a loader, DataModule, or function that builds one, for a batch.")
-@click.option("--batch-size", "--batch_size", type=int, help="Layouts: samples of a data rank, for transformers.")
-@click.option("--seq-len", "--seq_len", type=int, help="Layouts: tokens in each sample, for transformers.")
-@click.option(
-    "--download", is_flag=True, help="MODEL may be a name on Hugging Face's hub; its config.json is downloaded."
-)
+@click.option("--batch-size", type=int, help="Layouts: samples of a data rank, for transformers.")
+@click.option("--seq-len", type=int, help="Layouts: tokens in each sample, for transformers.")
+@DOWNLOAD
 def command(
     model: str,
     arguments: str,

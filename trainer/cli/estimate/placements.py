@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.plan import PlanLike
-from leyden.trainer.cli.models import load_model, load_object, parse_arguments
+from leyden.trainer.cli.models import ARGS, DOWNLOAD, load_model, load_object, parse_arguments
 from leyden.trainer.format.text import aligned, size_of
 
 SPLIT = (Shard, _StridedShard)
@@ -82,22 +82,16 @@ def _placement(parameter: DTensor) -> str:
 # the command ----------------------------------------------------------------------------------------------------------
 @click.command("plan")
 @click.argument("model", metavar="SCRIPT")
-@click.option("--dp_replicate", "--dp-replicate", default=1, show_default=True, help="Copies of the model.")
-@click.option(
-    "--dp_shard", "--dp-shard", default=-1, show_default=True, help="Ranks that shard each copy; -1 for all there are."
-)
+@click.option("--dp_replicate", default=1, show_default=True, help="Copies of the model.")
+@click.option("--dp_shard", default=-1, show_default=True, help="Ranks that shard each copy; -1 for all there are.")
 @click.option("--tp", default=1, show_default=True, help="Ranks over which layers are split.")
 @click.option("--ranks", type=int, help="The number of ranks; by default the product of the sizes.")
 @click.option(
     "--plan", "plan", metavar="NAME", help="A plan in a script or module (train.py:PLAN); by default the model's."
 )
-@click.option(
-    "--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, such as '{\"width\": 64}'."
-)
+@ARGS
 @click.option("--each", is_flag=True, help="One row for each parameter, where layers that repeat share one.")
-@click.option(
-    "--download", is_flag=True, help="SCRIPT may be a name on Hugging Face's hub; its config.json is downloaded."
-)
+@DOWNLOAD
 def command(
     model: str,
     dp_replicate: int,

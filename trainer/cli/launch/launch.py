@@ -279,8 +279,6 @@ command = Launch(
     help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nFlags override the file, which "
     "overrides the defaults. Words in a flag are joined by _ or -.",
     context_settings={
-        # --num-processes is --num_processes.
-        "token_normalize_func": lambda name: name.replace("-", "_"),
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
         "max_content_width": 110,

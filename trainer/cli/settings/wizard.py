@@ -338,7 +338,6 @@ def existing_file(value: Any) -> str:
 # the command ----------------------------------------------------------------------------------------------------------
 FILE_OPTION = click.option(
     "--config_file",
-    "--config-file",
     "file",
     type=click.Path(dir_okay=False),
     help="Where to write; by default the default file.",
@@ -379,7 +378,6 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
 @FILE_OPTION
 @click.option(
     "--mixed_precision",
-    "--mixed-precision",
     type=click.Choice(["no", "fp16", "bf16", "fp8"]),
     default="no",
     show_default=True,
