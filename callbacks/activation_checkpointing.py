@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ActivationCheckpointing(Callback):
-    """Saves memory: modules compute their activations again in backward, in place of keeping them, during fit.
+    """Saves memory during fit: modules compute their activations again in backward instead of keeping them.
 
     Works under every strategy and for a module of `torch.compile`. Names of modules, parameters and checkpoints stay as
     they are, and so do the numbers, bit for bit, since a module draws the same random numbers again (dropout). A module
@@ -30,7 +30,7 @@ class ActivationCheckpointing(Callback):
     Args:
         modules: classes of modules, or their names; or a function of a module that returns True for those that are
             meant. Choose the blocks of a model: what they return is kept, and what they compute inside is not.
-        every: only each so-manieth of the modules found: 2 takes half of the blocks.
+        every: only every n-th of the modules found: 2 takes half of the blocks.
         offload: keep the inputs of these modules, all that is left of their activations, in the host's memory until
             backward needs them. Keyword arguments of a module stay on the device.
 

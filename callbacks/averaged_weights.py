@@ -56,7 +56,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the current weights, which are in the module, into the averages."""
+        """Adds the current weights, which are in the module, to the averages."""
         flat = _Flat(self._strategy.local_weights(self._module))
         if self._average is None:
             self._average = self._begin(flat)
@@ -97,7 +97,7 @@ class AveragedWeights:
         return self._named(self._held())
 
     def in_place(self) -> dict[str, Tensor]:
-        """What is in the module, likewise."""
+        """What is in the module, under the same names."""
         return self._named(list(self._strategy.local_weights(self._module).tensors.values()))
 
     def replacing(self) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ class AveragedWeights:
                 raise StateError(saved.path(name), f"is {found}, and must be a tensor of {tuple(own[name].shape)}")
 
     def forget(self) -> None:
-        """Drops the averages, as if none had been taken; the module has the current weights."""
+        """Drops the averages, as if there had been no update; the module has the current weights."""
         self._average, self.in_module = None, False
 
     @torch.no_grad()
@@ -220,7 +220,7 @@ def fill_part(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
 
 
 class ExchangesWeights(Callback):
-    """A callback that puts averages in the place of the weights; `_average` makes them of a flat module."""
+    """A callback that replaces the weights by averages for a time; `_average` makes these of a flat module."""
 
     # Before other callbacks, which may save or look at weights in the same hooks.
     order: ClassVar[int] = -100

@@ -154,11 +154,11 @@ def _described(digests: Mapping[int, Mapping[str, str]]) -> tuple[list[int], str
     odd = [rank for rank in digests if not has_majority or rank not in common]
     names = [name for name in digests[odd[0]] if len({own[name] for own in digests.values()}) > 1]
     if has_majority:
-        told = f"{_listed(odd)} {'has' if len(odd) == 1 else 'have'} drifted from {_listed(common)}"
+        found = f"{_listed(odd)} {'has' if len(odd) == 1 else 'have'} drifted from {_listed(common)}"
     else:
-        told = f"{_listed(odd)} have drifted apart"
+        found = f"{_listed(odd)} have drifted apart"
     which = "" if len(names) == 1 else f", the first of {len(names)} parameters that do"
-    return odd, f"{told}: {names[0]} differs{which}"
+    return odd, f"{found}: {names[0]} differs{which}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Turns Python's automatic garbage collection off during training, and collects every so many steps instead.
+    """Turns Python's automatic garbage collection off during training, and collects every n steps instead.
 
     Python collects by the number of objects that each process has made, so that every rank stops for it at a step of
     its own, and all others wait there. With this callback they stop together: after the first hooks of the fit, at

@@ -178,7 +178,7 @@ class NonFiniteGuard(Callback):
             )
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps its record, of why the run goes back."""
+        """Keeps its record, which says why the run went back."""
 
     def _is_bad(self, trainer: Trainer, parameters: Sequence[Tensor]) -> bool:
         strategy = trainer.strategy

@@ -51,7 +51,7 @@ class SequenceLengthWarmup(Callback):
 
     Raises:
         ConfigurationError: for invalid arguments; at the first batch, if nothing in it can be cut, if
-            its tokens differ in length, or if it has not all `keys`.
+            its tokens differ in length, or if it lacks one of the `keys`.
 
     Example:
         >>> warmup = SequenceLengthWarmup(duration=100, min_seq_length=8, max_seq_length=64, step_size=8)
@@ -159,7 +159,7 @@ def _whole_length(tensors: list[Tensor], batch: str) -> int:
     tokens = {part.shape[1]: tuple(part.shape) for part in sequences if part.dim() == 2 and _is_tokens(part)}
     if len(tokens) > 1:
         raise ConfigurationError(
-            f"SequenceLengthWarmup cannot tell the sequences of the batch, {batch}, which has integer tensors of the "
+            f"SequenceLengthWarmup cannot find the sequences of the batch, {batch}, which has integer tensors of the "
             f"shapes {listed(list(tokens.values()))}: name those to cut by `keys`, in a batch that is a dict."
         )
     # Tokens are whole numbers; features of another width may stand before them.
@@ -234,4 +234,4 @@ class _Named:
         """Refuses names that the batch does not have."""
         for name in sorted(self.keys - self.found):
             hint = nearest(name, sorted(self.known)) if self.known else "It has no names: leave keys out."
-            raise ConfigurationError(f"SequenceLengthWarmup(keys=…) names {name!r}, which the batch has not. {hint}")
+            raise ConfigurationError(f"SequenceLengthWarmup(keys=…) names {name!r}, which the batch lacks. {hint}")

@@ -120,7 +120,7 @@ class SpikeDetection(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        """Knows of no batch."""
+        """Forgets all batches."""
         self.bad_batches: list[int] = []
         self._losses: deque[float] = deque(maxlen=self.window)
         self._last: float | None = None
@@ -273,7 +273,7 @@ class SpikeDetection(Callback):
     def _raise(self, trainer: Trainer, batch: _Batch) -> None:
         """Writes the file on the first rank, and raises on all."""
         found = trainer.strategy.ranks.all_gather_object(batch.described() if batch.is_spike else None)
-        told = [(rank, words) for rank, words in enumerate(found) if words]
+        spikes = [(rank, words) for rank, words in enumerate(found) if words]
         places = [(batch.epoch, batch.index)]
         if batch.index > 0:
             places.insert(0, (batch.epoch, batch.index - 1))
@@ -291,14 +291,14 @@ class SpikeDetection(Callback):
             excluded = zip(places, samples, strict=True)
             new = [{"epoch": of, "batch": index, "samples": own} for (of, index), own in excluded]
             _write(path, [*_entries(path), *new])
-        where = f" on rank {told[0][0]}" if trainer.world_size > 1 else ""
+        where = f" on rank {spikes[0][0]}" if trainer.world_size > 1 else ""
         named = f" Its samples are {listed(samples[-1])} of the data set." if samples[-1] else ""
         before = "resume from a checkpoint before them, without their samples."
         written = f"It is in {path} with the batch before it: {before}"
         if trainer.fast_dev_run:
             written = "fast_dev_run writes no file of it."
         raise TrainingSpikeException(
-            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {told[0][1]}.{named} {written}",
+            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {spikes[0][1]}.{named} {written}",
             batch.index,
         )
 

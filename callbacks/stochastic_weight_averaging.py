@@ -151,7 +151,7 @@ class StochasticWeightAveraging(ExchangesWeights):
             self._take_over(trainer, 0)
 
     def _take_over(self, trainer: Trainer, steps: int) -> None:
-        """Has SWALR set the learning rate, after so many steps of it, in place of the run's scheduler."""
+        """Lets SWALR set the learning rate in place of the run's scheduler; `steps` of it are done."""
         trainer.rest_schedulers()
         [optimizer] = trainer.optimizers
         before = [{key: group.get(key) for key in ("lr", "initial_lr")} for group in optimizer.param_groups]
@@ -179,7 +179,7 @@ class StochasticWeightAveraging(ExchangesWeights):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Puts the averages in the place of the weights, with batch norm's statistics of them."""
+        """Replaces the weights by the averages, and gives batch norm the statistics of these."""
         weights = self._weights
         if weights is None or not weights.count:
             return

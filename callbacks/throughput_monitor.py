@@ -98,7 +98,7 @@ class ThroughputMonitor(Callback):
         self._stages["train"] = _Counted(self.window_size, _Totals.of(SavedState(state)))
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps its totals, of what was read and computed: it is no less for being undone."""
+        """Keeps its totals: what was read and computed still counts once it is undone."""
         # Steps that come again get their rows again.
         self._row = min(self._row, step)
 
@@ -120,7 +120,7 @@ class ThroughputMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._clock.begin()
 
-    # What was between two epochs, or from an evaluation to the next batch, is nobody's time.
+    # The time between two epochs, and from an evaluation to the next batch, does not count.
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = on_train_epoch_start
     on_validation_end = on_train_epoch_start
 
@@ -289,7 +289,7 @@ class _Clock:
         self._parts: dict[str, float] = {}
 
     def begin(self) -> None:
-        """What was before is nobody's time."""
+        """Drops the time since the last mark."""
         self._last, self._parts = time.perf_counter(), {}
 
     def mark(self, part: str) -> None:

@@ -180,8 +180,8 @@ class EMAWeightAveraging(WeightAveraging):
         device: where the averages are kept; where the weights are if None.
         use_buffers: average buffers too.
         decay: from 0 to 1; how much of the average stays at an update.
-        update_every_n_steps: update after every so many steps, counted from the first one of the run; 0 for no step,
-            where epochs alone count.
+        update_every_n_steps: update after every n-th step, counted from the first one of the run; 0 for updates at
+            the ends of epochs alone.
         update_starting_at_step: no update after steps before this one, counted from 0.
         update_starting_at_epoch: update at the ends of epochs from this one on as well, counted from 0.
         **kwargs: nothing more; named so that a wrong name is answered by the nearest.

@@ -25,7 +25,7 @@ class WeightDigests(Callback):
     The first line is of the weights before the first step. A resume cuts the lines after the checkpoint, so the file of
     a run that was killed and resumed is that of one that was not.
 
-    Recorded is what a checkpoint holds of the module, without optimizer state: parameters and persistent buffers. Of
+    It records what a checkpoint holds of the module, without optimizer state: parameters and persistent buffers. Of
     replicas rank 0 reads its own (`DriftGuard` watches the others); of sharded weights each rank reads its shards, and
     their digests compare between runs whose ranks hold the same shards. The digest is XXH3 of the bytes. A GPU copies
     its part of the weights to the host at each recorded step, which waits for it once.

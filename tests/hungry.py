@@ -8,10 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leyden import TrainModule
+from leyden import Trainer, TrainModule
+from leyden.callbacks import AutoAccumulation
 
 Limits = Mapping[tuple[int, str], int]
 """(optimizer step, "forward" or "backward") → the most rows that fit into memory there."""
+
+
+def parts_of(trainer: Trainer) -> int:
+    """Into how many parts an automatic accumulation cuts a batch now."""
+    [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
+    return found.micro_batches
 
 
 def allocate(rows: int, limit: int) -> None:

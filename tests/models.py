@@ -36,6 +36,11 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+def sgd_with_momentum(module: nn.Module) -> torch.optim.Optimizer:
+    """The same with a state, which a checkpoint or another rank may lose."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
 def input_of(batch: Any) -> Any:
     """The batch itself, or the first of its tensors."""
     return batch[0] if isinstance(batch, (list, tuple)) else batch

@@ -48,7 +48,7 @@ class Lines:
         self._stream.flush()
 
     def end(self) -> None:
-        """Writes what is left. Whoever has kept this stream writes to the terminal's own from here on."""
+        """Writes what is left. Code that has kept this stream writes to the terminal's own from here on."""
         if not self._is_over:
             self._end()
         self._is_over = True
@@ -126,7 +126,7 @@ class AboveBars(Lines):
 
 
 class Replaced:
-    """Streams in the place of `sys.stdout` and `sys.stderr`, and of those that handlers of `logging` write to.
+    """Replaces `sys.stdout` and `sys.stderr`, and the streams that handlers of `logging` write to.
 
     Args:
         places: for "stdout" or "stderr" the stream that belongs there, and what replaces it.
@@ -159,7 +159,7 @@ class Replaced:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Has `sys.stdout` and `sys.stderr` as they were: a bar that is made here draws on the terminal itself."""
+        """Restores `sys.stdout` and `sys.stderr` within the block: a bar made there draws on the terminal itself."""
         placed = {name: (old, new) for name, (old, new) in self._places.items() if getattr(sys, name) is new}
         for name, (old, _) in placed.items():
             setattr(sys, name, old)
@@ -171,7 +171,7 @@ class Replaced:
 
 
 def begin(bars: Callable[[], Sequence[Any]]) -> Replaced:
-    """Has everything that is written to a terminal appear above the bars, until `Replaced.end`."""
+    """Makes everything that is written to a terminal appear above the bars, until `Replaced.end`."""
     streams = {name: getattr(sys, name) for name in STREAMS}
     return Replaced(
         {

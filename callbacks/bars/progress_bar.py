@@ -137,7 +137,7 @@ class ProgressBar(Callback):
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Has the next `has_dataloader_changed` return True; for the end of an evaluation."""
+        """Makes the next `has_dataloader_changed` return True; for the end of an evaluation."""
         self._loader = None
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class TQDMProgressBar(PacedProgressBar):
         return new_bar(2 * self._position + below, leave, **options)
 
     def _begin_printing(self) -> None:
-        """Has printed and logged text appear above the bars from now on."""
+        """Makes printed and logged text appear above the bars from now on."""
         if self._printing is None:
             self._printing = above_bars.begin(lambda: list(self._bars.values()))
 

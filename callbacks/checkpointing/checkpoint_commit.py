@@ -117,8 +117,8 @@ def after_commit(
     return delete_each(doomed, place)
 
 
-def tell_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
-    """Tells the loggers of a checkpoint that is committed; on the first rank, which writes."""
+def notify_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
+    """Notifies the loggers that a checkpoint is committed; on the first rank, which writes."""
     for logger in trainer.loggers if trainer.is_global_zero else ():
         logger.after_save_checkpoint(checkpoint)
 

@@ -25,8 +25,8 @@ from leyden.callbacks.checkpointing.checkpoint_commit import (
     after_commit,
     delete_each,
     kept_in,
+    notify_loggers,
     report_of,
-    tell_loggers,
 )
 from leyden.callbacks.checkpointing.checkpoint_name import NameStyle, folders_in, metrics_in
 from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
@@ -145,8 +145,8 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self._following: Following | None = None
         """Its own save that a thread writes; None once that is known to be done."""
-        self._is_untold = False
-        """Such a save is committed, and the loggers have not heard of it."""
+        self._is_unreported = False
+        """Such a save is committed, and the loggers have not been notified."""
         self.saves_on_each_node = False
         """True if the machines of this run share no folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
@@ -416,14 +416,14 @@ class ModelCheckpoint(Callback):
             save.follow(self._following.follow)
         else:
             self._doomed = after_commit(written, link, self._doomed, self._place) if is_keeper else {}
-            tell_loggers(trainer, self)
+            notify_loggers(trainer, self)
 
     def _follow_up(self, trainer: Trainer) -> None:
         """Follows up the checkpoint that a thread has committed, and informs the loggers."""
         self._settle()
-        if self._is_untold:
-            self._is_untold = False
-            tell_loggers(trainer, self)
+        if self._is_unreported:
+            self._is_unreported = False
+            notify_loggers(trainer, self)
 
     def _settle(self) -> None:
         """Takes over what has come of a save that a thread wrote, once it is done."""
@@ -431,7 +431,7 @@ class ModelCheckpoint(Callback):
         if following is None or not following.save.is_done:
             return
         self._following = None
-        self._is_untold = following.save.error is None
+        self._is_unreported = following.save.error is None
         if following.save.error is not None:
             for name, value in following.before.items():
                 setattr(self, name, value)

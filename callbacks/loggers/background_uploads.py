@@ -43,7 +43,7 @@ class Task:
 
 
 class BackgroundUploads:
-    """Carries out uploads in a thread, in their order. The thread is there as long as there is something to do.
+    """Carries out uploads in a thread, in their order. The thread lives only while there is work.
 
     Args:
         owner: the logger's class, for errors.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_has_logger(callback: Callback, trainer: Trainer) -> None:
-    """Raises ConfigurationError if a callback that logs by itself would log to nobody."""
+    """Raises ConfigurationError if a callback that logs by itself has no logger."""
     if not trainer.loggers and not trainer.fast_dev_run:
         raise ConfigurationError(
             f"{type(callback).__name__} needs a logger: use Trainer(logger=True), or leave the callback out."

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from logged import handed, scalars_in
-from models import QUIET, Line
+from models import QUIET, Line, Squares
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,7 +30,6 @@ from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.loggers.silent import DummyLogger
 from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 
@@ -383,26 +382,16 @@ def test_loggers_leave_the_random_numbers_alone(tmp_path: Path) -> None:
     assert before == states()
 
 
-class Net(TrainModule):
+class Net(Squares):
     def __init__(self, width: int = 2) -> None:
-        super().__init__()
+        super().__init__(nn.Linear(width, 1))
         self.save_hyperparameters()
-        self.layer = nn.Linear(width, 1)
         self.example_input_array = torch.ones(1, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self(batch).square().mean()
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss  # type: ignore[no-any-return]
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self(batch).mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return loss
 
 
 def run(root: Path, seed: int = 0, **arguments: Any) -> Trainer:
@@ -446,7 +435,7 @@ def test_a_resumed_run_has_logged_what_a_whole_run_logs(tmp_path: Path) -> None:
     assert resumed == whole
     first, second = (scalars_in(tmp_path / name / "logs/version_0") for name in ("whole", "broken"))
     assert second.keys() == first.keys()
-    for name in ("loss_step", "loss_epoch", "val"):
+    for name in ("loss_step", "loss_epoch", "val_loss"):
         assert second[name] == first[name]
     assert json.loads((tmp_path / "broken/logs/version_0/hparams.json").read_text()) == {"width": 2}
 

@@ -10,26 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Line
+from logged import BestAtTwo
+from models import QUIET
 
 from leyden import Trainer
 from leyden.callbacks import LambdaCallback, MLFlowLogger, ModelCheckpoint
 from leyden.strategies.errors import ConfigurationError, LeydenError
 
 
-class Worse(Line):
-    """Its metric is the best after the second step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("distance", abs(self.trainer.global_step - 1.0))
-        return super().training_step(batch, batch_idx)
-
-
 def fit(logger: MLFlowLogger, folder: Path, callbacks: Any = (), **arguments: Any) -> Trainer:
     checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, monitor="distance", **arguments)
     given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": 3}
     trainer = Trainer(**given, callbacks=[checkpoint, *callbacks])
-    trainer.fit(Worse(), [torch.ones(2, 2)] * 4)
+    trainer.fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
     return trainer
 
 
@@ -55,7 +48,7 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
     assert (record["arguments"]["max_steps"], tags["mlflow.source.name"]) == (3, record["command"])
     folder = client.download_artifacts(run, "models/step=1", str(tmp_path))
     resumed = Trainer(**{**QUIET, "max_steps": 5})
-    resumed.fit(Worse(), [torch.ones(2, 2)] * 4, ckpt_path=folder)
+    resumed.fit(BestAtTwo(), [torch.ones(2, 2)] * 4, ckpt_path=folder)
     assert resumed.global_step == 5
     metadata = json.loads(Path(client.download_artifacts(run, "models/step=2.json", str(tmp_path))).read_text())
     assert (metadata["score"], metadata["ModelCheckpoint"]["mode"]) == (0.0, "min")
@@ -110,7 +103,7 @@ def test_checkpoints_are_uploaded_beside_the_training_and_outlive_their_deletion
     ]
     folder = client.download_artifacts(run, "step=1", str(tmp_path))
     resumed = Trainer(**{**QUIET, "max_steps": 2})
-    resumed.fit(Worse(), [torch.ones(2, 2)] * 4, ckpt_path=folder)
+    resumed.fit(BestAtTwo(), [torch.ones(2, 2)] * 4, ckpt_path=folder)
     assert resumed.global_step == 2
 
 
@@ -124,7 +117,7 @@ def test_a_failed_upload_is_an_error_at_the_next_save_or_the_end(store: str, tmp
         with pytest.raises(LeydenError, match=r"MLFlowLogger could not upload the checkpoint .*: OSError: no network"):
             given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
             Trainer(**given, callbacks=ModelCheckpoint(tmp_path / f"{steps}", every_n_train_steps=1)).fit(
-                Worse(), [torch.ones(2, 2)] * 4
+                BestAtTwo(), [torch.ones(2, 2)] * 4
             )
         assert not [path for path in (tmp_path / f"{steps}").iterdir() if path.name.startswith(".")]
 

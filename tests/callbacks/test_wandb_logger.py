@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from logged import handed
+from logged import BestAtTwo, handed
 from models import QUIET, Line
 from PIL import Image
 from ranks.world import run_world
@@ -193,19 +193,11 @@ def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> 
 
 
 # checkpoints ----------------------------------------------------------------------------------------------------------
-class Worse(Line):
-    """Its metric is the best after the second step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("distance", abs(self.trainer.global_step - 1.0))
-        return super().training_step(batch, batch_idx)
-
-
 def fit_and_save(logger: WandbLogger, folder: Path, steps: int = 4, **arguments: Any) -> Trainer:
     checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, monitor="distance", **arguments)
     given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
     trainer = Trainer(**given, callbacks=checkpoint)
-    trainer.fit(Worse(), [torch.ones(2, 2)] * 4)
+    trainer.fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
     return trainer
 
 
@@ -241,7 +233,7 @@ def test_every_checkpoint_becomes_a_version_of_an_artifact(tmp_path: Path, monke
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(entry.local_path, target)
         resumed = Trainer(**{**QUIET, "max_steps": 5})
-        resumed.fit(Worse(), [torch.ones(2, 2)] * 4, ckpt_path=tmp_path / "downloaded" / name)
+        resumed.fit(BestAtTwo(), [torch.ones(2, 2)] * 4, ckpt_path=tmp_path / "downloaded" / name)
         assert resumed.global_step == 5
     assert trainer.global_step == 4
 
@@ -250,7 +242,7 @@ def test_the_checkpoints_kept_are_uploaded_at_the_end_of_a_fit(tmp_path: Path, m
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=True)
     trainer = fit_and_save(logger, tmp_path / "saved", save_top_k=2)
-    trainer.predict(Worse(), [torch.ones(2, 2)])
+    trainer.predict(BestAtTwo(), [torch.ones(2, 2)])
     fit_and_save(logger, tmp_path / "all", steps=1, save_top_k=-1)
     run = logger.version
     with pytest.raises(TypeError, match="offline"):
@@ -279,7 +271,7 @@ def test_a_failed_fit_uploads_nothing_more(tmp_path: Path, monkeypatch: pytest.M
     checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
     given = {**QUIET, "enable_checkpointing": True, "logger": logger, "log_every_n_steps": 3}
     with pytest.raises(ValueError, match="the disk is full"):
-        Trainer(**given, callbacks=checkpoint).fit(Worse(), [torch.ones(2, 2)] * 4)
+        Trainer(**given, callbacks=checkpoint).fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
     assert artifacts(files(tmp_path)[0]) == []
 
 

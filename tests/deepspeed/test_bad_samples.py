@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, Squares, sgd_with_momentum
 from ranks.world import run_world
 from samples import Broken
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,17 +22,10 @@ pytestmark = pytest.mark.timeout(300)
 CASES: list[set[int]] = [{4, 5, 6, 7, 9}, set(range(8)), set(range(16, 24)) | {1}, set(range(24))]
 
 
-class Module(TrainModule):
+class Module(Squares):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), sgd_with_momentum)
 
 
 def trained(bad: set[int], size: int, **arguments: Any) -> tuple[list[Any], list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hungry import Hungry, Long, in_parts, loss_of, padded, plain_loop, samples, series
+from hungry import Hungry, Long, in_parts, loss_of, padded, parts_of, plain_loop, samples, series
 from models import QUIET
 from ranks.world import run_world
 from torch import Tensor
@@ -49,11 +49,6 @@ def trained(name: str, module: Hungry, count: int, **more: Any) -> tuple[Trainer
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
     # Numbers, since a tensor's memory would go with its rank.
     return trainer, {name: value.tolist() for name, value in state.items()}
-
-
-def parts_of(trainer: Trainer) -> int:
-    [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
-    return found.micro_batches
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, Squares, result_of, sgd_with_momentum
 from ranks.world import run_world
 from samples import Broken
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies import MeshStrategy
 
 CASES: list[tuple[set[int], dict[str, Any]]] = [
@@ -28,17 +28,10 @@ CASES: list[tuple[set[int], dict[str, Any]]] = [
 MANUAL: tuple[set[int], dict[str, Any]] = (set(range(12)) | {17}, {})
 
 
-class Module(TrainModule):
+class Module(Squares):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), sgd_with_momentum)
 
 
 class Manual(Module):
@@ -47,10 +40,7 @@ class Manual(Module):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.net(batch).square().mean())
-        optimizer.step()
+        result_of(self, self.loss(batch))
 
 
 def trained(bad: set[int], size: int, kind: type[Module] = Module, **arguments: Any) -> tuple[list[Any], list[int]]:

@@ -104,7 +104,7 @@ class AccelerateFolder:
         missing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in loaded]
         extra = [name for name in weights if name not in own]
         if self._strict and (missing or extra):
-            what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which the model has not"
+            what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which the model lacks"
             raise ConfigurationError(f"{self.path}: model {number} {what}: load_state(strict=False) passes over it.")
         for name, tensor in own.items():
             if name in weights and weights[name].shape != tensor.shape:

@@ -12,7 +12,7 @@ from leyden.strategies.ranks import Ranks
 
 class LoopBeat:
     """Stores how far the loop is: a batch when a prepared loader has drawn one, and that it goes on when it goes
-    backward. Without a limit it stores where nobody looks.
+    backward. Without a limit nobody reads what it stores.
 
     Args:
         ranks: of the Accelerator.
@@ -27,7 +27,7 @@ class LoopBeat:
         self._words = self._heartbeat.words
 
     def begin(self) -> None:
-        """Has the loop watched from here on; once. The ranks are known when something is prepared."""
+        """Watches the loop from here on; once. The ranks are known when something is prepared."""
         limit, self._limit = self._limit, None
         if limit is not None:
             self._watch.enter_context(watched(self._heartbeat, self._ranks, limit, self._folder))

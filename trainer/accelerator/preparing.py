@@ -89,7 +89,7 @@ class Preparing:
         results = [done.get(id(entry), entry) for entry in objects]
         if is_debugging():
             for result in results:
-                self._tell_facts(result)
+                self._report_facts(result)
         return results[0] if len(results) == 1 else tuple(results)
 
     def release(self) -> None:
@@ -113,7 +113,7 @@ class Preparing:
         loaders = [*(entry for entry in objects if is_loader(entry)), *self.loaders]
         settle(self._stepping, self._options, steps, loaders)
 
-    def _tell_facts(self, prepared: Any) -> None:
+    def _report_facts(self, prepared: Any) -> None:
         rank = self._strategy.ranks.global_rank
         if isinstance(prepared, nn.Module):
             report(model_facts(rank, prepared, unwrap(prepared, keep_context=True, keep_compiled=False)))

@@ -36,7 +36,7 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class _NoHooks:
-    """Nobody listens to backward."""
+    """No hook around backward."""
 
     on_before_backward: tuple[Callable[[Tensor], Any], ...] = ()
     on_after_backward: tuple[Callable[[], Any], ...] = ()

@@ -8,31 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, Squares, sgd_with_momentum
 from same import differences
 from samples import Broken, BrokenTogether, Stream
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
-class Module(TrainModule):
+class Module(Squares):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1)), sgd_with_momentum)
         self.sizes: list[int] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def loss(self, batch: Tensor) -> Any:
         self.sizes.append(len(batch))
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return super().loss(batch)
 
 
 def fit(data: Any, folder: Path, workers: int = 0, shuffle: bool = True, **arguments: Any) -> tuple[Module, Trainer]:

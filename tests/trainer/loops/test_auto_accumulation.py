@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hungry import Hungry, Long, in_parts, loss_of, padded, plain_loop, samples, series
+from hungry import Hungry, Long, in_parts, loss_of, padded, parts_of, plain_loop, samples, series
 from models import QUIET, Line
 from samples import Unsized
 from torch import Tensor
@@ -34,11 +34,6 @@ def fitted(module: TrainModule, data: Any, **arguments: Any) -> Trainer:
     trainer = Trainer(**{**AUTO, **arguments})
     trainer.fit(module, data)
     return trainer
-
-
-def parts_of(trainer: Trainer) -> int:
-    [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
-    return found.micro_batches
 
 
 def cuts(numbers: list[int], size: int = 8, dtype: torch.dtype = torch.float64) -> Any:
@@ -457,7 +452,7 @@ def test_nothing_is_tried_and_no_sample_is_read_twice_unless_asked_for() -> None
     module = Long()
     fitted(module, DataLoader(found, 4, collate_fn=padded))
     assert len(module.lengths) == 5 and found.count == 20
-    with pytest.raises(ConfigurationError, match="try_largest=1.*give True or False"):
+    with pytest.raises(ConfigurationError, match="try_largest=1.*use True or False"):
         AutoAccumulation(try_largest=1)  # type: ignore[arg-type]
 
 

@@ -8,24 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
-from torch import Tensor, nn
+from models import QUIET, Squares
+from torch import nn
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 
 
-class Wide(TrainModule):
+class Wide(Squares):
     """2 MiB of weights, and 4 MiB of AdamW's state."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(512, 1024)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.01)
+        super().__init__(nn.Linear(512, 1024), lambda module: torch.optim.AdamW(module.parameters(), 0.01))
 
     def train_dataloader(self) -> Any:
         return [torch.ones(2, 512)]
