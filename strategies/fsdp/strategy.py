@@ -53,7 +53,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             alone.
         reshard_after_forward: free a group's parameters after its forward and gather them again in backward; False
             saves the second gathering for memory; a number reshards to so many ranks (a machine's). None, the default,
-            frees all groups but the root.
+            frees all groups but the root. In manual optimisation all are freed, whatever it says.
         mp_policy: torch's MixedPrecisionPolicy; made from `precision` if left out (see `policy_of`).
         cpu_offload: parameters, gradients and optimizer state wait on the CPU; or an OffloadPolicy.
         activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
@@ -111,6 +111,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.record = ShardRecord()
         """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
+        self._lasting: list[FSDPModule] = []
+        """The groups that stay gathered after a forward pass, until backward."""
         self._step_hooks: dict[nn.Module, StepHooks] = {}
         self._ignored: list[nn.Parameter] = []
         self._replaced = Replaced()
@@ -199,7 +201,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def teardown(self) -> None:
         for hooks in self._step_hooks.values():
             hooks.remove()
-        self._roots, self._ignored, self._step_hooks, self._exchanges = [], [], {}, None
+        self._roots, self._lasting, self._ignored, self._step_hooks, self._exchanges = [], [], [], {}, None
         self._replaced, self.before_forward = Replaced(), None
         super().teardown()
 
@@ -238,7 +240,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         else:
             self._shard_anew(module, roots, ignored, policy)
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
-        self._reshard_roots()
+        every = self.settings["reshard_after_forward"] not in (None, True)
+        self._lasting += [
+            part for root in roots for part in (root.modules() if every else (root,)) if isinstance(part, FSDPModule)
+        ]
+        self._reshard()
         return module
 
     def _shard_anew(
@@ -261,7 +267,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             device=self.root_device,
             policy=policy,
             offload=offload_of(settings["cpu_offload"], self.root_device),
-            reshard=settings["reshard_after_forward"],
+            # In manual optimisation a part may run without backward, and then change its weights or its requires_grad.
+            reshard=settings["reshard_after_forward"] if roots == [module] else True,
             ignored=ignored,
             values=self._values,
             before=self.precision.before_sharding,
@@ -286,17 +293,17 @@ class FSDPStrategy(ProcessGroupStrategy):
         """What splits the layers of each group before it is sharded, and adds to `ignored`; None for nothing."""
         return None
 
-    def _reshard_roots(self) -> None:
-        """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
-        for root in self._roots:
-            root.reshard()
+    def _reshard(self) -> None:
+        """Frees what a pass without backward left gathered: `parameters()` gives the shards again."""
+        for part in self._lasting:
+            part.reshard()
 
     def end_evaluation(self) -> None:
-        self._reshard_roots()
+        self._reshard()
 
     def local_weights(self, module: nn.Module) -> LocalWeights:
-        # An evaluation leaves the outermost group gathered: what is written to its shards would not be seen.
-        self._reshard_roots()
+        # An evaluation leaves groups gathered: what is written to their shards would not be seen.
+        self._reshard()
         return super().local_weights(module)
 
     @property
@@ -403,6 +410,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self._averages:
             self._average_ignored()
         super().before_step(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        # A group that has run without backward, as in a hook, would keep its old values in the next forward pass.
+        self._reshard()
+        return super().step(optimizer, closure, **kwargs)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         grads = [local(p.grad) for p in stepped_parameters(self.modules, self.optimizers) if p.grad is not None]

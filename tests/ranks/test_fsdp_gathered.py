@@ -1,0 +1,150 @@
+"""A part of a sharded model that runs without a backward pass: the next pass uses its new weights and flags."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks.test_fsdp import SETTINGS, Net
+from ranks.world import run_world
+from torch import Tensor, nn
+
+from leyden import Callback, Trainer, TrainModule
+from leyden.callbacks import EMAWeightAveraging
+from leyden.strategies import FSDPStrategy
+from leyden.strategies.fsdp.sharding import whole
+
+X = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+"""(steps, samples, inputs)"""
+
+
+class Automatic(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def validation_step(self, batch: Tensor) -> None:
+        self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class Adversaries(TrainModule):
+    """Two networks that take gradients in turns, by toggles or by hand."""
+
+    def __init__(self, toggles: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles = toggles
+        self.first, self.second = Net().double(), Net().double()
+
+    def training_step(self, batch: Tensor) -> None:
+        first, second = self.optimizers()
+        self.turn(first, self.second, False)
+        first.zero_grad()
+        self.manual_backward((self.second(batch * self.first(batch)) - 1).square().mean())
+        first.step()
+        self.turn(second, self.second, True)
+        # The first one's output is not used in backward.
+        loss = self.second(batch * self.first(batch).detach()).square().mean() + self.second(batch).square().mean()
+        self.manual_backward(loss)
+        second.step()
+        # Here, so that what the first one's backward pass adds to it would be seen.
+        second.zero_grad()
+        if self.toggles:
+            self.untoggle_optimizer(second)
+
+    def turn(self, optimizer: Any, part: nn.Module, trains: bool) -> None:
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        else:
+            part.requires_grad_(trains)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for net in (self.first, self.second)]
+
+
+class Student(TrainModule):
+    """Learns from a teacher, which follows it as a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.student = Net().double()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def training_step(self, batch: Tensor) -> None:
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            wanted = self.teacher(batch) + 0.1
+        optimizer.zero_grad()
+        self.manual_backward((self.student(batch * 0.9) - wanted).square().mean())
+        optimizer.step()
+        with torch.no_grad():
+            self.student(batch)
+            for own, follows in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+                follows.lerp_(own, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.student.parameters(), lr=0.01, momentum=0.9)
+
+
+class Looks(Callback):
+    """Runs the model without gradients between the backward pass and the step."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module(X[0])
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.on_after_backward(trainer, module)
+
+
+KINDS: dict[str, Any] = {
+    "toggles": lambda: (Adversaries(toggles=True), []),
+    "flags": lambda: (Adversaries(toggles=False), []),
+    "teacher": lambda: (Student(), []),
+    "looks": lambda: (Automatic(), [Looks()]),
+    "averages": lambda: (Automatic(), [EMAWeightAveraging(decay=0.5)]),
+}
+
+
+def weights(kind: str, data: list[Tensor], strategy: Any) -> list[float]:
+    """The weights after an epoch, with a validation after every second batch."""
+    torch.manual_seed(0)
+    module, callbacks = KINDS[kind]()
+    settings = {**SETTINGS, "max_epochs": 1, "val_check_interval": 2, "callbacks": callbacks}
+    loaders = (data, None if kind in ("toggles", "flags", "teacher") else data[:1])
+    Trainer(strategy=strategy, **settings).fit(module, *loaders)
+    return torch.cat([whole(tensor).flatten() for tensor in module.state_dict().values()]).tolist()
+
+
+def all_weights() -> list[list[float]]:
+    rank = int(os.environ["RANK"])
+    data = [batch[2 * rank : 2 * rank + 2] for batch in X]
+    return [
+        weights(kind, data, FSDPStrategy(reshard_after_forward=reshard)) for kind in KINDS for reshard in (None, False)
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Any]:
+    return run_world(2, all_weights)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_without_backward_leaves_no_old_weights_behind(kind: str, answers: list[Any]) -> None:
+    expected = pytest.approx(weights(kind, list(X), "auto"), rel=1e-12, abs=1e-12)
+    first = 2 * list(KINDS).index(kind)
+    assert answers[first] == expected, "reshard_after_forward=None"
+    assert answers[first + 1] == expected, "reshard_after_forward=False"
