@@ -14,7 +14,7 @@ from leyden.strategies.batch import move_to_device, widest_float
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.local_weights import LocalWeights
-from leyden.strategies.master_weights import MasterWeights
+from leyden.strategies.master_weights import MasterWeights, parameters_of
 from leyden.strategies.outputs import StepOutputs
 from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
@@ -446,8 +446,7 @@ class Strategy:
             The total norm before clipping, a 0-d tensor on the device, or None for clipping by value.
         """
         self.before_step(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return self.clip_parameters(parameters, value, algorithm)
+        return self.clip_parameters(parameters_of(optimizer), value, algorithm)
 
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
@@ -596,4 +595,4 @@ def stepped_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimi
     """The parameters that optimizers step; all of the modules' if a loop of the user's own keeps its optimizer."""
     if not optimizers:
         return {id(p): p for module in modules for p in module.parameters()}.values()
-    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}.values()
+    return {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}.values()

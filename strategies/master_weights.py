@@ -11,6 +11,11 @@ from torch.optim import Optimizer
 from leyden.strategies.weights import WeightReader
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Every parameter of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class MasterWeights:
     """What optimizers step. Here it is the module's parameters themselves.
 

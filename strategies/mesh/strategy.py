@@ -21,6 +21,7 @@ from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
+from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.alike import check_alike, check_batch, sum_partial
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.layout import ORDER, Layout
@@ -499,7 +500,7 @@ class MeshStrategy(FSDPStrategy):
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._tensors:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = parameters_of(optimizer)
             sum_partial(parameters)
             if optimizer not in self._checked:
                 check_alike(self.tensor_mesh, self.modules, parameters)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.master_weights import parameters_of
 from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, settle
 from leyden.trainer.accelerator.loader import PreparedLoader
 from leyden.trainer.accelerator.rank_loaders import rank_loader
@@ -25,7 +26,7 @@ from leyden.trainer.accelerator.scheduler import PreparedScheduler
 from leyden.trainer.accelerator.staged import StagedModel
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, report
-from leyden.trainer.engine.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.logging.metrics import gather_readers
 
 if TYPE_CHECKING:

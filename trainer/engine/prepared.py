@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and modules wrapped for the user: stepping them goes through precision and strategy."""
+"""Optimizers wrapped for the user: their steps go through precision and strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -125,8 +124,3 @@ class PreparedOptimizer(Optimizer):
         method = getattr(self.optimizer, name, None)
         if callable(method):
             method()
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Every parameter of an optimizer, group by group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

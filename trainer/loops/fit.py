@@ -20,8 +20,7 @@ from leyden.trainer.loops.agreement import Agreement
 from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself, pass_over, warn_of_length
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.schedulers import Schedulers
-from leyden.trainer.loops.step import Step, detached
-from leyden.trainer.loops.steps import make_step
+from leyden.trainer.loops.step import Step, detached, make_step
 from leyden.trainer.loops.validation import Validation
 from leyden.trainer.loops.waits import Waits
 from leyden.trainer.module import TrainModule

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from leyden.callbacks.gradient_accumulation import AutoAccumulation
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
@@ -358,6 +359,31 @@ class ManualStep(Step):
         self.has_stepped = self.engine.has_stepped
         if self.has_stepped:
             self.progress.count_window(stepped=True)
+
+
+def make_step(run: Run, schedulers: Schedulers) -> Step:
+    """Makes the optimisation step of a fit: automatic, manual, or one that cuts its batches into micro-batches.
+
+    Args:
+        run: of the fit.
+        schedulers: those of the run.
+
+    Raises:
+        ConfigurationError: if something that was asked for does not go with it.
+    """
+    accumulation, training_step = run.accumulation, run.step_function("training_step")
+    if isinstance(accumulation, AutoAccumulation):
+        # Imported here, since a step that cuts batches is the rare one.
+        from leyden.trainer.loops.auto_step import AutoStep, check_auto
+
+        check_auto(run)
+        return AutoStep(run, training_step, schedulers, accumulation)
+    kind = AutomaticStep if run.module.automatic_optimization else ManualStep
+    if accumulation is None:
+        return kind(run, training_step, schedulers, False)
+    samples = run.loaders.samples_per_batch
+    accumulates = any(accumulation.batches(at, samples) > 1 for at in accumulation.scheduling)
+    return kind(run, training_step, schedulers, accumulates)
 
 
 def only_clears(optimizer: Optimizer) -> bool:

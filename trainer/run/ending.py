@@ -10,8 +10,6 @@ from leyden.trainer.data.workers import died
 from leyden.trainer.run.reporting import advice
 
 if TYPE_CHECKING:
-    from leyden.trainer.datamodule import DataModule
-    from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.run.state import Run
 
 
@@ -29,7 +27,7 @@ def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[],
     """
     interruption = run.signals.exception()
     if interruption is not None:
-        run.report(interruption)
+        _call_on_exception(run, interruption)
     run.finalize("success" if interruption is None else "interrupted")
     words = last_words()
     if words is not None:
@@ -65,7 +63,7 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     is_first = ranks.report_failure(better, place)
     # Where there are several ranks, the report names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
-    run.report(error)
+    _call_on_exception(run, error)
     _warn_of(_raised(run.finalize, "failed"))
     if not is_first:
         raise SystemExit(1) from None
@@ -73,26 +71,25 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
         raise better from error
 
 
-def call_teardown(hooks: Hooks, datamodule: DataModule | None, stage: str, run_error: BaseException | None) -> None:
+def call_teardown(run: Run, run_error: BaseException | None) -> None:
     """Calls everybody's `teardown`, the DataModule's first; one that raises keeps nobody else from theirs.
 
     Args:
-        hooks: of the run.
-        datamodule: of the run.
-        stage: what ran.
-        run_error: what ended the run, if it failed. The user must see that error, so others are only warned of.
+        run: the run.
+        run_error: what ended it, if it failed. The user must see that error, so others are only warned of.
     """
-    errors = [] if datamodule is None else _raised(datamodule.teardown, stage)
-    errors += hooks.fire_each("teardown", stage)
+    stage = run.state.stage
+    errors = [] if run.datamodule is None else _raised(run.datamodule.teardown, stage)
+    errors += run.hooks.fire_each("teardown", stage)
     _warn_of(errors[run_error is None :], "was torn down")
     if errors and run_error is None:
         raise errors[0]
 
 
-def call_on_exception(hooks: Hooks, datamodule: DataModule | None, error: BaseException) -> None:
+def _call_on_exception(run: Run, error: BaseException) -> None:
     """Calls everybody's `on_exception`, the DataModule's last; one that raises keeps nobody else from theirs."""
-    errors = hooks.fire_each("on_exception", error)
-    errors += [] if datamodule is None else _raised(datamodule.on_exception, error)
+    errors = run.hooks.fire_each("on_exception", error)
+    errors += [] if run.datamodule is None else _raised(run.datamodule.on_exception, error)
     _warn_of(errors)
 
 

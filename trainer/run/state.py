@@ -29,7 +29,7 @@ from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value
 from leyden.trainer.plugins import end_plugins, wait_for
-from leyden.trainer.run.ending import call_on_exception, call_teardown
+from leyden.trainer.run.ending import call_teardown
 from leyden.trainer.run.reporting.advice import checked_for_nan
 from leyden.trainer.run.reporting.record import record_start
 from leyden.trainer.run.reporting.rows import send_rows
@@ -398,10 +398,6 @@ class Run:
         engine.check_parameters([module])
         check_optimizers(engine, module, self.schedulers)
 
-    def report(self, error: BaseException) -> None:
-        """Reports what ends the run to everybody's `on_exception`."""
-        call_on_exception(self.hooks, self.datamodule, error)
-
     def teardown(self, error: BaseException | None) -> None:
         """Ends the run for everybody.
 
@@ -410,7 +406,7 @@ class Run:
         """
         assert self.state.stage is not None
         try:
-            call_teardown(self.hooks, self.datamodule, self.state.stage, error)
+            call_teardown(self, error)
         finally:
             self.saves.close()
             self.engine.teardown()

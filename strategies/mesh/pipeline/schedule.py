@@ -393,10 +393,6 @@ class Pipeline:
         assert self._job is not None
         self._before_backward(self._job.begin_backward())
 
-    def remove(self) -> None:
-        """Leaves the model as it was."""
-        self.passages.remove()
-
 
 class _Failed(LeydenError):
     """A stage before this one failed: its own error is what counts."""

@@ -16,7 +16,7 @@ from leyden.strategies.batch import widest_float
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.gradients import clip_by, total_norm
 from leyden.strategies.fsdp.sharding import local
-from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
+from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
 from leyden.strategies.mesh.pipeline.forms import Form
 from leyden.strategies.mesh.pipeline.numbers import Numbers
@@ -63,11 +63,6 @@ class PipelineSteps:
         self._items: Tensor | float = 0
         self._agreed = False
         self.numbers = Numbers(group, self.pipeline.last_rank, device)
-
-    @property
-    def cut(self) -> Cut:
-        """Where the model is cut."""
-        return self.holdings.cut
 
     # a batch ----------------------------------------------------------------------------------------------------------
     def start(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
@@ -276,7 +271,7 @@ class PipelineSteps:
 
     def remove(self) -> None:
         """Leaves the model as it was."""
-        self.pipeline.remove()
+        self.pipeline.passages.remove()
 
 
 def _items_of(outputs: Any) -> float | None:

@@ -106,9 +106,7 @@ def save(
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
     home = home_of(run.callbacks, run.arguments.default_root_dir, Path(os.path.abspath(path)))
-    # One that is saved as the run ends is none that a run without an end would have: nobody goes back to it.
-    is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
-    is_scheduled = not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
+    is_scheduled = _is_scheduled(run)
     noted = run.note_save if is_scheduled and not weights_only else run.note_weights
     optimizers, copies = steppers(run.engine), None
     # One save at a time.
@@ -124,14 +122,15 @@ def save(
         progress = run.progress if loop is None else loop.progress_to_save()
         for logger in run.loggers:
             logger.save()
-        writer.substitute(UserStates(run).replaced_weights())
+        users = UserStates(run)
+        writer.substitute(users.replaced_weights())
         if weights_only:
             strategy.save(writer, run.module, None)
         else:
-            _save_states(run, loop, writer, ranks)
+            _save_states(run, users, loop, writer, ranks)
             if not is_scheduled:
                 writer.json(PLACES, _relative(places_now(run), Path(os.path.realpath(path.parent))))
-        hparams = UserStates(run).hparams()
+        hparams = users.hparams()
         if hparams:
             writer.state("hparams", hparams)
         facts: dict[str, Any] = {
@@ -146,6 +145,12 @@ def save(
             return written
         writer.beside()
         return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, noted).path
+
+
+def _is_scheduled(run: Run) -> bool:
+    """False where the run ends: a run without an end would not save here, so nobody goes back to what is saved."""
+    is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
+    return not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
 
 
 def save_through(
@@ -196,9 +201,10 @@ def _relative(places: Iterable[Path], folder: Path) -> list[str]:
     return [os.path.relpath(os.path.realpath(place), folder) for place in places if os.path.lexists(place)]
 
 
-def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:
+def _save_states(
+    run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks
+) -> None:
     """Writes the weights, and the state of everybody who has one."""
-    users = UserStates(run)
     composed = users.compose(run.progress)
     step_states_of(run).save(writer, run.module)
     users.warn_of_difference(composed, ranks)

@@ -41,12 +41,8 @@ class UserStates:
     """
 
     def __init__(self, run: Run) -> None:
-        self._module, self._datamodule, self._callbacks, self._hooks = (
-            run.module,
-            run.datamodule,
-            run.callbacks,
-            run.hooks,
-        )
+        self._module, self._datamodule = run.module, run.datamodule
+        self._callbacks, self._hooks = run.callbacks, run.hooks
         self._user: dict[str, Any] | None = None
         self._file = Path("user.json")
         self._saved: list[Unclaimed] = []

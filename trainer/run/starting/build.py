@@ -21,6 +21,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.launch.cluster import is_cluster, publish
 from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments.arguments import Arguments, as_list
@@ -353,7 +354,7 @@ def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimiz
 
     A layer of dropout or batch norm that is in eval mode by itself is meant so, and so is a part that no optimizer has.
     """
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     found: list[str] = []
     parts: list[tuple[str, nn.Module]] = [("", module)] if module.training else []
     while parts:
