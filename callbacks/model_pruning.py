@@ -463,18 +463,20 @@ def _holders(module: nn.Module, parameters: Collection[int]) -> list[str]:
 
 
 def _whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.detach()
-    return found.full_tensor() if is_dtensor(found) else found  # type: ignore[attr-defined,no-any-return]
+    if not is_dtensor(tensor):
+        return tensor.detach()  # type: ignore[no-any-return]
+    from leyden.strategies.fsdp.sharding import whole
+
+    return whole(tensor.detach())
 
 
 def _part(whole: Tensor, parameter: Any) -> Tensor:
     """This rank's part of a whole tensor, that is split as a parameter is."""
     if not is_dtensor(parameter):
         return whole.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
+    from leyden.strategies.fsdp.sharding import shard_like
 
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return local_part(distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None))
+    return local_part(shard_like(whole, parameter))
 
 
 def _share(part: int, whole: int) -> str:

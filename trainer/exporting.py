@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.toggling import keeping_modes
 
 METHODS = ("script", "trace")
@@ -45,8 +46,7 @@ def to_onnx(module: Any, file_path: Any, input_sample: Any, options: dict[str, A
 @torch.no_grad()
 def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, options: dict[str, Any]) -> Any:
     """Exports a module's forward pass; see `TrainModule.to_torchscript`."""
-    if method not in METHODS:
-        raise ConfigurationError(f"to_torchscript(method={method!r}): {nearest(str(method), METHODS)}")
+    check_choice("to_torchscript", METHODS, method=method)
     if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         raise ConfigurationError(
             "to_torchscript needs whole weights, and this module's are sharded: build it anew from a checkpoint, by "

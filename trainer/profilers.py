@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.ported import ported
+from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import aligned
 
 T = TypeVar("T")
@@ -394,8 +395,7 @@ class PyTorchProfiler(Profiler):
         from torch import profiler
 
         key, schedule = self._table_arguments["sort_by"], self._arguments["schedule"]
-        if key not in SORT_KEYS:
-            raise ConfigurationError(f"PyTorchProfiler(sort_by_key={key!r}): {nearest(str(key), SORT_KEYS)}")
+        check_choice("PyTorchProfiler", SORT_KEYS, sort_by_key=key)
         if schedule is not None and not (callable(schedule) and isinstance(schedule(0), profiler.ProfilerAction)):
             raise ConfigurationError(
                 f"PyTorchProfiler(schedule={schedule!r}): give torch.profiler.schedule(…), or a function from a step's "

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from leyden.strategies.devices import find_devices
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.launch.environment import rank_environment, with_variables
 from leyden.trainer.launched import PRECISION, SOURCE
 
 ACCELERATES = "ACCELERATE_MIXED_PRECISION"
@@ -78,29 +76,16 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     Returns:
         What the function returned on rank 0.
     """
-    with _environment({"ACCELERATE_USE_CPU": "true"}):
+    with with_variables({"ACCELERATE_USE_CPU": "true"}):
         return notebook_launcher(function, args, num_processes)
 
 
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
     # The second is read by code that runs on Accelerate itself, as transformers' Trainer does.
     variables = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}
-    with _environment(variables):
+    with with_variables(variables):
         result = function(*args)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Only ranks that succeed come here: the others would wait for one that failed.
             torch.distributed.barrier()
         return result
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables within the block."""
-    before = {name: os.environ.pop(name) for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)

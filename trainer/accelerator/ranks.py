@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.trainer.data.sharding import block
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin
@@ -255,19 +256,17 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
             raise ConfigurationError(f"split_between_processes: the values of the dict have lengths {sorted(lengths)}.")
         return {key: split(value, rank, ranks, padded) for key, value in inputs.items()}
     count = len(inputs)
-    each, extra = divmod(count, ranks)
-    start = rank * each + min(rank, extra)
-    stop = start + each + (rank < extra)
-    short = each + (extra > 0) - (stop - start) if padded and count else 0
+    own = block(count, rank, ranks)
+    longest = -(-count // ranks)
+    short = longest - (own.stop - own.start) if padded and count else 0
     if isinstance(inputs, Tensor):
-        own = inputs[start:stop]
-        return torch.cat([own, inputs[-1:].expand(short, *inputs.shape[1:])]) if short else own
+        return torch.cat([inputs[own], inputs[-1:].expand(short, *inputs.shape[1:])]) if short else inputs[own]
     if isinstance(inputs, (list, tuple)):
         kind: Any = type(inputs)
-        return inputs[start:stop] + kind(inputs[-1:] * short)
+        return inputs[own] + kind(inputs[-1:] * short)
     if isinstance(inputs, (str, range)):
-        return inputs[start:stop]
-    numbers = [*range(start, stop), *[count - 1] * short]
+        return inputs[own]
+    numbers = [*range(count)[own], *[count - 1] * short]
     if hasattr(inputs, "select"):
         return inputs.select(numbers)
     if hasattr(inputs, "__getitem__"):
