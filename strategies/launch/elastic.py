@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.environment import AGENT, killed_in_words, ranks_in_words, with_variables
@@ -38,14 +38,50 @@ SAVING = 600.0
 """The same, for ranks that save before they end and have no grace period of their own."""
 
 
+MEETING_SECONDS = 900
+"""Seconds that machines wait for each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Which of several machines this is, and where they meet."""
+    """Which of several machines this is, and where they meet.
+
+    Attributes:
+        num_nodes: how many there are.
+        node_rank: the number of this one; None if the rendezvous assigns it.
+        address: where they meet; "" for ranks of this machine alone, which meet in a store of the agent.
+        port: of that address; 0 for any that is free, on this machine alone.
+        backend: torch's rendezvous: static or c10d.
+        run_id: name of the rendezvous; "" makes one of the port.
+        further: settings of the rendezvous.
+    """
 
     num_nodes: int = 1
-    node_rank: int = 0
+    node_rank: int | None = 0
     address: str = ""
     port: int = 0
+    backend: str = "static"
+    run_id: str = ""
+    further: Mapping[str, str] = field(default_factory=dict)
+
+    def rendezvous(self) -> dict[str, Any]:
+        """The fields of torch's LaunchConfig by which they meet."""
+        from leyden.strategies.launch.loopback import register
+
+        if not self.address:
+            fields: dict[str, Any] = {"rdzv_backend": register(), "rdzv_endpoint": f"localhost:{self.port}"}
+            return {**fields, "rdzv_configs": dict(self.further), "run_id": uuid.uuid4().hex}
+        meeting: dict[str, Any] = {"timeout": MEETING_SECONDS}
+        if self.backend == "static":
+            meeting["rank"] = self.node_rank
+        elif self.backend == "c10d" and self.node_rank is not None:
+            meeting["is_host"] = self.node_rank == 0
+        return {
+            "rdzv_backend": self.backend,
+            "rdzv_endpoint": f"{self.address}:{self.port}",
+            "rdzv_configs": {**meeting, **self.further},
+            "run_id": self.run_id or f"leyden-{self.port}",
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +133,14 @@ def engine_config(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    from leyden.strategies.launch.loopback import register
-
-    several = machines.num_nodes > 1
     fields: dict[str, Any] = {
         "min_nodes": machines.num_nodes,
         "max_nodes": machines.num_nodes,
         "nproc_per_node": count,
-        "run_id": f"leyden-{machines.port}" if several else uuid.uuid4().hex,
-        "rdzv_backend": "static" if several else register(),
-        "rdzv_endpoint": f"{machines.address}:{machines.port}" if several else "localhost:0",
-        "rdzv_configs": {"rank": machines.node_rank, "timeout": 900} if several else {},
         "max_restarts": 0,
         "monitor_interval": 0.1,
-        "local_addr": None if several else "localhost",
+        "local_addr": "localhost" if machines.num_nodes == 1 else None,
+        **machines.rendezvous(),
     }
     # Older versions of torch have neither.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}

@@ -20,19 +20,8 @@ PACKAGES = (
     *("deepspeed", "torchao", "transformers", "torch_xla", "megatron-core", "accelerate", "lightning", "torchdata"),
 )
 SHOWN = (
-    "LEYDEN_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "TORCHELASTIC_",
-    "OMP_",
-    "CUDA_VISIBLE",
-    "PYTORCH_",
-    "MASTER_",
-    "SLURM_STEP_",
-    "ACCELERATE_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
+    *("LEYDEN_", "NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "OMP_", "CUDA_VISIBLE", "MASTER_"),
+    *("SLURM_STEP_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"),
 )
 SHOWN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "XDG_CACHE_HOME")
 

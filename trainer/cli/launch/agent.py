@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from leyden.strategies.launch.elastic import Ended
     from leyden.trainer.cli.launch.plan import LaunchPlan
 
-MEETING_SECONDS = 900
-
 
 def start(plan: LaunchPlan, command: list[str]) -> int:
     """Runs a command on the ranks of this machine and waits for them.
@@ -49,28 +47,31 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
 def _run(plan: LaunchPlan, command: list[str], logs: Path) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from leyden.strategies.launch.elastic import SAVING, Machines, engine_config, run_engine
+    from leyden.strategies.launch.elastic import MEETING_SECONDS, SAVING, Machines, engine_config, run_engine
 
-    machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
+    elastic, machines = plan.elastic, Machines(port=plan.port, further=plan.elastic.rdzv_conf)
+    if plan.machines > 1 or elastic.endpoint:
+        meeting = plan.machines, plan.machine_rank, plan.address, plan.port, plan.backend
+        machines = Machines(*meeting, elastic.rdzv_id or "", elastic.rdzv_conf)
     patience = SAVING if plan.launched.resume else None
     config = engine_config(plan.per_machine, machines, str(logs), patience, **_elastic_settings(plan, logs))
     failures: list[Ended] = []
     try:
         status = run_engine(config, command[0], command[1:], plan.variables(), report=failures.append)
     except RendezvousError as error:
-        kept = f"; the logs of this machine's ranks are in {logs}" if plan.elastic.log_dir is not None else ""
+        kept = f"; the logs of this machine's ranks are in {logs}" if elastic.log_dir is not None else ""
         raise LeydenError(
             f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not "
             f"answer within {MEETING_SECONDS} s. The output of its ranks says why{kept}."
         ) from error
     if failures:
-        text = block(failures[0], _folder(logs, failures[0]), plan.elastic.log_dir is not None)
+        text = block(failures[0], _folder(logs, failures[0]), elastic.log_dir is not None)
         print(text, file=sys.stderr, flush=True)
     return status
 
 
 def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
-    """Returns the fields of torch's LaunchConfig that the plan decides."""
+    """Returns the fields of torch's LaunchConfig that the plan decides, beside those of the meeting."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     elastic = plan.elastic
@@ -86,20 +87,6 @@ def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
         "logs_specs": DefaultLogsSpecs(log_dir=str(logs), tee=streams),
         "log_line_prefix_template": "[rank ${rank}] ",
     }
-    if plan.machines > 1 or elastic.endpoint:
-        meeting: dict[str, Any] = {"timeout": MEETING_SECONDS}
-        if plan.backend == "static":
-            meeting["rank"] = plan.machine_rank
-        elif plan.backend == "c10d" and plan.machine_rank is not None:
-            meeting["is_host"] = plan.machine_rank == 0
-        found |= {
-            "rdzv_backend": plan.backend,
-            "rdzv_endpoint": f"{plan.address}:{plan.port}",
-            "rdzv_configs": {**meeting, **elastic.rdzv_conf},
-            "run_id": elastic.rdzv_id or f"leyden-{plan.port}",
-        }
-    elif plan.port:
-        found |= {"rdzv_endpoint": f"localhost:{plan.port}", "rdzv_configs": dict(elastic.rdzv_conf)}
     if plan.binds_cpus:
         from torch.numa.binding import AffinityMode, NumaOptions
 

@@ -186,10 +186,12 @@ def run(
     if dry_run:
         machine = planned_for(settings, machine)
     plan = resolve(settings, elastic, machine, str(below.source or "flags"))
-    command = command_of(script, arguments, module, no_python)
+    words = [*(["-m"] if module else []), script, *arguments]
+    # A script runs inside a small program of ours that records its errors.
+    command = words if no_python else [sys.executable, "-u", "-m", "leyden.trainer.cli.launch.rank", *words]
     # Under srun, only the first task prints the plan.
     if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
-        shown = [script, *arguments] if no_python else ["python", *(["-m"] if module else []), script, *arguments]
+        shown = words if no_python else ["python", *words]
         click.echo(plan.lines(shlex.join(masked_words(shown)), reasons=dry_run))
         sys.stdout.flush()
     if dry_run:
@@ -204,21 +206,6 @@ def run(
         plan = plan.started_by([sys.executable, *sys.orig_argv[1:]])
     _preflight(plan, preflight_timeout)
     return agent.start(plan, command)
-
-
-def command_of(script: str, arguments: tuple[str, ...], module: bool, no_python: bool) -> list[str]:
-    """Returns the command of each rank. A script runs inside a small program of ours that records its errors."""
-    if no_python:
-        return [script, *arguments]
-    return [
-        sys.executable,
-        "-u",
-        "-m",
-        "leyden.trainer.cli.launch.rank",
-        *(["-m"] if module else []),
-        script,
-        *arguments,
-    ]
 
 
 def _given(flags: dict[str, Any]) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +99,28 @@ def main(folder: str) -> None:
     ranks = first.world_size
     readers = first.strategy.data_size
     data = samples(STEPS * PER_RANK * readers)
-    say = Reporter(first)
+    check_here = partial(check, speaks=first.is_global_zero)
     expected = [{"rank": rank} for rank in range(ranks)]
     total = ranks * (ranks + 1) / 2
     found = probe.found
     holds = found["objects"] == expected and found["sum"] == total and found["broadcast"] == "from 0"
     words = f"{ranks} rank{'s' * (ranks > 1)}, {first.strategy.name} on {first.strategy.root_device}"
-    say.check("collectives", holds, words)
+    check_here("collectives", holds, words)
     plain, net = plain_loop(data, PER_RANK * readers), Net()
     trained(net, data, PER_RANK)
     gap = largest_gap(net.found["weights"], plain)
-    say.check("parity", gap < CLOSE, f"weights differ from a plain loop's by {gap:.1e} at most after {STEPS} steps")
+    check_here("parity", gap < CLOSE, f"weights differ from a plain loop's by {gap:.1e} at most after {STEPS} steps")
     slower = Net()
     trained(slower, data, PER_RANK // 2, accumulate_grad_batches=2)
     gap = largest_gap(slower.found["weights"], plain)
-    say.check("accumulation", gap < CLOSE, f"half the batch, twice: {gap:.1e} at most")
+    check_here("accumulation", gap < CLOSE, f"half the batch, twice: {gap:.1e} at most")
     half = Path(folder) / "half"
     saver = LambdaCallback(on_train_batch_end=lambda trainer, *_: _save_at(trainer, half))
     trained(Net(), data, PER_RANK, max_steps=STEPS // 2, callbacks=saver)
     resumed = Net(seed=5)
     trained(resumed, data, PER_RANK, path=half)
     gap = largest_gap(resumed.found["weights"], net.found["weights"])
-    say.check("resume", gap == 0.0, f"saved at step {STEPS // 2}, resumed, and the same weights at step {STEPS}")
+    check_here("resume", gap == 0.0, f"saved at step {STEPS // 2}, resumed, and the same weights at step {STEPS}")
     launched = read_launched()
     precision = launched.precision if launched is not None and launched.precision else "32-true"
     if precision != "32-true":
@@ -127,7 +128,7 @@ def main(folder: str) -> None:
         trained(lower, data, PER_RANK, precision=precision)
         gap = largest_gap(lower.found["weights"], net.found["weights"])
         finite = bool(torch.stack(lower.losses).isfinite().all()) and gap < float("inf")
-        say.check(
+        check_here(
             "precision", finite, f"{precision}: finite losses, weights differ from 32-true's by {gap:.1e} at most"
         )
 
@@ -137,17 +138,16 @@ def _save_at(trainer: Any, path: Path) -> None:
         trainer.save_checkpoint(path)
 
 
-class Reporter:
-    """Prints the result of each check on the main rank, and raises if one fails."""
+def check(name: str, holds: bool, words: str, speaks: bool = True) -> None:
+    """Prints the result of a check if this rank speaks.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.speaks = trainer.is_global_zero
-
-    def check(self, name: str, holds: bool, words: str) -> None:
-        if not holds:
-            raise LeydenError(f"leyden test: {name} does not hold: {words}")
-        if self.speaks:
-            print(f"ok  {name:<13} {words}", flush=True)
+    Raises:
+        LeydenError: if it does not hold.
+    """
+    if not holds:
+        raise LeydenError(f"leyden test: {name} does not hold: {words}")
+    if speaks:
+        print(f"ok  {name:<13} {words}", flush=True)
 
 
 if __name__ == "__main__":
