@@ -1,6 +1,4 @@
-"""ClusterEnvironment, which tells a process its place among ranks that a cluster has started; and those of Lightning's
-names.
-"""
+"""ClusterEnvironment: a process's place among the ranks that a cluster starts; with subclasses by Lightning's names."""
 
 from __future__ import annotations
 
@@ -180,7 +178,7 @@ class FromVariables(ClusterEnvironment):
         variables: for each method the variables that may have its value; the first that is set counts.
         starter: who sets them, for messages.
         job: the variable with the job's number, from which every rank works the port out; empty for port 29500.
-        is_recognised: these ranks are found without a plugin, and on more machines than the Trainer was told of.
+        is_recognised: these ranks are found without a plugin, and on more machines than num_nodes says.
     """
 
     creates_processes_externally = True

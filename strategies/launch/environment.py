@@ -112,7 +112,7 @@ def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Reads a task of srun. A batch script or shell is no rank: it has no step, or a step of a single task."""
+    """Reads a task of srun. A batch script or shell is not a rank: it has no step, or a step of a single task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     size = _number(environ, "SLURM_STEP_NUM_TASKS", 1)

@@ -90,10 +90,10 @@ class Limited:
 class FirstFailure:
     """Reports the error of the rank that failed first, and ends the others. Lives as long as the process.
 
-    The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already.
-    While a run lasts, a thread of each rank looks once in a while, since a rank may wait for the failed one where
-    nothing would ever wake it. It answers by where the rank's main thread is, so that the first one can say for whom it
-    waited.
+    The ranks meet in the process group's store. A rank that fails writes its error there, unless another one has.
+    During a run, a thread of each rank looks there regularly, since a rank may wait for the failed one where nothing
+    would ever wake it. The thread answers with the place of its main thread, so that the first one can say whom it
+    waited for.
 
     Nothing here waits for another process without a limit: it may be stopped, and the store with it.
 

@@ -58,8 +58,7 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
         _check_fork()
     handed: Any = (function, args)
     if start_method == "spawn":
-        # As bytes: multiprocessing would give every rank the same memory for the module's parameters, and all would
-        # step in it.
+        # As bytes: multiprocessing would put the module's parameters into memory that all ranks share and step in.
         handed = packed_for("spawn", handed, "strategy='ddp_fork'")
     with tries() as tried:
         while True:
@@ -72,15 +71,15 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
 
 def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     context: Any = multiprocessing.get_context("spawn" if start_method == "spawn" else "fork")
-    # Ranks may come to it at once, and are let in when all are started: a process that forks should have no thread of a
-    # store's.
+    # Ranks may connect at once, but the store serves them only after all have started: a process that forks should not
+    # have a thread of a store.
     listener = listen()
     port = listener.getsockname()[1]
     ranks: list[tuple[Any, Any]] = []
     watchdog = Watchdog(count, lambda hang: None)
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
-        # Of forked ranks, none keeps the port open when this process is gone.
+        # Forked ranks inherit the listener and close it, so that the port closes with this process.
         own = listener if start_method != "spawn" else None
         variables = {
             **RankEnvironment(rank, rank, count, count, address=(LOOPBACK, port)).variables(),

@@ -22,7 +22,7 @@ from leyden.strategies.launch.stacks import StackFile
 HEARTBEATS = "LEYDEN_HEARTBEATS"
 """Set by who starts ranks: the path of the memory that it shares with them."""
 AUTO = 0
-"""Stands for a limit that follows the slowest batch of late."""
+"""Stands for a limit that follows the slowest recent batch."""
 
 # The words of a slot. The first two are what a training batch stores.
 BATCHES, STEP, MARKS, PHASE, EVALUATED, EPOCH, EPOCH_BEGAN, FIT_BEGAN, PROCESS, RANK, THREAD, LIMIT = range(12)
@@ -131,7 +131,7 @@ class Heartbeat:
         Args:
             slot: of this rank.
             rank: over all machines.
-            limit: milliseconds that a training batch may take; AUTO for a limit that follows the slowest of late.
+            limit: milliseconds that a training batch may take; AUTO for a limit that follows the slowest recent one.
             folder: where a report is wanted.
         """
         own, words = self.words, slot.words
@@ -241,7 +241,7 @@ def slot_of_watchdog(local_rank: int) -> Slot | None:
 
 
 def _nameless() -> tuple[Any, str]:
-    """A file in memory, and a path by which other processes open it; elsewhere than on Linux a temporary file."""
+    """Returns a file in memory and a path by which other processes can open it; a temporary file where not on Linux."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("leyden")
         return open(number, "w+b", buffering=0), f"/proc/{os.getpid()}/fd/{number}"

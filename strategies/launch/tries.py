@@ -1,8 +1,8 @@
 """Trying sizes until one fits, on several ranks: all of them are started again for the next size.
 
-A rank that gives a try up leaves, and cannot take the others along: they wait in a collective that nothing can break
-off, and what they have wrapped for the process group is of no use afterwards. So whoever started the ranks ends them
-and starts them again. The ranks find in a file how many sizes were given up.
+A rank that gives up a size exits, but cannot end the others: they wait in a collective that nothing can interrupt, and
+what they have wrapped for the process group is useless afterwards. So whoever started the ranks ends them and starts
+them again. A file says how many sizes were given up.
 """
 
 from __future__ import annotations

@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 LEAST = 60.0
 """Seconds that a training batch may take at least, where the limit follows the slowest."""
 TIMES = 10
-"""It may take so many times as long as the slowest of late."""
+"""How many times as long as the slowest recent batch it may take."""
 LATE = 100
-"""So many waits are of late."""
+"""How many of the last waits count as recent."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 ASLEEP = 5.0
-"""Seconds by which a look comes too late if this process itself was suspended."""
+"""A look that comes this many seconds too late means that this process itself was suspended."""
 OTHERS = 5.0
-"""Seconds for which a rank that waits for others lets them report themselves, where each has a watchdog of its own."""
+"""Seconds that a waiting rank leaves the others to report themselves, where each has a watchdog of its own."""
 LONGER = {
     Phase.TRAINING: 1,
     Phase.EPOCH: 5,
@@ -146,7 +146,7 @@ class Pulse:
         return batch if phase == Phase.TRAINING else max(LEAST * LONGEST, batch, TIMES * self._slowest(phase))
 
     def _slowest(self, phase: Phase) -> float:
-        """Seconds of the longest wait of late in a phase; 0 before the first."""
+        """Seconds of the longest recent wait in a phase; 0 before the first."""
         return max(self._waits.get(phase, ()), default=0.0)
 
     def is_overdue(self, now: float) -> bool:
@@ -346,7 +346,7 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
     Args:
         heartbeat: of the run.
         ranks: of the run.
-        hang_timeout: seconds that a training batch may take; "auto" for ten times the slowest of late; None for ever.
+        hang_timeout: seconds that a training batch may take; "auto" for ten times the slowest recent one, or None.
         folder: where a report is wanted.
     """
     slot = slot_of_watchdog(ranks.local_rank)

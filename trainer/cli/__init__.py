@@ -1,4 +1,4 @@
-"""The command line; and `LeydenCLI`, by which a script has one of its own, with what goes with it."""
+"""The `leyden` command, and `LeydenCLI`, which gives a script a command line of its own."""
 
 from __future__ import annotations
 

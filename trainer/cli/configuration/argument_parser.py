@@ -30,7 +30,7 @@ NOISE = (
     *("Does not validate against any", "- Does not validate against any", "Subtypes: ", "Errors:", "Given value"),
     *("- Expected a path but ", "- Expected a <class 'NoneType'>"),
 )
-"""How lines begin that tell of alternatives only."""
+"""The beginnings of lines that only list alternatives."""
 KINDS = (Trainer, TrainModule, DataModule, Callback)
 
 Classes = type | tuple[type, ...]
@@ -74,7 +74,7 @@ class LeydenArgumentParser(ArgumentParser):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, description=description, env_prefix=env_prefix, **kwargs)
-        # torch brings fsspec along, by which configurations are read from s3://, gs:// and so on.
+        # fsspec, which torch depends on, reads configurations from s3://, gs:// and so on.
         set_parsing_settings(config_read_mode_fsspec_enabled=True)
         self.callback_keys: list[str] = []
         self.optimizer_groups: dict[str, tuple[Classes, str]] = {}
@@ -167,7 +167,7 @@ class LeydenArgumentParser(ArgumentParser):
             self.add_class_arguments(classes, nested_key, sub_configs=True, **options)
 
     def ignore_in_files(self, names: Iterable[str]) -> None:
-        """Has files of another subcommand read without what is no argument of this one; words stay an error.
+        """Ignores arguments of other subcommands in files; on the command line they stay an error.
 
         Args:
             names: arguments of any subcommand. Those that this parser has are read.

@@ -129,7 +129,7 @@ class LeydenCLI:
     # what a subclass may override -------------------------------------------------------------------------------------
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The methods of the Trainer that are subcommands, each with those of its arguments that are no options."""
+        """The methods of the Trainer that are subcommands, each with its arguments that are not options."""
         return {name: set(GIVEN_HERE) for name in SUBCOMMANDS}
 
     def init_parser(self, **kwargs: Any) -> LeydenArgumentParser:
@@ -309,7 +309,7 @@ class LeydenCLI:
         try:
             return self.parser.instantiate(self.config)
         except ValueError as error:
-            # jsonargparse tells only the text of an error that a class raises which need not be given.
+            # jsonargparse keeps only the text of an error that an optional class raises.
             found: BaseException | None = error
             while found is not None and not _is_foreign(found):
                 found = found.__cause__

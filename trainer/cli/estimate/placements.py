@@ -121,7 +121,7 @@ def load_plan(name: str | None) -> PlanLike | None:
     """The plan of a script or module; None for no name.
 
     Raises:
-        ConfigurationError: if what it names is no plan.
+        ConfigurationError: if it names something else.
     """
     found = None if name is None else load_object(name)
     if found is not None and not isinstance(found, Mapping):

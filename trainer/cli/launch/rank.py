@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
     try:
         _run(arguments)
     except SystemExit:
-        # A run that was preempted is no failure, after which the agent would start its ranks again.
+        # Preemption is not a failure: after one, the agent would start the ranks again.
         if not has_noted_exit():
             raise
 

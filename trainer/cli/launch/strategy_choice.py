@@ -126,7 +126,7 @@ def _zero(settings: Settings) -> StrategyChoice:
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
-    """Reads a number; returns None for "auto", by which DeepSpeed's users leave it open."""
+    """Reads a number; returns None for "auto", which leaves it open in DeepSpeed."""
     if value is None or str(value).lower() in ("auto", "none"):
         return None
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from leyden.strategies.errors import ConfigurationError, nearest
 
 YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
+FSDP_SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 NVME = ("none", "cpu", "nvme")
 DYNAMO = (
     *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"),
@@ -168,7 +169,7 @@ TOP: tuple[ConfigKey, ...] = (
 FSDP: tuple[ConfigKey, ...] = (
     ConfigKey(
         "fsdp_sharding_strategy",
-        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+        FSDP_SHARDINGS,
         "what is sharded, and over which ranks",
         older=("sharding_strategy",),
     ),
@@ -321,8 +322,6 @@ OLDER_TYPES = {
     "use_tp": "",
 }
 """Switches of older files in place of distributed_type; empty for plain ranks, whose type the hardware decides."""
-NAMES_OF_1 = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-"""Older files number FSDP's sharding strategies."""
 
 
 def shown(value: Any) -> str:
@@ -356,7 +355,9 @@ def read_section(keys: tuple[ConfigKey, ...], found: Mapping[str, Any], section:
         if key is None:
             raise _unknown(name, [key.name for key in keys], section)
         if key.name == "fsdp_sharding_strategy":
-            value = NAMES_OF_1.get(shown(value).strip("'"), value)
+            # Older files number these, from 1.
+            numbered = {str(number): sharding for number, sharding in enumerate(FSDP_SHARDINGS, 1)}
+            value = numbered.get(shown(value).strip("'"), value)
         values[key.name] = key.read(value)
     return values
 

@@ -45,7 +45,7 @@ class Wizard:
     """Asks the questions in order; nothing is written before the last answer.
 
     Args:
-        machine: the hardware, which need not be asked about.
+        machine: the hardware, which is not asked about.
         before: an earlier file, whose answers are the defaults.
     """
 
