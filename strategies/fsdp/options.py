@@ -27,6 +27,7 @@ class ShardRecord:
         policy: in which dtypes parameters are gathered and gradients reduced.
         mesh: sizes, (shard,) or (replicate, shard).
         form: how layers compute, where the precision has changed them.
+        scalars: parameters without dimensions, which stay whole.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class ShardRecord:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     mesh: tuple[int, ...] = ()
     form: str = ""
+    scalars: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -46,12 +48,14 @@ class ShardRecord:
         policy: MixedPrecisionPolicy,
         mesh: tuple[int, ...],
         form: str,
+        whole: set[nn.Parameter],
     ) -> ShardRecord:
         kinds = {name: type(module.get_submodule(name)).__name__.removeprefix("FSDP") for name in sorted(groups.names)}
         dtypes: Counter[torch.dtype] = Counter()
         for parameter in module.parameters():
             dtypes[parameter.dtype] += parameter.numel()
-        return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh, form)
+        scalars = [name for name, parameter in module.named_parameters() if parameter in whole]
+        return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh, form, scalars)
 
     def line(self) -> str:
         """The record in a line, for the summary at the start of fit."""
@@ -70,6 +74,8 @@ class ShardRecord:
             parts.append(f"reduced in {_short(self.policy.reduce_dtype)}")
         if self.checkpointed:
             parts.append(f"{len(self.checkpointed)} checkpointed")
+        if self.scalars:
+            parts.append(f"{', '.join(self.scalars[:3])}{', …' if len(self.scalars) > 3 else ''} whole")
         if self.left:
             parts.append(f"{len(self.left)} left in the root, being tied")
         return ", ".join(parts)

@@ -36,6 +36,7 @@ class Sharding:
         before: called with each module and parameter name that has its values and is about to be sharded.
         split: splits the layers of a group, whose values every rank has, over the ranks of another dimension. It adds
             to `ignored` what this rank has nothing of.
+        scalars: parameters without dimensions that stay whole.
     """
 
     mesh: DeviceMesh | None
@@ -49,6 +50,7 @@ class Sharding:
     before: Callable[[nn.Module, str], None] | None = None
     split: Callable[[list[Slot]], None] | None = None
 
+    scalars: set[nn.Parameter] = field(default_factory=set)
     _done: set[Slot] = field(default_factory=set)
 
     def apply(self, part: nn.Module) -> None:
@@ -60,6 +62,8 @@ class Sharding:
         self._materialise(slots)
         if self.source is not None:
             self._take_values(slots)
+        if self.mesh is not None and self.split is None:
+            self._keep_scalars(slots)
         self._check_dtypes(part, slots)
         for module, name in slots:
             if self.before is not None and name in module._parameters:
@@ -81,6 +85,15 @@ class Sharding:
             offload_policy=self.offload,
             ignored_params=self.ignored or None,
         )
+
+    def _keep_scalars(self, slots: list[Slot]) -> None:
+        """Leaves parameters without dimensions, such as CLIP's `logit_scale`, whole: `fully_shard` refuses them."""
+        for module, name in slots:
+            tensor = getattr(module, name)
+            if isinstance(tensor, nn.Parameter) and tensor.dim() == 0:
+                tensor.data = tensor.data.to(self.device)
+                self.ignored.add(tensor)
+                self.scalars.add(tensor)
 
     def _has_nothing(self, part: nn.Module) -> bool:
         """True for a part whose parameters are held elsewhere: `split` has made them ignored."""

@@ -225,8 +225,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         return self.modules
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        ignored = {p for part in self.settings["ignored_modules"] for p in part.parameters()}
-        self._ignored += [p for p in ignored if p.requires_grad]
+        # In the modules' order, in which every rank averages their gradients.
+        averaged = dict.fromkeys(p for part in self.settings["ignored_modules"] for p in part.parameters())
+        ignored = set(averaged)
         # In manual optimisation backward runs inside of training_step, before the module's own forward has ended: its
         # gradients would never be reduced. So each child is a root of its own there.
         manual = not getattr(module, "automatic_optimization", True)
@@ -239,6 +240,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             restart(roots)
         else:
             self._shard_anew(module, roots, ignored, policy)
+        averaged.update(dict.fromkeys(map(module.get_parameter, self.record.scalars)))
+        self._ignored += [p for p in averaged if p.requires_grad]
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
         every = self.settings["reshard_after_forward"] not in (None, True)
         self._lasting += [
@@ -286,7 +289,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._replaced.after(module, before)
         guard_exports(module)
         shape, form = tuple(self.shard_mesh.shape) if self.shard_mesh is not None else (), self.precision.form
-        self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form)
+        self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form, sharding.scalars)
         module.__dict__["_leyden_record"] = self.record
 
     def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
@@ -392,9 +395,13 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _average_ignored(self) -> None:
         """Averages the gradients of whole parameters over the ranks, which `fully_shard` leaves alone."""
         self._averages = False
-        for parameter in self._ignored:
-            if parameter.grad is not None:
-                parameter.grad.copy_(self.ranks.reduce(parameter.grad))
+        grads = [p.grad for p in self._ignored if p.grad is not None]
+        scalars = [grad for grad in grads if grad.dim() == 0]
+        if scalars:
+            torch._foreach_copy_(scalars, list(self.ranks.reduce(torch.stack(scalars)).unbind()))
+        for grad in grads:
+            if grad.dim():
+                grad.copy_(self.ranks.reduce(grad))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)

@@ -47,6 +47,7 @@ def differences(found: nn.Module, expected: nn.Module) -> list[str]:
 RUNS: list[tuple[Any, ...]] = [
     ("count_bytes", 4),
     ("run_again",),
+    ("scalars",),
     ("fail_midway", 1),
     ("fail_midway", 2),
     ("save_by_mistake",),
@@ -252,6 +253,59 @@ def test_ignored_modules_are_averaged_and_clipped_with_the_shards(
     answers: Answers, clip: float | None, algorithm: str
 ) -> None:
     assert answers("ignore_a_module", clip, algorithm) == [[], []]
+
+
+class Scaled(Net):
+    """A scale as CLIP has it, and one in every block; built where there is no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        for block in self.blocks:
+            block.gate = nn.Parameter(torch.rand(()))
+            block.register_forward_hook(lambda block, args, output: args[0] + block.gate * output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.logit_scale.exp()
+
+
+class Late(Regression):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = Scaled()
+
+
+def scalars() -> list[str]:
+    """Trains a model with parameters without dimensions twice, and by hand; returns what differs."""
+    rank, size = place()
+    torch.manual_seed(0)
+    plain = Regression(Scaled())
+    torch.manual_seed(0)
+    module = Late()
+    for _ in range(2):
+        trainer(gradient_clip_val=0.5).fit(module, batches(3, rank, size))
+        optimizer = plain.configure_optimizers()["optimizer"]
+        own = [batches(3, other, size) for other in range(size)]
+        for number in range(3):
+            optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (number // 2)
+            optimizer.zero_grad()
+            for data in own:
+                (F.mse_loss(plain.net(data[number][0]), data[number][1]) / size).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+    state = {name: whole(value) for name, value in module.state_dict().items()}
+    assert not isinstance(module.net.logit_scale, DTensor) and isinstance(module.net.out.weight, DTensor)
+    everywhere: list[Any] = [None] * size
+    dist.all_gather_object(everywhere, state["net.logit_scale"].item())
+    assert everywhere[0] == everywhere[1]
+    return [name for name, value in plain.state_dict().items() if not torch.allclose(value, state[name], atol=1e-4)]
+
+
+def test_parameters_without_dimensions_stay_whole(answers: Answers) -> None:
+    assert answers("scalars") == [[], []]
 
 
 # manual optimisation --------------------------------------------------------------------------------------------------
