@@ -1,4 +1,4 @@
-"""The base class of callbacks, which hold everything that happens beside the training step."""
+"""The base class of callbacks, which do whatever a run does besides its training step."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.arguments.checks import check_choice, check_whole
-from leyden.trainer.checkpoint.digests import WeightReader, combined, merged
+from leyden.trainer.checkpoint.digests import DigestReader, combined, merged
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -68,7 +68,7 @@ class DriftGuard(Callback):
         self.drifted: list[int] = []
         self._checked = self._agreed = -1
         """The step of the last check, and of the last one that all replicas have passed."""
-        self._reader = WeightReader()
+        self._reader = DigestReader()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         strategy = trainer.strategy

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.local_weights import local_part
-from leyden.trainer.checkpoint.digests import WeightReader, merged
+from leyden.trainer.checkpoint.digests import DigestReader, merged
 from leyden.trainer.format.tensors import is_sharded
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ReplayedStep(Callback):
             # An engine that steps by itself shows no gradients.
             self._note_step(trainer)
         strategy = trainer.strategy
-        held = WeightReader().held(strategy, module, lambda _, tensor: trainer.is_global_zero or is_sharded(tensor))
+        held = DigestReader().held(strategy, module, lambda _, tensor: trainer.is_global_zero or is_sharded(tensor))
         digests = merged(strategy.ranks.all_gather_object(held))
         self._found["weights"] = {name: [digest.form, digest.value] for name, digest in digests.items()}
         everywhere = strategy.ranks.all_gather_object(_bad_weights(module))

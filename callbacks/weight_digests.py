@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import folder_of
 from leyden.trainer.arguments.checks import check_whole
-from leyden.trainer.checkpoint.digests import WeightReader, merged
+from leyden.trainer.checkpoint.digests import DigestReader, merged
 from leyden.trainer.format.digests import DigestFile, Place
 from leyden.trainer.format.tensors import is_sharded
 
@@ -56,7 +56,7 @@ class WeightDigests(Callback):
         self._file: DigestFile | None = None
         self._recorded = -1
         """The step of the last line, known on every rank."""
-        self._reader = WeightReader()
+        self._reader = DigestReader()
 
     @property
     def path(self) -> Path | None:

@@ -53,10 +53,8 @@ class Strategy:
 
     By itself it runs the model on one device. A strategy overrides what it does differently: one that replicates the
     model little more than set-up and `forward_backward`; an engine that fuses passes also `clip` and `step`. It knows
-    no Trainer, no module hook and no callback. docs/strategies.md shows how to write one.
-
-    It has five parts: `precision`, `ranks` (which process this is, and what ranks exchange), `outputs` (where steps
-    reach their end), `master_weights` (what optimizers step) and `own_loop` (what only a loop of the user's own needs).
+    no Trainer, no module hook and no callback. docs/strategies.md shows how to write one, and what its five parts are:
+    `precision`, `ranks`, `outputs`, `master_weights` and `own_loop`.
 
     A fit calls these methods in this order, those in brackets only where they apply:
 
@@ -292,6 +290,8 @@ class Strategy:
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
         """Runs `step_fn(batch, *extra)` and backward, as one call, so that an engine may fuse them.
+
+        docs/strategies.md lists what an override owes.
 
         Returns:
             What the step function returned: the user's own value, its loss never scaled.

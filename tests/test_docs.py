@@ -229,6 +229,21 @@ def test_every_function_that_contributing_names_is_defined_in_a_file_beside_it()
     assert checked > 20
 
 
+def test_files_that_docstrings_name_exist() -> None:
+    checked = 0
+    for path in sorted(path for room in ("trainer", "callbacks", "strategies") for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+                continue
+            for name in re.findall(r"`([\w./]+\.py)`", str(node.value.value)):
+                # One of the user's.
+                if name == "train.py":
+                    continue
+                assert any((folder / name).exists() for folder in (ROOT, *path.parents)), f"{path}: {name}"
+                checked += 1
+    assert checked > 20
+
+
 def test_contributing_lists_every_room_from_the_top_floor_to_the_ground() -> None:
     floors = {
         prefix: number for number, prefixes in enumerate(FLOORS) for prefix in prefixes if prefix != CALLBACK_BASE

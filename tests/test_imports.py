@@ -223,6 +223,15 @@ def test_files_can_be_read() -> None:
         )
 
 
+def test_a_class_has_its_name_alone() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 def test_no_line_is_too_long() -> None:
     """ruff leaves out what a comment such as `# type: ignore` adds."""
     folders = (*ROOMS, "tests", "examples", "benchmarks", "scripts")

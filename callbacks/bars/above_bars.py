@@ -125,7 +125,7 @@ class AboveBars(Lines):
         self._stream.flush()
 
 
-class Replaced:
+class ReplacedStreams:
     """Replaces `sys.stdout` and `sys.stderr`, and the streams that handlers of `logging` write to.
 
     Args:
@@ -170,10 +170,10 @@ class Replaced:
                 setattr(sys, name, new)
 
 
-def begin(bars: Callable[[], Sequence[Any]]) -> Replaced:
-    """Makes everything that is written to a terminal appear above the bars, until `Replaced.end`."""
+def begin(bars: Callable[[], Sequence[Any]]) -> ReplacedStreams:
+    """Makes everything that is written to a terminal appear above the bars, until `ReplacedStreams.end`."""
     streams = {name: getattr(sys, name) for name in STREAMS}
-    return Replaced(
+    return ReplacedStreams(
         {
             name: (stream, AboveBars(stream, bars))
             for name, stream in streams.items()

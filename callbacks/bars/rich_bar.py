@@ -318,7 +318,7 @@ class Screen:
             from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
 
             self._handle = display(self.progress, display_id=True)
-            self._replaced: above_bars.Replaced | None = None
+            self._replaced: above_bars.ReplacedStreams | None = None
             return
         # Rich's own redirection takes "[/x]" for markup, and ends a line at each flush.
         self._live = Live(
@@ -338,7 +338,9 @@ class Screen:
             for name, stream in streams.items()
             if stream is not None and not hasattr(stream, "rich_proxied_file") and stream.isatty()
         }
-        self._replaced = above_bars.Replaced({name: (streams[name], above) for name, above in self._above.items()})
+        self._replaced = above_bars.ReplacedStreams(
+            {name: (streams[name], above) for name, above in self._above.items()}
+        )
 
     def show(self, metrics: str) -> None:
         """Sets the metrics, which the next drawing shows."""

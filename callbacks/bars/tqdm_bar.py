@@ -59,7 +59,7 @@ class TQDMProgressBar(PacedProgressBar):
         self._silent: Any = None
         self._displays: list[Any] = []
         """In a notebook, those of bars that are gone, for the next ones."""
-        self._printing: above_bars.Replaced | None = None
+        self._printing: above_bars.ReplacedStreams | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is copied and sent to other processes: no bars, which hold a lock and a file."""

@@ -145,7 +145,7 @@ class LinkedCopy:
         source = Path(os.path.realpath(checkpoint))
         self.path = staging.sibling(source, "tmp")
         self.path.mkdir()
-        self._heartbeat = staging.Heartbeat(self.path)
+        self._heartbeat = staging.FolderHeartbeat(self.path)
         try:
             shutil.copytree(source, self.path, copy_function=_link, dirs_exist_ok=True)
         except BaseException:

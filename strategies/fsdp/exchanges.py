@@ -28,8 +28,9 @@ class Exchanges:
         parts = {id(part): part for root in roots for part in root.modules() if isinstance(part, FSDPModule)}
         for part in parts.values():
             for group in parameter_groups(part._get_fsdp_state()):
-                part.set_custom_all_gather(Counted(self, group._all_gather_comm))  # type: ignore[arg-type]
-                part.set_custom_reduce_scatter(Counted(self, group._reduce_scatter_comm))  # type: ignore[arg-type]
+                gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+                part.set_custom_all_gather(CountedExchange(self, gather))  # type: ignore[arg-type]
+                part.set_custom_reduce_scatter(CountedExchange(self, scatter))  # type: ignore[arg-type]
 
     def begin(self) -> None:
         """Begins a pass."""
@@ -48,7 +49,7 @@ class Exchanges:
         self._done += 1
 
 
-class Counted:
+class CountedExchange:
     """How a group exchanges one thing, counted.
 
     Args:
@@ -59,7 +60,7 @@ class Counted:
     def __init__(self, exchanges: Exchanges, own: Any) -> None:
         self._exchanges = exchanges
         # Of an earlier fit.
-        self._own: Any = own._own if isinstance(own, Counted) else own
+        self._own: Any = own._own if isinstance(own, CountedExchange) else own
         self.allocate = self._own.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -73,7 +73,8 @@ class Sharding:
         if self._has_nothing(part):
             return
         if self.mesh is None:
-            # torch moves no DTensor that a weak reference knows, as Replaced has; hand-written code has placed its own.
+            # torch moves no DTensor that a weak reference knows, as ReplacedParameters has; hand-written code has
+            # placed its own.
             if any(tensor.device != self.device for tensor in (*part.parameters(), *part.buffers())):
                 part.to(self.device)
             return
@@ -153,7 +154,7 @@ def unsharded(part: nn.Module) -> Iterator[Slot]:
             yield from unsharded(child)
 
 
-class Replaced:
+class ReplacedParameters:
     """Which parameter took the place of which, for optimizers that were made before.
 
     It holds on to no parameter that it saw: a whole model would never be freed.

@@ -26,7 +26,7 @@ from leyden.strategies.fsdp.options import ShardRecord, offload_of, policy_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.restart import restart
 from leyden.strategies.fsdp.sharding import (
-    Replaced,
+    ReplacedParameters,
     Sharding,
     check_sharded,
     local,
@@ -115,7 +115,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """The groups that stay gathered after a forward pass, until backward."""
         self._step_hooks: dict[nn.Module, StepHooks] = {}
         self._ignored: list[nn.Parameter] = []
-        self._replaced = Replaced()
+        self._replaced = ReplacedParameters()
         self._values = Values()
         self._syncs, self._averages = True, False
         self._exchanges: Exchanges | None = None
@@ -202,7 +202,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         for hooks in self._step_hooks.values():
             hooks.remove()
         self._roots, self._lasting, self._ignored, self._step_hooks, self._exchanges = [], [], [], {}, None
-        self._replaced, self.before_forward = Replaced(), None
+        self._replaced, self.before_forward = ReplacedParameters(), None
         super().teardown()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
@@ -445,8 +445,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         Returns:
             A state dict that torch.save or safetensors can write. With `rank0_only`, on rank 0's CPU, and an empty one
-            on the
-            others: tensors are gathered one at a time, so that no other rank holds more than one of them.
+            on the others: tensors are gathered one at a time, so that no other rank holds more than one of them.
         """
         if not rank0_only:
             everywhere = module.state_dict()

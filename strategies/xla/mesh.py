@@ -15,7 +15,7 @@ Spec: TypeAlias = "tuple[str | tuple[str, ...] | None, ...]"
 DATA, FSDP = "data", "fsdp"
 
 
-class Layout:
+class XLALayout:
     """How tensors lie over the devices. With one device there is nothing to lay out.
 
     Args:

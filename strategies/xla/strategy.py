@@ -24,7 +24,7 @@ from leyden.strategies.ranks import Ranks
 from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.strategies.window import Window
 from leyden.strategies.xla import runtime
-from leyden.strategies.xla.mesh import Layout, Spec
+from leyden.strategies.xla.mesh import Spec, XLALayout
 from leyden.strategies.xla.moving import bring, on_host
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class XLAStrategy(Strategy):
         self.own_loop = XLALoop()
         self._given = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
-        self.layout = Layout(mesh, shard, batch)
+        self.layout = XLALayout(mesh, shard, batch)
         self.before_forward = self._cut
 
     # its place --------------------------------------------------------------------------------------------------------
@@ -262,4 +262,4 @@ class XLAFSDPStrategy(XLAStrategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(devices, precision=precision)
-        self.layout = Layout(None, shard, None, fully=True, min_size=min_size)
+        self.layout = XLALayout(None, shard, None, fully=True, min_size=min_size)

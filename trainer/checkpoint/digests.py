@@ -22,7 +22,7 @@ Held: TypeAlias = tuple[str, dict[Box, str]]
 """What a rank holds of a tensor: dtype and shape of the whole, and the digest of each of the rank's parts."""
 
 
-class WeightReader:
+class DigestReader:
     """Reads digests of the tensors that a checkpoint of a module holds, under any strategy.
 
     Tensors on the CPU are read where they are. Those of a GPU are copied to memory that is kept, as large as this

@@ -1,4 +1,4 @@
-"""Saves and restores what a step changes beside the weights: optimizers, schedulers, scaler, strategy's counters."""
+"""Saves and restores what a step changes besides the weights: optimizers, schedulers, scaler, strategy's counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULERS = "schedulers"
 
 
 class StepStates:
-    """Everything that a step changes beside the weights.
+    """Everything that a step changes besides the weights.
 
     Args:
         strategy: of the run, with its precision.

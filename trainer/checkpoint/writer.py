@@ -111,7 +111,7 @@ class CheckpointWriter:
         self._unflushed = Unflushed()
         self._instead: Mapping[str, Tensor] = {}
         self._open = False
-        self._heartbeat: staging.Heartbeat | None = None
+        self._heartbeat: staging.FolderHeartbeat | None = None
         self._ranks = CheckpointRanks() if ranks is None else ranks
         self._folder = self._ranks.keep(self._begin)
         self._open = True
@@ -130,7 +130,7 @@ class CheckpointWriter:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             folder = staging.sibling(self._target, "tmp")
             folder.mkdir()
-            self._heartbeat = staging.Heartbeat(folder)
+            self._heartbeat = staging.FolderHeartbeat(folder)
             staging.sweep(self._target.parent, self._heartbeat.began)
         return folder
 

@@ -111,10 +111,10 @@ class SiftedSource(Source):
         return self.inner.finds_places
 
     def start(self, epoch: int | None) -> Iterator[Any]:
-        return Counted(self.inner.start(epoch), self)
+        return CountedBatches(self.inner.start(epoch), self)
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
-        return Counted(self.inner.resume(epoch, state), self)
+        return CountedBatches(self.inner.resume(epoch, state), self)
 
     def position(self, batches: int) -> State:
         return self.inner.position(batches)
@@ -209,7 +209,7 @@ def _first_good(source: ShardedSource) -> Any:
     return None
 
 
-class Counted(Iterator[tuple[Any, Share]]):
+class CountedBatches(Iterator[tuple[Any, Share]]):
     """The batches of a loader, each as `SiftedSource.counted` returns it."""
 
     def __init__(self, iterator: Iterator[Any], source: SiftedSource) -> None:

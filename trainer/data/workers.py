@@ -1,5 +1,6 @@
 """Starts a DataLoader's iterator. Its workers end without delay when the loader is released, and by themselves if the
-main process is killed; one that dies is found, and a sample that raises is named.
+main process is killed; one that dies is found, and a sample that raises is named. Nobody saves the random numbers of
+workers: `trainer/data/sample_rng.py` seeds each sample instead.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _MAX_MANIFEST = 64 * 1024 * 1024
 _KIND = "leyden checkpoint"
 
 
-class Digest(Protocol):
+class Hasher(Protocol):
     """The part of hashlib's and xxhash's objects that is used."""
 
     def update(self, data: memoryview, /) -> None: ...
@@ -46,7 +46,7 @@ class Digest(Protocol):
 ALGORITHMS = (SHA256, XXH3)
 
 
-def digest_of(algorithm: str) -> Callable[[], Digest]:
+def digest_of(algorithm: str) -> Callable[[], Hasher]:
     """Returns what makes the digests of one of ALGORITHMS."""
     if algorithm == SHA256:
         return hashlib.sha256

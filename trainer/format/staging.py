@@ -41,8 +41,8 @@ def sweep(folder: Path, now: float | None = None) -> None:
 
     Args:
         folder: a folder of checkpoints.
-        now: the time on the clock of the folder's file system, as in `Heartbeat.began`; None leaves what other hosts
-            wrote.
+        now: the time on the clock of the folder's file system, as in `FolderHeartbeat.began`; None leaves what other
+            hosts wrote.
     """
     try:
         names = os.listdir(folder)
@@ -94,7 +94,7 @@ def _last_sign(path: Path) -> float:
     return max(signs, default=math.inf)
 
 
-class Heartbeat:
+class FolderHeartbeat:
     """Touches a temporary folder every `BEAT` seconds until it is stopped, so that other hosts know it is being
     written.
 

@@ -17,10 +17,11 @@ from leyden.trainer.logging.values import REDUCTIONS, Value, as_number, as_tenso
 
 STAGES = ("validation", "test")
 STEP_EVENTS = (
-    *("training_step", "on_train_batch_", "on_before_", "on_after_backward", "backward", "configure_gradient_clipping"),
-    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "backward"),
+    *("on_after_backward", "configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step"),
+    *("on_before_zero_grad", "optimizer_zero_grad", "lr_scheduler_step"),
 )
-EPOCH_EVENTS = ("on_train_epoch_", "on_train_start")
+EPOCH_EVENTS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 LOADER_SUFFIX = "/dataloader_idx_"
 STORED: Any = object()
 
@@ -41,9 +42,9 @@ def rule_of(event: str) -> Rule:
     Raises:
         ConfigurationError: if there is no epoch or step at that moment that a value could belong to.
     """
-    if event.startswith(EPOCH_EVENTS):
+    if event in EPOCH_EVENTS:
         return Rule("train", False, True, False)
-    if event.startswith(STEP_EVENTS):
+    if event in STEP_EVENTS:
         return Rule("train", True, False, True)
     for stage in STAGES:
         if event == f"{stage}_step" or event.startswith(f"on_{stage}_batch_"):

@@ -89,7 +89,7 @@ class Agreement:
 
 
 class Pass:
-    """An evaluation on several ranks, which a signal to one of them interrupts on all.
+    """An evaluation, which a signal interrupts: on several ranks on all of them, whichever has received it.
 
     They may have different numbers of batches: one that has no more keeps answering until nobody has any.
 
@@ -100,6 +100,7 @@ class Pass:
 
     def __init__(self, ranks: Ranks, signals: Signals) -> None:
         self._ranks, self._signals = ranks, signals
+        self._is_alone = ranks.world_size == 1
         self._answer: Answer | None = None
 
     def breaks_off(self) -> bool:
@@ -108,11 +109,14 @@ class Pass:
             self._take()
         if self._signals.received is not None:
             return True
-        self._answer = self._ask(goes_on=True)
+        if not self._is_alone:
+            self._answer = self._ask(goes_on=True)
         return False
 
     def ends(self) -> bool:
-        """Called after this rank's last batch: waits for the others; True if the pass was interrupted."""
+        """Called after this rank's last batch: waits for the others; True if one of them was interrupted."""
+        if self._is_alone:
+            return False
         goes_on = True
         if self._answer is not None:
             self._take()

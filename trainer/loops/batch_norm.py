@@ -79,9 +79,9 @@ def _pass(run: Run, cursor: LoaderCursor) -> bool:
     limit = run.arguments.limit_train_batches if cursor.length is None else run.loaders.limited(cursor.length)
     batches = cursor.start(run.progress.epoch)
     beat = run.heartbeat.words
-    ranks = Pass(strategy.ranks, run.signals) if strategy.ranks.world_size > 1 else None
+    ranks = Pass(strategy.ranks, run.signals)
     for number, batch in enumerate(itertools.islice(batches, limit if isinstance(limit, int) else None)):
-        if run.signals.received is not None if ranks is None else ranks.breaks_off():
+        if ranks.breaks_off():
             return False
         beat[EVALUATED] += 1
         own: Any = batch[0] if cursor.shares else batch
@@ -95,7 +95,7 @@ def _pass(run: Run, cursor: LoaderCursor) -> bool:
                 strategy.forward(step, moved, extra)
         else:
             strategy.forward(step, moved, extra)
-    return ranks is None or not ranks.ends()
+    return not ranks.ends()
 
 
 @contextmanager

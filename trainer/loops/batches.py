@@ -98,7 +98,7 @@ class Count:
         words[BATCHES], words[STEP] = progress.batches, progress.global_step
 
 
-class Draws(Iterator[tuple[Any, int, int]]):
+class DrawnBatches(Iterator[tuple[Any, int, int]]):
     """The `dataloader_iter` of such a step: an iterator of (batch, batch_idx, dataloader_idx) that counts its batches.
 
     Args:

@@ -79,8 +79,8 @@ class EvaluationLoop:
         if in_fit and not run.state.sanity_checking:
             run.strategy.synchronize_buffers()
         self._rows, self._names = self._step_rows(), []
-        evaluates = run.state.evaluating(self.stage), run.heartbeat.during(Phase.EVALUATION)
-        with evaluates[0], evaluates[1], self._evaluation_mode(), self._without_gradients():
+        evaluating, beating = run.state.evaluating(self.stage), run.heartbeat.during(Phase.EVALUATION)
+        with evaluating, beating, self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
@@ -100,11 +100,11 @@ class EvaluationLoop:
         engine, rows, inside_step = run.engine, self._rows, self.hooks.inside(self.step_name)
         which = (index,) if len(self.loaders) > 1 else ()
         logs.begin_loader(index if which else None)
-        ranks = Pass(run.strategy.ranks, run.signals) if run.strategy.ranks.world_size > 1 else None
+        ranks = Pass(run.strategy.ranks, run.signals)
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         beat = run.heartbeat.words
         for batch_idx, batch in enumerate(self._batches(cursor, limit)):
-            if run.signals.received is not None if ranks is None else ranks.breaks_off():
+            if ranks.breaks_off():
                 return False
             self._done += 1
             beat[EVALUATED] = self._done
@@ -133,7 +133,7 @@ class EvaluationLoop:
             outputs = batch = None
             logs.end_batch()
             engine.end_batch()
-        if ranks is not None and ranks.ends():
+        if ranks.ends():
             return False
         logs.end_loader(self.stage)
         return True

@@ -17,7 +17,7 @@ from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
-from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself, pass_over, warn_of_length
+from leyden.trainer.loops.batches import Count, DrawnBatches, check_drawing, draws_itself, pass_over, warn_of_length
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.schedulers import Schedulers
 from leyden.trainer.loops.step import Step, detached, make_step
@@ -193,7 +193,7 @@ class FitLoop:
         """Trains an epoch with a `training_step(dataloader_iter)`, which draws batches itself: a call is a window."""
         progress, window = self.progress, self.engine.window
         self._left = self._batches()
-        draws = Draws(self._left, progress, self.count, self._bring)
+        draws = DrawnBatches(self._left, progress, self.count, self._bring)
         while not draws.is_last:
             self.window_start = batch_idx = progress.batch
             window.open(length=1)

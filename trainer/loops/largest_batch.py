@@ -21,8 +21,8 @@ def largest_batch(loader: Any) -> Any:
     """Makes a few batches out of samples from all over the data set, and returns the largest.
 
     The loader's sampler is not asked, and global random numbers are as before. The data set is read in this process,
-    and what it keeps for itself changes: an open file, a generator of its own. Two batches
-    are made where all are of one size.
+    and what it keeps for itself changes: an open file, a generator of its own. Two batches are made where all are of
+    one size.
 
     Args:
         loader: of the training data.

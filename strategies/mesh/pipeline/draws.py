@@ -54,7 +54,7 @@ class StageDraws:
         self._left: Any = None
         """Where the passage left what all stages draw; None before its blocks."""
         self._held: Any = None
-        """The same while a module runs that the stage holds beside its blocks."""
+        """The same while a module runs that the stage holds besides its blocks."""
 
     def resume(self, batches: int) -> None:
         """Continues after a number of batches."""
@@ -115,7 +115,7 @@ class StageDraws:
             self._seed()
 
     def begin_held(self) -> None:
-        """Begins a module that the stage holds beside its blocks: it draws by itself."""
+        """Begins a module that the stage holds besides its blocks: it draws by itself."""
         if self._place and self._left is None and self._held is None:
             self._held = self._numbers.leave()
             self._seed()

@@ -22,7 +22,7 @@ from leyden.strategies.mesh.pipeline.draws import StageDraws, may_draw
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Left(BaseException):
+class NextStageReached(BaseException):
     """Raised when the step reaches a block of the next stage. No `except Exception` of the user's catches it."""
 
 
@@ -101,7 +101,7 @@ class Passages:
         def forward(*_: Any, **__: Any) -> Any:
             if place >= own.stop:
                 self._is_left = True
-                raise Left
+                raise NextStageReached
             self._draws.enter_blocks()
             if place < own.start - 1:
                 return _filled_tree(self._received, self._filler(full))
@@ -213,7 +213,7 @@ class Passages:
         def step(*args: Any, **kwargs: Any) -> Any:
             try:
                 return step_fn(*args, **kwargs)
-            except Left:
+            except NextStageReached:
                 return self._output
 
         return step

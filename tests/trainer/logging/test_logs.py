@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger, TensorBoardLogger
+from leyden.trainer.events.hooks import EVENTS
+from leyden.trainer.logging.entries import rule_of
 
 
 def rows(trainer: Trainer) -> list[dict[str, float]]:
@@ -127,8 +129,21 @@ HOOKS = {
 }
 REFUSED = (
     *("setup", "on_fit_start", "on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "on_sanity_check_start"),
-    *("on_validation_model_eval", "on_validation_end"),
+    *("on_sanity_check_end", "on_validation_model_eval", "on_validation_model_train", "on_validation_end"),
 )
+# A fit of a module that has all it needs does not come to these.
+REFUSED_ELSEWHERE = ("on_exception", "on_load_checkpoint", "on_validation_model_zero_grad")
+
+
+def test_every_hook_is_one_that_may_log_or_one_that_may_not() -> None:
+    for event in EVENTS:
+        like = event.replace("_test_", "_validation_")
+        if like in HOOKS:
+            assert rule_of(event)
+            continue
+        assert like in (*REFUSED, *REFUSED_ELSEWHERE) or "_predict_" in event, f"{event}: in HOOKS or in REFUSED?"
+        with pytest.raises(ConfigurationError, match=rf"self\.log cannot be called in {event}"):
+            rule_of(event)
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])

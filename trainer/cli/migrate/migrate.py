@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 from leyden.trainer.cli.migrate.names import lookup
-from leyden.trainer.cli.migrate.script import LINE, Edit, Left, Script, migrated
+from leyden.trainer.cli.migrate.script import LINE, Edit, Leftover, Script, migrated
 
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 """The files that are read in a folder."""
@@ -52,7 +52,7 @@ class Migrated:
     path: Path
     before: str
     after: str
-    left: list[Left] = field(default_factory=list)
+    left: list[Leftover] = field(default_factory=list)
     encoding: str = "utf-8"
 
     @property
@@ -168,19 +168,19 @@ def _script(text: str, exports: bool = False) -> Script:
         raise UnreadableError(f"{line}: not valid Python, and left as it is ({why}).") from error
 
 
-def _configuration(text: str) -> tuple[str, list[Left]]:
+def _configuration(text: str) -> tuple[str, list[Leftover]]:
     """Rewrites each `class_path` of a configuration of LightningCLI."""
     edits, left = [], []
     for match in CLASS_PATH.finditer(text):
         found = lookup(match[1])
         if found.target is None:
-            left.append(Left(text.count("\n", 0, match.start(1)) + 1, match[1], found.why))
+            left.append(Leftover(text.count("\n", 0, match.start(1)) + 1, match[1], found.why))
         else:
             edits.append(Edit(match.start(1), match.end(1), found.target))
     return migrated(text, edits), left
 
 
-def _notebook(text: str) -> tuple[str, list[Left]]:
+def _notebook(text: str) -> tuple[str, list[Leftover]]:
     """Rewrites the cells of a notebook as one script; lines of IPython's own are passed over."""
     try:
         notebook = json.loads(text)
@@ -191,7 +191,9 @@ def _notebook(text: str) -> tuple[str, list[Left]]:
     script = _script("\n".join(map(_plain, sources)))
     ends = list(itertools.accumulate(source.count("\n") + 1 for source in sources))
     left = [_in_cell(one, [0, *ends]) for one in script.left]
-    left += [Left(1, "cell", "not valid Python, and left as it is", n + 1) for n, s in enumerate(sources) if _is_odd(s)]
+    left += [
+        Leftover(1, "cell", "not valid Python, and left as it is", n + 1) for n, s in enumerate(sources) if _is_odd(s)
+    ]
     if not script.edits:
         return text, left
     start = 0
@@ -207,7 +209,7 @@ def _notebook(text: str) -> tuple[str, list[Left]]:
     return after + "\n" * text.endswith("\n"), left
 
 
-def _in_cell(left: Left, ends: list[int]) -> Left:
+def _in_cell(left: Leftover, ends: list[int]) -> Leftover:
     cell = bisect.bisect_left(ends, left.line)
     return dataclasses.replace(left, line=left.line - ends[cell - 1], cell=cell)
 

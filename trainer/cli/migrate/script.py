@@ -22,7 +22,7 @@ EVALUATIONS = ("test", "validate", "predict")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Left:
+class Leftover:
     """Something that is left to the user.
 
     Attributes:
@@ -96,7 +96,7 @@ class Script:
     def __init__(self, source: str, exports: bool = False) -> None:
         self.source = source
         self.edits: list[Edit] = []
-        self._left: set[Left] = set()
+        self._left: set[Leftover] = set()
         self._exports = exports
         self._lines = LINE.findall(source)
         self._starts = [0]
@@ -112,7 +112,7 @@ class Script:
         self._rewrite()
 
     @property
-    def left(self) -> list[Left]:
+    def left(self) -> list[Leftover]:
         return sorted(self._left)
 
     def _rewrite(self) -> None:
@@ -135,7 +135,7 @@ class Script:
         self._strings()
 
     def _leave(self, node: ast.AST, name: str, why: str) -> None:
-        self._left.add(Left(getattr(node, "lineno", 1), name, why))
+        self._left.add(Leftover(getattr(node, "lineno", 1), name, why))
 
     # What becomes of a name, and of its uses.
 

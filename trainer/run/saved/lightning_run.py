@@ -1,4 +1,4 @@
-"""A run of Lightning that a fit continues: what its `.ckpt` holds beside the weights, for the parts of this run."""
+"""A run of Lightning that a fit continues: what its `.ckpt` holds besides the weights, for the parts of this run."""
 
 from __future__ import annotations
 

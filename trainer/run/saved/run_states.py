@@ -1,4 +1,4 @@
-"""Which parts of a run have a state in its checkpoints, beside the user's own code (`user_states.py`) and the loop."""
+"""Which parts of a run have a state in its checkpoints, besides the user's own code (`user_states.py`) and the loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def step_states_of(run: Run) -> StepStates:
-    """Everything that a step changes beside the weights."""
+    """Everything that a step changes besides the weights."""
     schedulers = [config.scheduler for config in run.schedulers]
     return StepStates(run.engine.strategy, run.module, run.engine.optimizers, schedulers)
 
 
 def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
-    """What each rank has of its own, beside the loop's place in the data. Random numbers come last: others may draw."""
+    """What each rank has of its own, besides its place in the data. Random numbers come last: others may draw."""
     return {
         "buffers": Buffers(run.module, ranks),
         "logs": run.logs,
