@@ -110,13 +110,6 @@ class Arguments:
     record_run: bool | str = True
 
 
-def as_list(value: Any) -> list[Any]:
-    """What an argument that takes one or several was given, as a list; empty for None."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     """Fills in defaults and checks every value.
 

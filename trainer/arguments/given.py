@@ -183,6 +183,13 @@ def refuse(function: Callable[..., Any], unknown: Iterable[str]) -> None:
         raise unknown_argument(function.__qualname__, name, _names(function))
 
 
+def as_list(value: Any) -> list[Any]:
+    """What an argument that takes one or several was given, as a list; empty for None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def unknown_argument(call: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
     """The error about an argument that a function does not have.
 

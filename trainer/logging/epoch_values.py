@@ -17,7 +17,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.outputs import SharedNumbers
 from leyden.trainer.logging import metrics
 from leyden.trainer.logging.entries import Reduced
-from leyden.trainer.logging.values import Value, as_number, read_back
+from leyden.trainer.logging.values import Value, as_number, in_turns, read_back
 
 if TYPE_CHECKING:
     from leyden.trainer.logging.entries import Entry
@@ -218,10 +218,9 @@ def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
         )
         return None
     if callable(reduction):
-        # In the order of global batches, as one process would have them.
-        longest = max(map(len, logged))
-        values = [numbers[turn] for turn in range(longest) for numbers in logged if turn < len(numbers)]
-        return as_number(entry.name, reduction(torch.tensor(values, dtype=torch.float64)))
+        # As one process would have them.
+        values = torch.tensor(list(in_turns(logged)), dtype=torch.float64)
+        return as_number(entry.name, reduction(values))
     totals = torch.tensor([numbers[0] for numbers in logged], dtype=torch.float64)
     if reduction == "mean":
         return totals.sum() / math.fsum(numbers[1] for numbers in logged)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.logging.metrics import PartState, in_turns, merged_value
+from leyden.trainer.logging.metrics import PartState, merged_value
+from leyden.trainer.logging.values import in_turns
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -18,6 +18,7 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.readers import Readers
 from leyden.trainer.format.codec import decode, encode
+from leyden.trainer.logging.values import in_turns
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -257,11 +258,3 @@ def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
         is_whole = not (stacked.dtype.is_floating_point or stacked.dtype.is_complex)
         return mean.to(torch.get_default_dtype() if is_whole else stacked.dtype)
     return stacked if reduction is None else reduction(stacked)
-
-
-def in_turns(values: Sequence[list[Any]]) -> Iterator[Any]:
-    """The items of all ranks in the order of global batches: every rank's first, then every rank's second, …"""
-    for turn in range(max(map(len, values))):
-        for items in values:
-            if turn < len(items):
-                yield items[turn]

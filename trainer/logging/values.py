@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -62,7 +62,7 @@ def as_number(name: str, value: Any) -> Value:
     Raises:
         ConfigurationError: if it was reduced to something else.
     """
-    if not isinstance(value, Tensor) and isinstance(value, (int, float)):
+    if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1:
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
@@ -101,6 +101,14 @@ def as_tensor(value: Value) -> Tensor:
 def sum_dtype(tensor: Tensor) -> torch.dtype:
     """float64, so that a long epoch of float32 values loses no precision; float32 on Apple's GPUs."""
     return widest_float(tensor.device)
+
+
+def in_turns(values: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    """The items of all ranks in the order of global batches: every rank's first, then every rank's second, …"""
+    for turn in range(max(map(len, values))):
+        for items in values:
+            if turn < len(items):
+                yield items[turn]
 
 
 class Nans:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
-from leyden.trainer.logging.values import Value, read_back
+from leyden.trainer.logging.values import Value, in_turns, read_back
 from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.micro_batches import MicroBatches
 from leyden.trainer.loops.user_step import step_arguments, without_trace
@@ -286,7 +286,7 @@ class PredictionLoop(EvaluationLoop):
             found = gather(self.outputs)
             if found is None:
                 return None
-            self.outputs = [_in_turn(parts) for parts in zip(*found, strict=True)]
+            self.outputs = [list(in_turns(parts)) for parts in zip(*found, strict=True)]
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
     def _take(self, index: int, outputs: Any) -> None:
@@ -303,11 +303,6 @@ def keeping(return_predictions: bool | None, gather: str) -> str:
     if gather not in ("all", "main"):
         raise ConfigurationError(f"predict(gather={gather!r}): use 'all' or 'main'.")
     return "none" if return_predictions is False else gather
-
-
-def _in_turn(parts: Sequence[list[Any]]) -> list[Any]:
-    """The outputs of all ranks in the order of the data: those of the first global batch by rank, then the next."""
-    return [part[number] for number in range(max(map(len, parts))) for part in parts if number < len(part)]
 
 
 def _smaller(limit: int, other: int | None) -> int:

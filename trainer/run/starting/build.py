@@ -24,7 +24,8 @@ from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
-from leyden.trainer.arguments.arguments import Arguments, as_list
+from leyden.trainer.arguments.arguments import Arguments
+from leyden.trainer.arguments.given import as_list
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_io import is_checkpoint_io
 from leyden.trainer.data.rng import isolated_rng

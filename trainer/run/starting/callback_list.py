@@ -10,7 +10,7 @@ from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.loggers.logger import Logger
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
-from leyden.trainer.arguments.arguments import as_list
+from leyden.trainer.arguments.given import as_list
 
 if TYPE_CHECKING:
     from leyden.trainer.arguments.replay import Replay
