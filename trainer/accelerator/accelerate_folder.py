@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.folder import is_checkpoint
 from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.data.rng import set_live_state
 from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -143,9 +143,7 @@ class AccelerateFolder:
 
 def set_host_random(states: Mapping[str, Any]) -> None:
     """Sets the random numbers of Python, torch's CPU and NumPy to those of a file `random_states_<rank>.pkl`."""
-    random.setstate(states["random_state"])
-    torch.set_rng_state(states["torch_manual_seed"])
+    found = {"python": states["random_state"], "torch": states["torch_manual_seed"]}
     if "numpy_random_seed" in states:
-        import numpy as np
-
-        np.random.set_state(states["numpy_random_seed"])
+        found["numpy"] = states["numpy_random_seed"]
+    set_live_state(found)
