@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from leyden import ConfigurationError
+from leyden.strategies import NAMES as STRATEGIES
+from leyden.strategies.precision import NAMES as PRECISION_NAMES
 from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
+from leyden.trainer.cli.settings.keys import PRECISIONS
 from leyden.trainer.cli.settings.machine import Machine
 from leyden.trainer.cli.settings.settings import parse
 from leyden.trainer.launched import read_launched, with_options
@@ -185,12 +187,12 @@ def test_scripts_get_their_settings_through_variables() -> None:
     assert read_launched({}) is None
 
 
-def test_what_this_version_does_not_have_is_said_before_the_start() -> None:
-    made = plan({"num_processes": 2, "mixed_precision": "fp8"})
-    launched = dataclasses.replace(made.launched, strategy="horovod")
-    said = [line for line in dataclasses.replace(made, launched=launched).lines("a").splitlines() if "beware" in line]
-    assert ["no strategy horovod" in line for line in said] == [True]
-    assert "beware" not in plan({"use_fsdp": True, "mixed_precision": "bf16", "num_processes": 2}).lines("a")
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+@pytest.mark.parametrize("precision", ["no", *PRECISIONS])
+def test_the_trainer_has_every_strategy_and_precision_that_a_launch_chooses(kind: str, precision: str) -> None:
+    launched = plan({"num_processes": 2, "distributed_type": kind, "mixed_precision": precision}).launched
+    assert launched.strategy is None or launched.strategy in STRATEGIES
+    assert launched.precision is None or launched.precision in PRECISION_NAMES
 
 
 def test_the_lines_name_what_has_no_effect() -> None:

@@ -272,6 +272,12 @@ def test_what_the_trainer_would_refuse_is_not_offered(monkeypatch: pytest.Monkey
     assert not [text for text in asked if "HYBRID_SHARD" in text]
 
 
+@pytest.mark.parametrize("spread", [["fsdp"], ["deepspeed"], ["parallel", "2", "2"], ["megatron", "2", "2"]])
+def test_no_answer_is_without_effect(spread: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, _ = answered(Machine(gpus=4), ["gpu", "all", "1", *spread], Settings(), monkeypatch)
+    assert settings.sections and settings.without_effect() == []
+
+
 def test_binding_to_cpus_is_asked_unless_the_machine_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     question = "Bind each rank to the CPUs beside its GPU"
     for nodes, is_asked in ((0, True), (1, False), (2, True)):

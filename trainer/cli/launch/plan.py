@@ -131,7 +131,7 @@ class LaunchPlan:
         others = self._others()
         if others:
             found += [("also", ", ".join(others))]
-        found += [("beware", words) for words in (*self._not_here(), *self.caveats)]
+        found += [("beware", words) for words in self.caveats]
         unused = settings.without_effect()
         if unused and not reasons:
             found += [("no effect", f"{', '.join(name for name, _ in unused)} (--dry-run says why)")]
@@ -147,18 +147,6 @@ class LaunchPlan:
             return []
         which = "numbered there" if self.machine_rank is None else f"machine {self.machine_rank}"
         return [("meeting", f"{self.backend} at {self.address}:{self.port}, this is {which}")]
-
-    def _not_here(self) -> list[str]:
-        """Lists what this version's Trainer lacks, and refuses if the script leaves it open."""
-        from leyden.strategies import NAMES
-        from leyden.strategies.precision import NAMES as PRECISION_NAMES
-
-        wanted = (("strategy", self.launched.strategy, NAMES), ("precision", self.launched.precision, PRECISION_NAMES))
-        return [
-            f"this version's Trainer has no {kind} {name}, and refuses it if the script leaves the {kind} open"
-            for kind, name, known in wanted
-            if name is not None and name not in known
-        ]
 
     def _others(self) -> list[str]:
         launched = self.launched

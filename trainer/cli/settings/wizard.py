@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from leyden.strategies import NAMES
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli.settings.keys import FAMILIES, TOP, ConfigKey
 from leyden.trainer.cli.settings.machine import Machine, this_machine
@@ -22,13 +21,12 @@ KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
 SECTIONS = {key.name: section for section, keys in FAMILIES.items() for key in keys}
 """The section of each key that has one."""
 SPREADS = {
-    "ddp": ("ddp", "every rank holds the whole model"),
-    "fsdp": ("fsdp", "parameters are sharded over the ranks"),
-    "deepspeed": ("deepspeed", "DeepSpeed's ZeRO"),
-    "parallel": ("mesh", "layers are split (tensor parallel), within FSDP or replicas"),
-    "megatron": ("mesh", "layers are split and blocks dealt out, by Megatron-LM's settings"),
+    "ddp": "every rank holds the whole model",
+    "fsdp": "parameters are sharded over the ranks",
+    "deepspeed": "DeepSpeed's ZeRO",
+    "parallel": "layers are split (tensor parallel), within FSDP or replicas",
+    "megatron": "layers are split and blocks dealt out, by Megatron-LM's settings",
 }
-"""Choices, each with the strategy that it needs to be offered, and its meaning."""
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends that torch has everywhere; a file may name others."""
 PORT = dataclasses.replace(KEYS["main_process_port"], least=1)
@@ -166,7 +164,7 @@ class Wizard:
         if self.values["num_processes"] == 1 and not self.on_gpus:
             return
         earlier = KINDS.get(self.before.kind, "parallel" if self.before.section("parallelism_config") else "ddp")
-        choices = {name: meaning for name, (strategy, meaning) in SPREADS.items() if strategy in NAMES}
+        choices = SPREADS
         if self.values["num_processes"] == 1:
             choices = {"ddp": "one rank, nothing to distribute", "deepspeed": "DeepSpeed, for its offloading"}
         spread = choose("How is the model distributed", choices, earlier if earlier in choices else "ddp")
@@ -232,12 +230,10 @@ class Wizard:
 
     def _megatron(self) -> None:
         self.values["distributed_type"] = "MEGATRON_LM"
-        tensor = self._ask("megatron_lm_tp_degree", 1, "Ranks that split each layer")
+        self._ask("megatron_lm_tp_degree", 1, "Ranks that split each layer")
         stages = self._ask("megatron_lm_pp_degree", 1, "Stages of the pipeline")
         if stages > 1:
             self._ask("megatron_lm_num_micro_batches", stages, "Micro-batches per batch")
-        if tensor > 1:
-            self._ask("megatron_lm_sequence_parallelism", True, "Shard activations along the sequence")
         self._ask("megatron_lm_recompute_activations", False)
         self._ask("megatron_lm_use_distributed_optimizer", False)
         self._ask("megatron_lm_gradient_clipping", 1.0)
