@@ -909,6 +909,7 @@ class Accelerator:
         """
         self._collectives.announce("leave")
         self._end.begin_leaving(self.finish_saving)
+        self._trackers.interrupt()
         self._finish()
         self._end.leave()
 

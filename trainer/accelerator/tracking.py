@@ -116,6 +116,7 @@ class LoggerTracker(GeneralTracker):
 
     def __init__(self, logger: Logger, name: str | None = None) -> None:
         self.logger = logger
+        self._status = "success"
         self.name = name or type(logger).__name__
         self._warned_of_texts = False
 
@@ -192,8 +193,12 @@ class LoggerTracker(GeneralTracker):
             raise ConfigurationError(f"the tracker {self.name!r} records no tables.")
         self.logger.log_table(table_name, columns, data, dataframe, step, **kwargs)
 
+    def interrupt(self) -> None:
+        """The loop is preempted: the logger notes that instead of success, when `finish` closes it."""
+        self._status = "interrupted"
+
     def finish(self) -> None:
-        self.logger.finalize("success")
+        self.logger.finalize(self._status)
         if hasattr(self.logger, "finish"):
             self.logger.finish()
 
@@ -459,6 +464,12 @@ class Trackers:
         """Records values in every tracker."""
         for tracker in self._writing():
             tracker.log(dict(values), step=step, **log_kwargs.get(tracker.name, {}))
+
+    def interrupt(self) -> None:
+        """The loop is preempted, which loggers note."""
+        for tracker in self._writing():
+            if isinstance(tracker, LoggerTracker):
+                tracker.interrupt()
 
     def finish(self) -> None:
         """Closes every tracker."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, GeneralTracker, LeydenError, ProjectConfiguration
+from leyden.callbacks import Logger
 from leyden.trainer import Preemption
 from leyden.trainer.checkpoint.folder import all_checkpoints
 from leyden.trainer.checkpoint.lock import NAME, FolderLock
@@ -234,12 +235,34 @@ class Closed(GeneralTracker):
         self.count += 1
 
 
+class Recording(Logger):
+    """Notes how the run ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def finalize(self, status: str) -> None:
+        self.ended.append(status)
+
+
 def test_leaving_closes_the_trackers_and_may_be_followed_by_end_training(tmp_path: Path) -> None:
     tracker = Closed()
     run = Own(tmp_path, {1: raising(signal.SIGTERM)}, log_with=tracker)
     run.accelerator.init_trackers("own")
     assert run.run().code == 75 and tracker.count == 1
     run.accelerator.end_training()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, None])
+def test_a_logger_notes_whether_the_loop_was_preempted(tmp_path: Path, number: int | None) -> None:
+    logger = Recording()
+    run = Own(tmp_path, {1: raising(number)} if number else {}, log_with=logger)
+    run.accelerator.init_trackers("own")
+    assert run.run().code == (75 if number else None)
+    assert logger.ended == ["interrupted" if number else "success"]
 
 
 def test_a_loop_that_asks_for_nothing_catches_nothing(tmp_path: Path) -> None:
@@ -293,6 +316,7 @@ HANGS = """
 import os, signal, sys, threading
 import torch
 from leyden import Accelerator
+from leyden.callbacks import Logger
 from leyden.trainer import Preemption
 
 accelerator = Accelerator(cpu=True, project_dir=sys.argv[1], resume="auto", preemption=Preemption(grace_period=0.2))
@@ -315,6 +339,7 @@ CLOSES = """
 import os, signal, sys, threading
 import torch
 from leyden import Accelerator, GeneralTracker
+from leyden.callbacks import Logger
 from leyden.trainer import Preemption
 
 class Slow(GeneralTracker):
