@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.ported import ported
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import aligned
@@ -502,7 +502,7 @@ class PyTorchProfiler(Profiler):
             profile.stop()
 
 
-def find_profiler(profiler: str | Profiler | None) -> Profiler | None:
+def find_profiler(profiler: Any) -> Profiler | None:
     """Returns the profiler for a name; None for one that measures nothing, so that nothing is wrapped."""
     if profiler is None or isinstance(profiler, PassThroughProfiler):
         return None
@@ -513,7 +513,9 @@ def find_profiler(profiler: str | Profiler | None) -> Profiler | None:
         "advanced": AdvancedProfiler,
         "pytorch": PyTorchProfiler,
     }
-    if not isinstance(profiler, str) or profiler not in kinds:
+    if not isinstance(profiler, str):
         fix = "use 'simple', 'advanced', 'pytorch' or a Profiler"
         raise ConfigurationError(f"profiler={profiler!r}: {ported(profiler, fix)}.")
+    if profiler not in kinds:
+        raise ConfigurationError(f"profiler={profiler!r} is not known. {nearest(profiler, kinds)}")
     return kinds[profiler]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,8 +245,6 @@ class TrainerView:
 
     @property
     def received_sigterm(self) -> bool:
-        import signal
-
         return self.signals.received == signal.SIGTERM
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leyden.strategies.errors import LeydenError
 
@@ -100,11 +100,9 @@ def _whole_or_refused(plain: Callable[..., Any]) -> Callable[..., Any]:
                 )
             if takes_state:
                 # One rank has the whole, in a form that safetensors does not take.
-                kwargs["state_dict"] = {name: _whole(tensor) for name, tensor in state.items()}
+                from leyden.strategies.fsdp.sharding import whole
+
+                kwargs["state_dict"] = {name: whole(tensor) for name, tensor in state.items()}
         return plain(self, *args, **kwargs)
 
     return save_pretrained
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]

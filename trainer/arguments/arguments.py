@@ -45,7 +45,6 @@ CHOICES = {
     "resume": ((None, "auto"), "'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other words"),
 }
 """The arguments that take one of a few values: which, and how an error lists them."""
-PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
     *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly", "digest_every_n_steps"),
@@ -286,10 +285,6 @@ def _check_choices(arguments: Arguments) -> None:
         value = getattr(arguments, name)
         if value not in choices:
             raise ConfigurationError(f"{name}={value!r}: use {fix}.")
-    if isinstance(arguments.profiler, str) and arguments.profiler not in PROFILERS:
-        raise ConfigurationError(
-            f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}"
-        )
     parse_devices(arguments.devices)
     if "://" in str(arguments.default_root_dir):
         raise ConfigurationError(

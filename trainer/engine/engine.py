@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -223,8 +223,6 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass in the run's precision."""
-        from contextlib import nullcontext
-
         context = self.precision.forward_context
         return nullcontext() if context is None else context()
 

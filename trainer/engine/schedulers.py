@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,8 +76,6 @@ class SchedulerConfig:
         )
         if self.strict:
             raise ConfigurationError(message)
-        import warnings
-
         warnings.warn(message, stacklevel=2)
         return None
 
