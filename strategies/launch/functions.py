@@ -19,6 +19,7 @@ import torch
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, RankEnvironment, killed_in_words
 from leyden.strategies.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
+from leyden.strategies.launch.processes import threads_each
 from leyden.strategies.launch.tries import Tries, tries
 from leyden.strategies.launch.watchdog import Watchdog
 
@@ -196,7 +197,7 @@ def _rank(sender: Any, variables: dict[str, str], handed: Any, listener: socket.
         # Ctrl-C in a terminal reaches the caller alone, which passes it on once.
         os.setpgrp()
     # A forked OpenMP has lost its threads, and would wait for them.
-    torch.set_num_threads(1 if variables[STARTER] != "spawn" else max(1, (os.cpu_count() or 1) // count))
+    torch.set_num_threads(1 if variables[STARTER] != "spawn" else threads_each(count))
     try:
         function, args = unpacked(handed) if isinstance(handed, bytes) else handed
         value = function(*args)

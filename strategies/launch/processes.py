@@ -71,6 +71,18 @@ def descendants(pid: int) -> list[int]:
     return found + [inner for child in found for inner in descendants(child)]
 
 
+def available_cpus() -> int:
+    """Returns the number of CPUs that this process may use; in a container they can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_each(ranks: int) -> int:
+    """Returns the CPU threads of each of so many ranks on this machine."""
+    return max(1, available_cpus() // ranks)
+
+
 @contextlib.contextmanager
 def temporary(kind: str) -> Iterator[Path]:
     """A folder of this process that lasts as long as the block. Those that killed processes have left are deleted.

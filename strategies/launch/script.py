@@ -9,7 +9,7 @@ import sys
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
 from leyden.strategies.launch.environment import STARTER, is_interactive
-from leyden.strategies.launch.processes import temporary
+from leyden.strategies.launch.processes import temporary, threads_each
 
 
 def obstacle() -> str | None:
@@ -76,7 +76,7 @@ def run_ranks(
         )
     variables = {
         STARTER: "script",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_each(count)),
     }
     with temporary("ranks") as logs:
         config = engine_config(count, machines or Machines(), str(logs), patience)

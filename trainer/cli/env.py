@@ -10,7 +10,8 @@ import sys
 
 import click
 
-from leyden.trainer.cli.settings.machine import available_cpus, this_machine
+from leyden.strategies.launch.processes import available_cpus
+from leyden.trainer.cli.settings.machine import this_machine
 from leyden.trainer.cli.settings.settings import found_file
 from leyden.trainer.format.secrets import masked_text, masked_value
 from leyden.trainer.format.text import aligned, size_of

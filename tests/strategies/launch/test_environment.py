@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from programs import run_program
 
 from leyden import ConfigurationError, Trainer
 from leyden.strategies import find_strategy
@@ -147,3 +148,12 @@ def test_one_rank_of_torchrun_needs_no_group() -> None:
 def test_kubernetes_starts_one_rank_on_each_machine() -> None:
     environ = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     assert rank_environment(environ) == RankEnvironment(3, 0, 4, 1, 3, "hand")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="needs two CPUs of Linux")
+def test_ranks_share_the_cpus_that_their_starter_may_use() -> None:
+    """In a container, or under taskset, these are fewer than the machine has."""
+    one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    asked = "from leyden.strategies.launch.processes import threads_each; print(threads_each(1))"
+    done = run_program(["-c", f"{one}; {asked}"])
+    assert done.stdout == "1\n", done.stderr

@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from leyden.strategies.launch.processes import available_cpus
+
 NUMA = Path("/sys/devices/system/node")
 
 
@@ -48,10 +50,3 @@ def this_machine() -> Machine:
         bf16=capability >= (8, 0),
         fp8=capability >= (8, 9),
     )
-
-
-def available_cpus() -> int:
-    """Returns the number of CPUs that this process may use; in a container they can be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
