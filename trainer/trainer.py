@@ -410,7 +410,7 @@ class Trainer(TrainerView):
 
         All ranks call it, between two steps. `training_step` runs on each batch of the training data, without
         gradients; what it logs is dropped, and random numbers are as before. Returns False, with the statistics as they
-        were, if a signal came meanwhile.
+        were, if a signal interrupted it.
         """
         if self.state.stage != "fit":
             raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook of one.")

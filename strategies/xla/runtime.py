@@ -12,7 +12,7 @@ from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError
 
 _left: int | None = None
-"""Where XLA's random numbers stood when Leyden last had to do with them."""
+"""Where XLA's random numbers stood when Leyden last read or set them."""
 
 
 def is_used() -> bool:

@@ -139,7 +139,7 @@ def _named(dataset: Any, indices: Sequence[Any]) -> str:
         try:
             indices = [dataset.indices[index] for index in indices]
         except Exception:
-            # It is this that has raised.
+            # This is what has raised.
             break
         dataset = dataset.dataset
     return names[0] if len(names) == 1 else f"{names[0]} ({names[-1]})"

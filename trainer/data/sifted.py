@@ -171,7 +171,7 @@ class SiftedSource(Source):
             log.warning("%s raised:\n%s", first.what, first.traceback)
 
     def _warn_of_many(self, share: Share) -> None:
-        """Warns where a good part of the first samples has raised."""
+        """Warns if many of the first samples have raised."""
         if self._seen >= FIRST:
             return
         self._seen += share.total + share.lost

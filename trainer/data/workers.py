@@ -92,7 +92,7 @@ class WorkerDied(LeydenError):
 
 
 def died(error: BaseException) -> WorkerDied | None:
-    """What became of a worker whose end shows in an error: torch's own, or that of a batch which it did not finish.
+    """Explains an error that a dead worker has caused: torch's own, or one in a batch that it did not finish.
 
     None for any other error. Afterwards SIGCHLD, which arrives a little later, raises no second one.
     """

@@ -38,7 +38,7 @@ def read_back(values: Mapping[K, Value]) -> dict[K, float]:
 def start_reading(values: Tensor) -> Callable[[], list[float]]:
     """Starts to copy a vector to the host; the function that it returns waits for that, and returns the numbers.
 
-    A GPU copies when it has done the work before, and nobody waits for it meanwhile.
+    A GPU copies once its earlier work is done, and nobody waits for it in the meantime.
     """
     if values.device.type != "cuda":
         return values.tolist  # type: ignore[no-any-return]

@@ -445,7 +445,7 @@ class Attempt:
             raise
 
     def _end(self, kind: type[BaseException] | None, error: Exception | None, trace: TracebackType | None) -> bool:
-        """Ends a try; True if it failed, on whatever rank, so that another one follows."""
+        """Ends a try; True if it failed on any rank, so that another one follows."""
         step = self._step
         own = None if error is None else step.describe(error, self._batch)
         if error is not None:

@@ -52,7 +52,7 @@ def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | Non
         copies: says by name and buffer whether its values are copied; all are if None.
 
     Raises:
-        LeydenError: by that function, if a buffer has changed in place of which there is no copy.
+        LeydenError: by that function, if a buffer that was not copied has changed in place.
     """
     places = [
         (owner, name, buffer, f"{path}.{name}".removeprefix("."))

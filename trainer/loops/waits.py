@@ -24,7 +24,7 @@ SECONDS = 10.0
 PART = 0.3
 """Part of the time that training may wait."""
 LEAST = 1e-3
-"""Seconds per batch below which workers do not help: to hand a batch over takes them a good part of that."""
+"""Seconds per batch below which workers do not help: handing a batch over costs them much of that."""
 
 
 class Waits:
@@ -81,7 +81,7 @@ class Waits:
         self._judge()
 
     def _judge(self) -> None:
-        """Warns if training has waited for a good part of the time that was measured."""
+        """Warns if training has waited for much of the time that was measured."""
         if self._waited >= PART * self._total and self._waited >= LEAST * self._batches:
             self._is_on = False
             warnings.warn(

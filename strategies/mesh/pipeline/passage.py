@@ -243,7 +243,7 @@ def _stand_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     made.__dict__.update(module.__dict__)
     for name in HOOKS:
         made.__dict__[name] = OrderedDict()
-    # A block that is compiled in place would run in the stead of this forward.
+    # A block that is compiled in place would run its compiled code, and not this forward.
     made.__dict__["_compiled_call_impl"] = None
     made.__dict__["forward"] = forward
     return made  # type: ignore[no-any-return]

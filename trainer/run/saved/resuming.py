@@ -216,7 +216,7 @@ def _words_of(run: Run, goal: Goal, weights: ForeignWeights) -> str:
 
 
 def _is_folder(path: str | os.PathLike[str]) -> bool:
-    """Returns True for a checkpoint folder, which is read as such by whatever plugin."""
+    """Returns True for a checkpoint folder, which is read as one under any plugin, too."""
     return os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
 
 
