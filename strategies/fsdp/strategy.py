@@ -42,6 +42,8 @@ from leyden.strategies.window import Window, read_loss, zeroed
 T = TypeVar("T")
 MIXED = "got mixed torch.Tensor and DTensor"
 """What torch says of an operation that a part of a tensor and a plain one meet in."""
+FREED = "out of bounds for storage of size 0"
+"""What torch says of a weight that is freed when a backward pass wants it."""
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -342,6 +344,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         return self._step_hooks[module].around(step_fn)
 
     def explain(self, error: BaseException) -> str | None:
+        if FREED in str(error):
+            return (
+                "FSDP frees weights after backward, and the gradient of a gradient (create_graph=True, as in a "
+                "gradient penalty) needs them again: use strategy='ddp' for such a loss."
+            )
         if MIXED not in str(error):
             return super().explain(error)
         return (

@@ -99,6 +99,28 @@ class Student(TrainModule):
         return torch.optim.SGD(self.student.parameters(), lr=0.01, momentum=0.9)
 
 
+class Swaps(Automatic):
+    """Validates with averages of its own, which it exchanges for the weights in hooks."""
+
+    def on_fit_start(self) -> None:
+        self.averages = [p.detach().clone() for p in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, own in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(own, 0.1)
+
+    @torch.no_grad()
+    def on_validation_epoch_start(self) -> None:
+        for average, own in zip(self.averages, self.parameters(), strict=True):
+            before = own.clone()
+            own.copy_(average)
+            average.copy_(before)
+
+    def on_validation_epoch_end(self) -> None:
+        self.on_validation_epoch_start()
+
+
 class Looks(Callback):
     """Runs the model without gradients between the backward pass and the step."""
 
@@ -115,6 +137,7 @@ KINDS: dict[str, Any] = {
     "flags": lambda: (Adversaries(toggles=False), []),
     "teacher": lambda: (Student(), []),
     "looks": lambda: (Automatic(), [Looks()]),
+    "swaps": lambda: (Swaps(), []),
     "averages": lambda: (Automatic(), [EMAWeightAveraging(decay=0.5)]),
 }
 
@@ -148,3 +171,19 @@ def test_a_pass_without_backward_leaves_no_old_weights_behind(kind: str, answers
     first = 2 * list(KINDS).index(kind)
     assert answers[first] == expected, "reshard_after_forward=None"
     assert answers[first + 1] == expected, "reshard_after_forward=False"
+
+
+class Penalty(Adversaries):
+    def training_step(self, batch: Tensor) -> None:
+        inputs = batch.clone().requires_grad_()
+        [slope] = torch.autograd.grad(self.first(inputs).sum(), inputs, create_graph=True)
+        self.manual_backward((slope.norm(dim=1) - 1).square().mean())
+
+
+def penalise() -> None:
+    Trainer(strategy="fsdp", **SETTINGS).fit(Penalty(toggles=False), list(X))
+
+
+def test_a_gradient_of_a_gradient_is_refused_by_name() -> None:
+    with pytest.raises(AssertionError, match="the gradient of a gradient .* use strategy='ddp'"):
+        run_world(2, penalise)

@@ -204,6 +204,8 @@ class EvaluationLoop:
     def _end(self) -> dict[str, Value]:
         """Ends the pass: closing callbacks see reduced metrics and, in fit, a progress in which the pass is done."""
         run, stage = self._run, self.stage
+        # Hooks may put other weights in: they are to see the shards.
+        run.strategy.end_evaluation()
         if self._rows is not None:
             self._rows.end()
         self.hooks.fire(f"on_{stage}_epoch_end")
