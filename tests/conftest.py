@@ -1,6 +1,7 @@
 """What holds for the tests of every folder."""
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -20,3 +21,11 @@ def _leaves_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         sys.modules["leyden.strategies.process_group"]._leave()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores SIGINT, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

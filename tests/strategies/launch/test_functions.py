@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +196,6 @@ class Interrupts(Module):
 
     def on_train_end(self) -> None:
         (self.folder / f"ended-{self.trainer.global_rank}").touch()
-
-
-@pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """As in a terminal: what a shell starts in the background ignores SIGINT, these tests too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")

@@ -8,7 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +189,7 @@ def test_signals_and_exit_code_of_ones_own(tmp_path: Path) -> None:
     assert run.run().code == 42
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As in a terminal: what a shell starts in the background ignores SIGINT, these tests too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_keeps_its_meaning(tmp_path: Path) -> None:
     run = Own(tmp_path, {2: raising(signal.SIGTERM, signal.SIGINT)})
     with pytest.raises(KeyboardInterrupt):
