@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,16 +52,16 @@ class TrainModule(Hyperparameters, nn.Module):
 
     prepare_data_per_node: bool = True
     """True: the first rank of each machine calls `prepare_data`. False: the first of all machines."""
+    automatic_optimization: bool = True
+    """False: `training_step` calls `manual_backward` and steps the optimizers itself."""
+    strict_loading: bool = True
+    """False: weights in a checkpoint that have no place here, or are missing in it, are passed over."""
+    example_input_array = cast(Any, None)  # torch.jit.script knows no attribute that is annotated as Any.
+    """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
     _is_traced = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.automatic_optimization = True
-        """False: `training_step` calls `manual_backward` and steps the optimizers itself."""
-        self.strict_loading = True
-        """False: weights in a checkpoint that have no place here, or are missing in it, are passed over."""
-        self.example_input_array: Any = None
-        """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
         self._trainer: Trainer | None = None
         self._logs: Logs | TracedLogs | None = None
 

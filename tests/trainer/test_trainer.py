@@ -565,3 +565,35 @@ def test_a_trainer_may_be_assigned_to_a_module(quiet: Any) -> None:
         _ = module.trainer
     trainer.fit(module, numbered(1))
     assert module.trainer is trainer
+
+
+class SetInClass(Tiny):
+    """What Lightning's users write in the class as well as in `__init__`; saves one of its two layers."""
+
+    automatic_optimization = False
+    strict_loading = False
+    example_input_array = torch.zeros(1, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(1, 1)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_attributes_may_be_set_in_the_class(quiet: Any, tmp_path: Path) -> None:
+    module = SetInClass()
+    trainer = Trainer(**quiet, max_epochs=1)
+    trainer.fit(module, numbered(3))
+    path = trainer.save_checkpoint(tmp_path / "some")
+    again = SetInClass()
+    Trainer(**quiet, max_epochs=1).fit(again, numbered(3), ckpt_path=path)
+    assert torch.equal(again.state_dict()["net.weight"], module.state_dict()["net.weight"])
+    assert module.example_input_array is SetInClass.example_input_array and trainer.global_step == 3
