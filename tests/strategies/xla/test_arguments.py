@@ -9,7 +9,7 @@ import pytest
 
 from leyden import Trainer
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
-from leyden.strategies.xla.mesh import Layout
+from leyden.strategies.xla.mesh import XLALayout
 from leyden.strategies.xla.strategy import XLAFSDPStrategy, XLAStrategy
 
 
@@ -45,7 +45,7 @@ def test_rules_of_fully_sharded_parameters() -> None:
 
 
 def test_a_mesh_must_have_the_devices_of_the_run() -> None:
-    layout = Layout({"data": 2, "model": 2})
+    layout = XLALayout({"data": 2, "model": 2})
     layout.check_devices(4)
     layout.check_devices(None)
     with pytest.raises(ConfigurationError, match=r"has 4 devices, and devices=8"):
@@ -53,9 +53,9 @@ def test_a_mesh_must_have_the_devices_of_the_run() -> None:
 
 
 def test_batches_are_split_over_data_and_fsdp_by_default() -> None:
-    assert Layout({"model": 2, "fsdp": 2, "data": 2}).batch_axes == ("data", "fsdp")
-    assert Layout({"a": 2, "b": 2}).batch_axes == ("a",)
-    assert Layout({"a": 2, "b": 2}, batch=["b"]).batch_axes == ("b",)
+    assert XLALayout({"model": 2, "fsdp": 2, "data": 2}).batch_axes == ("data", "fsdp")
+    assert XLALayout({"a": 2, "b": 2}).batch_axes == ("a",)
+    assert XLALayout({"a": 2, "b": 2}, batch=["b"]).batch_axes == ("b",)
 
 
 def test_an_accelerator_of_xla_asks_for_a_strategy_of_xla() -> None:

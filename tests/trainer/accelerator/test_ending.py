@@ -8,7 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,15 @@ def raising(*numbers: int) -> Callable[[], None]:
 
 def same(one: Own, other: Own) -> bool:
     return all(torch.equal(left, right) for left, right in zip(one.weights(), other.weights(), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _puts_handlers_back() -> Iterator[None]:
+    """What a test leaves of a loop catches no signal of the next one."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +200,18 @@ def test_signals_and_exit_code_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_keeps_its_meaning(tmp_path: Path) -> None:
-    run = Own(tmp_path, {2: raising(signal.SIGTERM, signal.SIGINT)})
-    with pytest.raises(KeyboardInterrupt):
-        run.run()
-    run.accelerator.end_training()
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        run = Own(tmp_path, {2: raising(signal.SIGTERM, signal.SIGINT)})
+        with pytest.raises(KeyboardInterrupt):
+            run.run()
+        assert seen == []
+        # The loop never heard of the first one.
+        run.accelerator.end_training()
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_that_the_loop_never_hears_of_is_not_lost(tmp_path: Path) -> None:
