@@ -178,7 +178,7 @@ def run(
         raise ConfigurationError(
             "--module and --no_python exclude each other, since Python runs a module: give one of them."
         )
-    elastic = ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
+    elastic = _elastic(flags)
     given = _given(flags)
     below = _file(file, alone=bool(given.get("use_cpu", False)))
     settings = given.over(below)
@@ -206,6 +206,11 @@ def run(
         plan = plan.started_by([sys.executable, *sys.orig_argv[1:]])
     _preflight(plan, preflight_timeout)
     return agent.start(plan, command)
+
+
+def _elastic(flags: dict[str, Any]) -> ElasticOptions:
+    """Takes what elastic launches need out of the flags."""
+    return ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
 
 
 def _given(flags: dict[str, Any]) -> Settings:
