@@ -243,7 +243,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         else:
             self._shard_anew(module, roots, ignored, policy)
         averaged.update(dict.fromkeys(map(module.get_parameter, self.record.scalars)))
-        self._ignored += [p for p in averaged if p.requires_grad]
+        # Frozen ones, too, which may be trained later, as those in shards may.
+        self._ignored += averaged
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
         every = self.settings["reshard_after_forward"] not in (None, True)
         self._lasting += [
