@@ -46,6 +46,7 @@ class LoopEnd:
             self._watch.enter_context(self._signals.caught_on(self._ranks.world_size))
             self._watch.enter_context(self._departure)
         atexit.register(_at_exit, weakref.ref(self))
+        weakref.finalize(self, _drop, self._signals, lock).atexit = False
 
     # preempted --------------------------------------------------------------------------------------------------------
     def is_preempted(self) -> bool:
@@ -134,6 +135,13 @@ class LoopEnd:
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+
+def _drop(signals: Signals, lock: FolderLock | None) -> None:
+    """Gives up what a loop holds that was never ended, and that no script can end any more."""
+    signals.give_up()
+    if lock is not None:
+        lock.release()
 
 
 def _at_exit(end: weakref.ref[LoopEnd]) -> None:

@@ -50,6 +50,7 @@ class Signals:
         """What is raised for it when the run has ended in order."""
         self._previous: dict[int, Any] = {}
         self._pid = 0
+        self._is_given_up = False
 
     def caught_on(self, ranks: int) -> Signals:
         """This object, as the context of a run on so many ranks."""
@@ -78,7 +79,19 @@ class Signals:
             # Too late for the ranks to agree on it: it does now what it would have done without us.
             os.kill(os.getpid(), late)
 
+    def give_up(self) -> None:
+        """Nobody asks for signals any more: the next one does what it would have done without this object.
+
+        Any thread may call it, and its handler may be another one's previous one.
+        """
+        self._is_given_up = True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_given_up:
+            before = self._previous.get(number)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+            os.kill(os.getpid(), number)
+            return
         if os.getpid() != self._pid:
             # A forked worker of a loader inherits the handler. A terminal sends Ctrl-C to it as well, and the run that
             # is to end in order still needs its batches; any other signal ends it, as it would without us.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -548,6 +549,21 @@ def test_a_script_that_ends_or_fails_gives_its_folder_up(tmp_path: Path) -> None
     for end, status in (("", 0), ("raise OSError", 1)):
         assert run_program(["-c", code + end], tmp_path).returncode == status
         assert os.listdir(tmp_path / "run" / "checkpoints") == []
+
+
+def test_a_loop_that_is_dropped_before_its_end_holds_nothing(tmp_path: Path) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    hold(tmp_path, preemption=True)
+    later = Accelerator(cpu=True, preemption=True)
+    gc.collect()
+    assert os.listdir(tmp_path / "checkpoints") == []
+    signal.raise_signal(signal.SIGTERM)
+    assert later.check_preemption() and not heard
+    # It puts back the handler of the one that was dropped.
+    later.end_training()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
 
 
 def test_a_constructor_that_fails_holds_nothing(tmp_path: Path) -> None:
