@@ -141,7 +141,7 @@ def _drop(signals: Signals, lock: FolderLock | None) -> None:
     """Gives up what a loop holds that was never ended, and that no script can end any more."""
     signals.give_up()
     if lock is not None:
-        lock.release()
+        lock.drop()
 
 
 def _at_exit(end: weakref.ref[LoopEnd]) -> None:

@@ -162,6 +162,10 @@ class FolderLock:
     def release(self) -> None:
         """Gives the folder up, if this process holds it."""
         self._over.set()
+        self.drop()
+
+    def drop(self) -> None:
+        """The same for a finalizer, which must wait for nothing: the thread ends with its next sign of life."""
         content, self._content = self._content, None
         if content is not None and self._read() == content:
             with contextlib.suppress(OSError):
