@@ -373,6 +373,15 @@ class TorchSource(Source):
             )
         # The workers of this process are at another position.
         self.loader._iterator = None
+        if self._slot not in vars(self.loader):
+            if batches and not self.allow_replay:
+                raise ConfigurationError(
+                    f"{self._slot} is a property of {type(self.loader).__name__}, so the training loader cannot begin "
+                    f"at batch {batches}: pass it to DataLoader.__init__ instead, or set allow_replay=True to load and "
+                    "drop the batches before."
+                )
+            self._rewind(before)
+            return self._replay(batches)
         try:
             return self._build(batches, before)
         except DrawsFromGlobalRNG:
@@ -387,12 +396,16 @@ class TorchSource(Source):
         self._rewind(before)
         return self._replay(batches)
 
+    @property
+    def _slot(self) -> str:
+        """The attribute of the loader from which its iterator takes indices."""
+        return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+
     def _build(self, batches: int, before: State) -> Iterator[Any]:
         """Makes the iterator over the rest of the batches, and leaves the loader unchanged."""
         original = self.index_sampler
-        slot = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         rewind = (lambda: self._rewind(before)) if before["again"] else None
-        with replaced(self.loader, slot, TailSampler(original, batches, rewind)):
+        with replaced(self.loader, self._slot, TailSampler(original, batches, rewind)):
             iterator: Any = iterator_of(self.loader)
         iterator._index_sampler = original
         if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):

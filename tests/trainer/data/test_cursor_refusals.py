@@ -29,6 +29,38 @@ class DrawsAlways(Sampler[int]):
             yield int(torch.randint(SIZE, ()))
 
 
+class SamplerAsProperty(DataLoader[Any]):
+    """Keeps its batch sampler elsewhere than torch's loader does."""
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        return vars(self)["kept"]
+
+    @batch_sampler.setter
+    def batch_sampler(self, value: Any) -> None:
+        vars(self)["kept"] = value
+
+
+def test_a_loader_whose_sampler_is_a_property_is_refused_unless_it_may_be_replayed() -> None:
+    def make() -> DataLoader[Any]:
+        return SamplerAsProperty(Indices(SIZE), BATCH, shuffle=True)
+
+    cursor = LoaderCursor(make())
+    torch.manual_seed(1)
+    whole = [batch.tolist() for batch in cursor.start(0)]
+    state = cursor.state_dict(3)
+    with pytest.raises(
+        ConfigurationError, match=r"batch_sampler is a property of SamplerAsProperty.*allow_replay=True"
+    ):
+        LoaderCursor(make()).resume(0, state)
+    torch.manual_seed(9)
+    for begun, iterator in (
+        (3, LoaderCursor(make(), allow_replay=True).resume(0, state)),
+        (0, LoaderCursor(make()).resume(0, cursor.state_dict(0))),
+    ):
+        assert [batch.tolist() for batch in iterator] == whole[begun:]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sampler_that_draws_globally_is_refused(workers: int) -> None:
     def make() -> DataLoader[Any]:
