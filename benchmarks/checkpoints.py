@@ -271,7 +271,7 @@ def load(kind: type[Contestant], trial: Path, path: Path, what: str, gigabytes: 
         model, optimizer = make(size)
         loading = kind()
         loading.prepare(model, optimizer)
-        touch(round((4 + 2 * size) * 1e9) if size else 0)
+        touch(round((4 + size) * 1e9) if size else 0)
         warm(folder) if what == "warm" else evict(folder)
         moments = sum(2 * parameter.nbytes for parameter in model.parameters())
         sample = measure(partial(loading.load, folder), moments)

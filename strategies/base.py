@@ -279,7 +279,7 @@ class Strategy:
         return self.root_device.type == "cpu" and not self.precision.converts_input
 
     def check_trained(self) -> None:
-        """Follows, at an epoch's start, which parameters are trained now; ConfigurationError if it cannot."""
+        """Follows, at an epoch's start and end, which parameters are trained now; ConfigurationError if it cannot."""
 
     def explain(self, error: BaseException) -> str | None:
         """What to do about an error of torch's whose message does not say it; None for any other error."""

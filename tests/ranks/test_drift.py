@@ -114,8 +114,8 @@ def fit_each_unfreezing(strategies: list[Any]) -> list[list[float]]:
 
 
 def fit_and_unfreeze_in(arguments: dict[str, Any], batch: int | None) -> None:
-    kind = Unfreezing if batch is None else StaysUnfrozen
-    Trainer(strategy=DDPStrategy(**arguments), max_epochs=2, **QUIET).fit(kind(batch), loader())
+    kind, epochs = (Unfreezing, 2) if batch is None else (StaysUnfrozen, 1)
+    Trainer(strategy=DDPStrategy(**arguments), max_epochs=epochs, **QUIET).fit(kind(batch), loader())
 
 
 def test_parameters_that_are_unfrozen_and_frozen_again_train_as_in_one_process() -> None:

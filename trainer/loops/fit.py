@@ -346,6 +346,7 @@ class FitLoop:
             return
         if complete and progress.batch == 0 and not progress.cut:
             raise ConfigurationError("the training loader gave no batch: an epoch needs at least one.")
+        self.strategy.check_trained()
         self.hooks.fire("on_train_epoch_end")
         self._run.send(self.logs.reduce_epoch("train", keep=not complete)[1])
         if complete and self.module.automatic_optimization:
