@@ -368,7 +368,7 @@ class Slow(GeneralTracker):
         threading.Event().wait()
 
 accelerator = Accelerator(
-    cpu=True, project_dir="run", resume="auto", preemption=Preemption(grace_period=0.2), log_with=Slow()
+    cpu=True, project_dir="run", resume="auto", preemption=Preemption(grace_period=4), log_with=Slow()
 )
 accelerator.init_trackers("run")
 model = accelerator.prepare(torch.nn.Linear(1, 1))
