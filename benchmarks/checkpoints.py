@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,7 @@ def give_state(model: nn.Module, optimizer: AdamW) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-class Contestant:
+class Contestant(ABC):
     """Saves and loads as a library's users do. `prepare` is not timed."""
 
     name = ""
@@ -67,11 +68,11 @@ class Contestant:
     def prepare(self, model: nn.Module, optimizer: AdamW) -> None:
         self.model, self.optimizer = model, optimizer
 
-    def save(self, path: Path) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def save(self, path: Path) -> None: ...
 
-    def load(self, path: Path) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self, path: Path) -> None: ...
 
 
 class Leyden(Contestant):
@@ -105,6 +106,7 @@ class TorchSave(Contestant):
 
 class Dcp(Contestant):
     name = "DCP"
+    no_dist = True
 
     def save(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
@@ -112,7 +114,7 @@ class Dcp(Contestant):
 
         weights, moments = get_state_dict(self.model, self.optimizer)
         # Its own default fsyncs each file; the folder is left.
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=self.no_dist)
         flush(path)
 
     def load(self, path: Path) -> None:
@@ -120,7 +122,7 @@ class Dcp(Contestant):
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         weights, moments = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=self.no_dist)
         set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 

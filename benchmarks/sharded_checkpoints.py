@@ -26,7 +26,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoints import Sample, Samples, evict, flush, give_state, make, measure, report, touch, warm
+from checkpoints import (
+    Contestant,
+    Dcp,
+    Leyden,
+    Sample,
+    Samples,
+    evict,
+    give_state,
+    make,
+    measure,
+    report,
+    touch,
+    warm,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -36,63 +49,24 @@ from leyden.trainer.accelerator.accelerator import Accelerator
 from leyden.trainer.format.safefile import memory_of
 
 
-class Contestant:
-    """A sharded model, saved and loaded as a library's users do."""
-
-    name = ""
-
-    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def save(self, path: Path) -> None:
-        raise NotImplementedError
-
-    def load(self, path: Path) -> None:
-        raise NotImplementedError
-
-
-class Leyden(Contestant):
-    name = "leyden"
-
-    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
+class ShardedLeyden(Leyden):
+    def prepare(self, model: nn.Module, optimizer: AdamW) -> None:
         self.accelerator = Accelerator(cpu=True, strategy="fsdp")
-        super().__init__(*self.accelerator.prepare(model, optimizer))
-
-    def save(self, path: Path) -> None:
-        self.accelerator.save_state(path)
-
-    def load(self, path: Path) -> None:
-        self.accelerator.load_state(path)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
 
-class Dcp(Contestant):
-    name = "DCP"
+class ShardedDcp(Dcp):
+    no_dist = False
 
-    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
-        for block in model:
+    def prepare(self, model: nn.Module, optimizer: AdamW) -> None:
+        for block in model.children():
             fully_shard(block)
-        # Sharding has replaced the parameters that the optimizer holds.
-        super().__init__(fully_shard(model), AdamW(model.parameters(), lr=1e-3))
-
-    def save(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        weights, moments = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
-        if dist.get_rank() == 0:
-            flush(path)
-
-    def load(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-        weights, moments = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        # Sharding replaces the parameters that the optimizer holds.
+        self.model = fully_shard(model)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
 
 
-CONTESTANTS: tuple[type[Contestant], ...] = (Leyden, Dcp)
+CONTESTANTS: tuple[type[Contestant], ...] = (ShardedLeyden, ShardedDcp)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +88,8 @@ def save(kind: type[Contestant], path: Path, gigabytes: float) -> tuple[Sample, 
     """Saves, after a tiny checkpoint for which everything is imported; returns this rank's digest too."""
     for folder, size in ((path.with_suffix(".trial"), 0.0), (path, gigabytes)):
         torch.manual_seed(dist.get_rank())
-        contestant = kind(*make(size))
+        contestant = kind()
+        contestant.prepare(*make(size))
         give_state(contestant.model, contestant.optimizer)
         dist.barrier()
         sample = measure(partial(contestant.save, folder), 0)
@@ -124,7 +99,8 @@ def save(kind: type[Contestant], path: Path, gigabytes: float) -> tuple[Sample, 
 def load(kind: type[Contestant], path: Path, gigabytes: float, place: Callable[[Path], None]) -> tuple[Sample, str]:
     """Loads, after a tiny checkpoint for which everything is imported; returns this rank's digest too."""
     for folder, size in ((path.with_suffix(".trial"), 0.0), (path, gigabytes)):
-        contestant = kind(*make(size))
+        contestant = kind()
+        contestant.prepare(*make(size))
         touch(round((2 + 2 * size) * 1e9 / dist.get_world_size()) if size else 0)
         dist.barrier()
         place(folder)

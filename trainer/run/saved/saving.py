@@ -90,14 +90,7 @@ def save(
     if replay_of(run.arguments) is not None:
         # It leaves the run's folder as it is.
         return path
-    if run.module._trainer is None:
-        raise LeydenError("save_checkpoint has no module to save: fit one first.")
-    if run.engine.window.is_open and exact:
-        raise LeydenError(
-            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. "
-            "Call it where trainer.window.closes is true and the step is done (on_train_batch_end), or give "
-            "exact=False."
-        )
+    _check_savable(run, exact)
     if loop is not None and loop.progress is not run.progress:
         # The loop of an earlier fit: this one has none yet.
         loop = None
@@ -130,8 +123,7 @@ def save(
             _save_states(run, users, loop, writer, ranks)
             if not is_scheduled:
                 writer.json(PLACES, _relative(places_now(run), Path(os.path.realpath(path.parent))))
-        hparams = users.hparams()
-        if hparams:
+        if hparams := users.hparams():
             writer.state("hparams", hparams)
         facts: dict[str, Any] = {
             "progress": progress.to_dict(),
@@ -145,6 +137,18 @@ def save(
             return written
         writer.beside()
         return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, noted).path
+
+
+def _check_savable(run: Run, exact: bool) -> None:
+    """Raises LeydenError if there is no module, or, with `exact`, a window whose gradients would be lost."""
+    if run.module._trainer is None:
+        raise LeydenError("save_checkpoint has no module to save: fit one first.")
+    if run.engine.window.is_open and exact:
+        raise LeydenError(
+            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. "
+            "Call it where trainer.window.closes is true and the step is done (on_train_batch_end), or give "
+            "exact=False."
+        )
 
 
 def _is_scheduled(run: Run) -> bool:
