@@ -110,11 +110,11 @@ class Case:
 
 
 CASES = {
-    "raise": Case("raise 1", "leyden: this was rank 1"),
+    "raise": Case("raise 1", "leyden: raised on rank 1"),
     "SIGKILL": Case("signal 1 SIGKILL", "leyden: rank 1 was killed by signal 9"),
     "SIGSEGV": Case("signal 1 SIGSEGV", "leyden: rank 1 was killed by signal 11"),
-    "sys.exit(0)": Case("exit 1 0", "leyden: rank 1 left with exit code 0"),
-    "os._exit(0)": Case("vanish 1 0", "leyden: rank 1 ended with exit code 0"),
+    "sys.exit(0)": Case("exit 1 0", "leyden: rank 1 exited with code 0"),
+    "os._exit(0)": Case("vanish 1 0", "leyden: rank 1 exited with code 0"),
     "sys.exit(1)": Case("exit 1 1", "leyden: rank 1, step 5"),
     "os._exit(1)": Case("vanish 1 1", "leyden: rank 1 does not answer"),
     "sleep for ever": Case("sleep 1", "(hang_timeout): rank 1, at step 5", True),

@@ -1,4 +1,4 @@
-"""ClusterEnvironment: a process's place among the ranks that a cluster starts; with subclasses by Lightning's names."""
+"""ClusterEnvironment: a process's rank on a cluster, with subclasses under Lightning's names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CONTRACT = ("creates_processes_externally", "main_address", "main_port", "world_
 
 
 class ClusterEnvironment(ABC):
-    """A process's place among ranks that somebody else starts: a plugin of the Trainer's, with Lightning's contract.
+    """Tells the Trainer which rank this process is, for ranks that an external launcher starts.
 
-    torchrun, srun and `leyden launch` are recognised without it. What it says is published in torch's variables (RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …), before the Trainer looks for devices. Objects with these methods, such as
-    Lightning's own, are taken, too.
+    It is a plugin with Lightning's contract. torchrun, srun and `leyden launch` are recognized without one. Its answers
+    are published in torch's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …) before the Trainer looks for
+    devices. Any object with these methods works, including Lightning's own environments.
 
     Example:
         >>> class Farm(ClusterEnvironment):
@@ -46,7 +46,7 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """True if the ranks are there already; False has the Trainer start those of this machine."""
+        """True if the ranks are already running. If False, the Trainer starts this machine's ranks."""
 
     @property
     @abstractmethod
@@ -56,11 +56,11 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """A port of it that is free, the same on all ranks."""
+        """A free port on that host, the same on all ranks."""
 
     @staticmethod
     def detect() -> bool:
-        """Returns True in a process that such a cluster has started. Nobody calls it but you."""
+        """Returns True in a process that this kind of cluster started. Leyden never calls it."""
         return False
 
     @abstractmethod
@@ -68,29 +68,29 @@ class ClusterEnvironment(ABC):
         """The number of ranks on all machines."""
 
     def set_world_size(self, size: int) -> None:
-        """Receives how many ranks the Trainer's arguments ask for."""
+        """Receives the number of ranks that the Trainer's arguments request."""
 
     @abstractmethod
     def global_rank(self) -> int:
         """This process's number among all ranks."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Receives which rank this is, by `node_rank`, `local_rank` and the Trainer's arguments."""
+        """Receives this process's global rank, computed from `node_rank`, `local_rank` and the Trainer's arguments."""
 
     @abstractmethod
     def local_rank(self) -> int:
         """This process's number among the ranks of its machine."""
 
     def node_rank(self) -> int:
-        """The number of its machine."""
+        """The index of this machine."""
         return 0
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raises if the Trainer's arguments do not fit.
+        """Raises if the Trainer's arguments do not fit the cluster.
 
         Args:
-            num_devices: ranks of a machine.
-            num_nodes: machines.
+            num_devices: ranks per machine.
+            num_nodes: number of machines.
         """
 
     def teardown(self) -> None:
@@ -103,15 +103,15 @@ def is_cluster(plugin: Any) -> bool:
 
 
 def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
-    """Sets torch's variables to what a ClusterEnvironment says, unless a launcher has set them that is known.
+    """Sets torch's variables from a ClusterEnvironment, unless a known launcher has already set them.
 
     Args:
         plugin: the environment.
-        devices: the Trainer's argument; where it leaves the number open, it is the ranks of a machine.
+        devices: the Trainer's argument. If it does not fix a number, the world size divided by `num_nodes` is used.
         num_nodes: the Trainer's argument.
 
     Raises:
-        ConfigurationError: if what it says cannot be; names what.
+        ConfigurationError: if the environment's answers contradict each other or the Trainer's arguments.
     """
     if STARTER in os.environ or (getattr(plugin, "is_recognised", False) and rank_environment() is not None):
         return
@@ -119,8 +119,8 @@ def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
     if not plugin.creates_processes_externally:
         if num_nodes > 1:
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, and {kind} starts no processes on other machines: start the script on each "
-                "with torchrun or `leyden launch`, and leave the plugin out."
+                f"num_nodes={num_nodes}, but {kind} does not start processes on other machines. Remove the plugin and "
+                "start the script on each machine with torchrun or `leyden launch`."
             )
         return
     given = parse_devices(devices)
@@ -135,9 +135,9 @@ def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
     here = size // num_nodes
     if size % num_nodes or not 0 <= rank < size or not 0 <= local < here or not 0 <= node < num_nodes:
         raise ConfigurationError(
-            f"{kind} says rank {rank} of {size}, rank {local} of machine {node}, and the Trainer has num_nodes="
-            f"{num_nodes}, so {size / num_nodes:g} ranks on each: this cannot be. Give the Trainer num_nodes=…, the "
-            "machines of the job."
+            f"{kind} reports rank {rank} of {size}, local rank {local} on machine {node}, which contradicts "
+            f"num_nodes={num_nodes} ({size / num_nodes:g} ranks per machine). Set Trainer(num_nodes=…) to the job's "
+            "number of machines."
         )
     address = str(plugin.main_address), int(plugin.main_port)
     os.environ.update(RankEnvironment(rank, local, size, here, node, kind, address).variables())
@@ -146,7 +146,7 @@ def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
 
 # by Lightning's names -------------------------------------------------------------------------------------------------
 class LightningEnvironment(ClusterEnvironment):
-    """The Trainer starts the ranks of this machine itself, as it does without a plugin."""
+    """Has the Trainer start this machine's ranks, as it does without a plugin."""
 
     creates_processes_externally = False
     main_address = "127.0.0.1"
@@ -172,13 +172,14 @@ class LightningEnvironment(ClusterEnvironment):
 
 
 class FromVariables(ClusterEnvironment):
-    """Ranks whose starter has set environment variables.
+    """Base class for launchers that describe each rank in environment variables.
 
     Attributes:
-        variables: for each method the variables that may have its value; the first that is set counts.
-        starter: who sets them, for messages.
-        job: the variable with the job's number, from which every rank works the port out; empty for port 29500.
-        is_recognised: these ranks are found without a plugin, and on more machines than num_nodes says.
+        variables: maps each method to the variables that may hold its value. The first one that is set wins.
+        starter: name of the launcher, for messages.
+        job: variable with the job's ID, from which every rank derives the port. Empty for port 29500.
+        is_recognised: True if Leyden recognizes these ranks without a plugin, and then trusts the launcher's number of
+            machines over num_nodes.
     """
 
     creates_processes_externally = True
@@ -192,8 +193,8 @@ class FromVariables(ClusterEnvironment):
             if os.environ.get(variable, "").isdigit():
                 return int(os.environ[variable])
         raise ConfigurationError(
-            f"{type(self).__name__} finds none of {', '.join(self.variables[name])} in the environment: start the "
-            f"script with {self.starter}, or leave the plugin out."
+            f"{type(self).__name__} needs {' or '.join(self.variables[name])} in the environment, and it is not set. "
+            f"Start the script with {self.starter}, or remove the plugin."
         )
 
     @property
@@ -223,7 +224,7 @@ class FromVariables(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(FromVariables):
-    """Ranks that torchrun has started; recognised without it, too."""
+    """Ranks started by torchrun. Leyden recognizes them without this plugin too."""
 
     variables: ClassVar = {
         "world_size": ("WORLD_SIZE",),
@@ -235,14 +236,14 @@ class TorchElasticEnvironment(FromVariables):
 
 
 class SLURMEnvironment(FromVariables):
-    """Tasks of srun; recognised without it, too.
+    """Tasks of srun. Leyden recognizes them without this plugin too.
 
     Args:
-        auto_requeue: no effect. `Trainer(resume="auto")` saves and requeues a job that is preempted, on every cluster.
-        requeue_signal: None; see `Preemption`, which has the signals.
+        auto_requeue: ignored. `Trainer(resume="auto")` saves and requeues a preempted job on every cluster.
+        requeue_signal: must be None. Set the signals with `Preemption` instead.
 
     Raises:
-        ConfigurationError: for a signal.
+        ConfigurationError: if `requeue_signal` is given.
     """
 
     variables: ClassVar = {
@@ -256,8 +257,8 @@ class SLURMEnvironment(FromVariables):
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
         if requeue_signal is not None:
             raise ConfigurationError(
-                f"SLURMEnvironment(requeue_signal={requeue_signal!r}): give Trainer(resume='auto', preemption="
-                "Preemption(signals=…)), which saves and requeues (from leyden.trainer import Preemption)."
+                f"SLURMEnvironment(requeue_signal={requeue_signal!r}) is not supported. Use Trainer(resume='auto', "
+                "preemption=Preemption(signals=…)), which saves and requeues (from leyden.trainer import Preemption)."
             )
         self.auto_requeue = auto_requeue
 
@@ -268,9 +269,9 @@ class SLURMEnvironment(FromVariables):
 
 
 class MPIEnvironment(FromVariables):
-    """Processes of `mpirun`, by the variables of Open MPI, MPICH and Intel MPI: mpi4py is not needed.
+    """Processes started by `mpirun` of Open MPI, MPICH or Intel MPI. mpi4py is not needed.
 
-    On several machines MASTER_ADDR must be set to the host of rank 0, such as by `mpirun -x MASTER_ADDR=…`.
+    On several machines, set MASTER_ADDR to the host of rank 0, for example with `mpirun -x MASTER_ADDR=…`.
     """
 
     variables: ClassVar = {
@@ -285,7 +286,7 @@ class MPIEnvironment(FromVariables):
     def main_address(self) -> str:
         if "MASTER_ADDR" not in os.environ and self._number("local_size") < self.world_size():
             raise ConfigurationError(
-                "MPIEnvironment does not know the host of rank 0: set MASTER_ADDR to it, by mpirun -x MASTER_ADDR=…"
+                "MPIEnvironment does not know the host of rank 0. Set it with mpirun -x MASTER_ADDR=…"
             )
         return super().main_address
 
@@ -294,7 +295,7 @@ class MPIEnvironment(FromVariables):
 
 
 class LSFEnvironment(FromVariables):
-    """Tasks of LSF's `jsrun`. The hosts are in the file LSB_DJOB_RANKFILE, whose first line is the launch node."""
+    """Tasks of LSF's `jsrun`. The file LSB_DJOB_RANKFILE lists the hosts; its first line is the launch node."""
 
     variables: ClassVar = {
         "world_size": ("JSM_NAMESPACE_SIZE",),
@@ -310,7 +311,9 @@ class LSFEnvironment(FromVariables):
     def node_rank(self) -> int:
         hosts, here = self._hosts(), socket.gethostname()
         if here not in hosts:
-            raise ConfigurationError(f"this host, {here}, is not in LSF's LSB_DJOB_RANKFILE ({', '.join(hosts)}).")
+            raise ConfigurationError(
+                f"this host, {here}, is missing from the hosts in LSF's LSB_DJOB_RANKFILE: {', '.join(hosts)}."
+            )
         return hosts.index(here)
 
     def _hosts(self) -> list[str]:
@@ -318,13 +321,13 @@ class LSFEnvironment(FromVariables):
         lines = file.read_text(encoding="utf-8").split() if file.is_file() else []
         if len(lines) < 2:
             raise ConfigurationError(
-                f"LSB_DJOB_RANKFILE={str(file)!r} lists no hosts: start the script with jsrun, or leave the plugin out."
+                f"LSB_DJOB_RANKFILE={str(file)!r} lists no hosts. Start the script with jsrun, or remove the plugin."
             )
         return list(dict.fromkeys(lines[1:]))
 
 
 class KubeflowEnvironment(FromVariables):
-    """Pods of Kubeflow's PyTorchJob, with one rank each."""
+    """Pods of Kubeflow's PyTorchJob, one rank per pod."""
 
     variables: ClassVar = {"world_size": ("WORLD_SIZE",), "global_rank": ("RANK",)}
     starter = "Kubeflow's PyTorchJob"

@@ -1,4 +1,4 @@
-"""torch's elastic engine: this process is the agent that starts ranks, watches them, and reports how they ended."""
+"""The agent: this process starts ranks through torch's elastic engine, watches them, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PASSED_ON = tuple(
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     if name in signal.Signals.__members__
 )
-"""Signals that the agent passes on to its ranks, which end in order or as the signal does without a handler."""
+"""Signals that the agent forwards to its ranks. A rank's own handler, or else the default action, ends it."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""torch's own variable for the seconds between the signal that an agent passes on and its SIGKILL."""
+"""torch's variable for the seconds between the forwarded signal and SIGKILL."""
 SAVING = 600.0
-"""The same, for ranks that save before they end and have no grace period of their own."""
+"""Those seconds for ranks that save before they exit and set no grace period of their own."""
 
 
 MEETING_SECONDS = 900
@@ -44,16 +44,16 @@ MEETING_SECONDS = 900
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Which of several machines this is, and where they meet.
+    """The machines of a launch, and how they find each other.
 
     Attributes:
-        num_nodes: how many there are.
-        node_rank: the number of this one; None if the rendezvous assigns it.
-        address: where they meet; "" for ranks of this machine alone, which meet in a store of the agent.
-        port: of that address; 0 for any that is free, on this machine alone.
-        backend: torch's rendezvous: static or c10d.
-        run_id: name of the rendezvous; "" makes one of the port.
-        further: settings of the rendezvous.
+        num_nodes: number of machines.
+        node_rank: index of this machine. None if the rendezvous assigns it.
+        address: host of the rendezvous. "" for a single machine, whose ranks meet in a store inside the agent.
+        port: port of the rendezvous. 0 picks a free one, on a single machine only.
+        backend: torch's rendezvous backend, static or c10d.
+        run_id: ID of the rendezvous. "" derives one from the port.
+        further: more settings of the rendezvous.
     """
 
     num_nodes: int = 1
@@ -65,7 +65,7 @@ class Machines:
     further: Mapping[str, str] = field(default_factory=dict)
 
     def rendezvous(self) -> dict[str, Any]:
-        """The fields of torch's LaunchConfig by which they meet."""
+        """Returns the rendezvous fields of torch's LaunchConfig."""
         from leyden.strategies.launch.loopback import register
 
         if not self.address:
@@ -86,15 +86,15 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the first rank that failed has ended.
+    """How the first rank to fail ended.
 
     Attributes:
-        rank: its number over all machines.
-        failure: torch's record of it.
-        code: the exit status that it gives to the launch.
-        reported: it reported an error of its own, before any other.
-        note: what was written down by one that only lost its connection; "" if nothing was.
-        others: in that case, who was not there any more, and where each of the others was.
+        rank: its global rank.
+        failure: torch's record of the failure.
+        code: exit status of the whole launch.
+        reported: True if it was the first to report an error of its own.
+        note: error of a rank that only lost its connection. "" if there is none.
+        others: in that case, which ranks had gone and where the remaining ones were.
     """
 
     rank: int
@@ -105,7 +105,7 @@ class Ended:
     others: str = ""
 
     def words(self) -> str:
-        """How the rank ended, if it could not say so itself; "" if it reported its error."""
+        """Describes how the rank ended. "" if it has already reported its own error."""
         code = int(self.failure.exitcode)
         if self.reported:
             return ""
@@ -113,22 +113,22 @@ class Ended:
             hint = " Out of memory, perhaps." if -code == signal.SIGKILL else ""
             return f"{killed_in_words(self.rank, -code)}{hint}"
         if self.others:
-            return f"{self.others}. Rank {self.rank} waited for it, and all ranks are ended: {self.note}"
-        return f"rank {self.rank} ended with exit code {code}, and all ranks with it. {self.note}".rstrip()
+            return f"{self.others}. Rank {self.rank} was waiting for it; all ranks were terminated: {self.note}"
+        return f"rank {self.rank} exited with code {code}; all ranks were terminated. {self.note}".rstrip()
 
 
 def engine_config(
     count: int, machines: Machines, logs: str, patience: float | None = None, **others: Any
 ) -> LaunchConfig:
-    """The engine's settings.
+    """Returns the engine's settings.
 
     Args:
-        count: ranks of this machine.
-        machines: where several take part.
-        logs: folder for what ranks write down.
-        patience: seconds that ranks have to end in order after a signal, before the agent kills them; None for torch's
-            30, or what its variable says.
-        **others: further fields of torch's LaunchConfig, which override these.
+        count: ranks on this machine.
+        machines: all machines of the launch.
+        logs: folder for the ranks' error files and exit notes.
+        patience: seconds that ranks have to exit cleanly after a signal before the agent kills them. None for torch's
+            30, or for the value of its variable.
+        **others: more fields of torch's LaunchConfig, which override these.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
@@ -142,7 +142,7 @@ def engine_config(
         "local_addr": "localhost" if machines.num_nodes == 1 else None,
         **machines.rendezvous(),
     }
-    # Older versions of torch have neither.
+    # Older versions of torch lack both.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     if "signals_to_handle" in known:
         fields["signals_to_handle"] = ",".join(PASSED_ON)
@@ -161,19 +161,19 @@ def run_engine(
     folder: str | None = None,
     report: Callable[[Ended], None] | None = None,
 ) -> int:
-    """Runs a program on the ranks of this machine, and waits for them.
+    """Runs a program on this machine's ranks and waits for them.
 
     Args:
-        config: how they are started.
-        program: what each rank runs.
-        arguments: of the program.
-        variables: the ranks' environment, beside torch's own variables.
-        folder: their working directory; this process's if left out.
-        report: called with the first failure; if left out, a failure that no rank reported is printed.
+        config: the engine's settings.
+        program: executable that each rank runs.
+        arguments: the program's arguments.
+        variables: environment variables for the ranks, in addition to torch's.
+        folder: working directory of the ranks. Default: that of this process.
+        report: called with the first failure. By default, a failure that no rank has reported is printed.
 
     Returns:
-        The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n; that of
-        a run that was preempted.
+        The exit status: 0 if all ranks succeeded, the status that a preempted run chose, or else that of the first
+        rank to fail, with 128 + n for signal n.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -186,7 +186,7 @@ def run_engine(
     assert config.logs_specs is not None
     is_alone, notes = config.rdzv_backend == NAME, ExitNotes(config.logs_specs.root_log_dir)
     with tries() as tried, Watchdog(config.nproc_per_node, say, sees_all=config.max_nodes == 1) as watchdog:
-        # Ranks of one machine can be started again, for a smaller size.
+        # Only the ranks of a single machine can be restarted, to try a smaller size.
         alone = {**gloo_on_loopback(), **tried.variables()} if is_alone else {}
         with _as_agent({**alone, **watchdog.variables(), **variables}, folder), _further_signals():
             while True:
@@ -213,7 +213,7 @@ def run_engine(
 
 @contextlib.contextmanager
 def _further_signals() -> Iterator[None]:
-    """Has a torch without `signals_to_handle` (2.9) pass on all of PASSED_ON, SIGUSR1 and SIGUSR2 among them."""
+    """Forwards all of PASSED_ON, including SIGUSR1 and SIGUSR2, under a torch without `signals_to_handle` (2.9)."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -228,16 +228,16 @@ def _further_signals() -> Iterator[None]:
         yield
     finally:
         for name, handler in before.items():
-            # None is a handler that was not installed from Python.
+            # None means that the handler was not installed from Python.
             signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None]:
-    """Sets the ranks' environment, and keeps the engine from printing what they report themselves."""
+    """Sets the ranks' environment, and silences the engine about errors that the ranks report themselves."""
     environ = {
         AGENT: str(os.getpid()),
-        # Ranks that share the store of torch's "c10d" read stale addresses when they are started a second time.
+        # With a shared "c10d" store, restarted ranks would read stale addresses.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **variables,
     }
@@ -258,7 +258,7 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
 
 
 def _wake(ended: threading.Event) -> None:
-    """Continues stopped ranks, which cannot receive the signal to end: the engine would wait 30 s for each."""
+    """Resumes stopped ranks that have a SIGTERM pending. The engine would otherwise wait 30 s for each of them."""
     while not ended.wait(1.0):
         for process in children(os.getpid()):
             with suppress(OSError, KeyError):
@@ -269,15 +269,15 @@ def _wake(ended: threading.Event) -> None:
 
 
 def first_failure(error: Any, count: int) -> Ended:
-    """Which rank of those that ended badly did so first.
+    """Finds the rank that failed first.
 
     Args:
         error: the engine's ChildFailedError.
-        count: ranks of this machine.
+        count: ranks on this machine.
     """
     failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
-    # One that wrote down its error came before those that only lost their connection to it; SIGTERM is how the engine
-    # ends the others, and 1 how they leave.
+    # A rank with an error of its own failed before those that only lost their connection to it. The others end with
+    # SIGTERM from the engine, or exit with 1 on their own.
     reported = [(rank, failure) for rank, failure in failures if not _lost(failure)]
     ended = [(rank, failure) for rank, failure in failures if failure.exitcode != -signal.SIGTERM]
     odd = [(rank, failure) for rank, failure in ended if failure.exitcode != 1]
@@ -294,18 +294,18 @@ def first_failure(error: Any, count: int) -> Ended:
 
 
 def _others(rank: int, failure: Any, count: int, failures: Mapping[int, Any]) -> str:
-    """Describes who had left when a rank lost its connection; "" if it does not know."""
+    """Describes which ranks had gone when a rank lost its connection. "" if unknown."""
     message = failure.error_file_data["message"]
     here = range(rank - failure.local_rank, rank - failure.local_rank + count)
-    # The engine keeps no record of one that ended with 0.
+    # The engine keeps no record of ranks that exited with 0.
     left = [other for other in message.get("silent", ()) if other in here and other not in failures]
     if left:
-        return f"{ranks_in_words(left)} ended with exit code 0, in the middle of what the others do"
+        return f"{ranks_in_words(left)} exited with code 0 while the others were still running"
     return str(message.get("others", ""))
 
 
 def _lost(failure: Any) -> bool:
-    """True if the rank reported no error of its own."""
+    """Returns True if the rank reported no error of its own."""
     if not os.path.isfile(failure.error_file):
         return True
     message = failure.error_file_data.get("message")

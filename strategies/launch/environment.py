@@ -1,4 +1,4 @@
-"""Which rank this process is, by the variables that torchrun, SLURM or a launcher of Leyden have set."""
+"""Reads this process's rank from the variables of torchrun, SLURM or Leyden's launchers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from leyden.strategies.errors import ConfigurationError
 
 STARTER = "LEYDEN_STARTER"
-"""Set by our own launchers: "script", "spawn", "fork"."""
+"""Set by Leyden's launchers to "script", "spawn" or "fork"."""
 CLUSTER = "LEYDEN_CLUSTER"
-"""The class of the ClusterEnvironment that has set torch's variables."""
+"""Class name of the ClusterEnvironment that set torch's variables."""
 AGENT = "LEYDEN_AGENT"
-"""Process id of the agent, by which a rank knows whether it still has one."""
+"""Process ID of the agent. A rank checks it to see whether its agent is still alive."""
 CUDA_IN_USE = (
-    "CUDA is in use already by this process, and cannot be forked: restart the kernel, and touch no GPU before fit (no "
-    "tensor.cuda(), no torch.cuda.is_available() or other call that asks the device); or use strategy='ddp_spawn'."
+    "CUDA is already initialized in this process, so it cannot be forked. Restart the kernel and touch no GPU before "
+    "fit (no tensor.cuda(), no torch.cuda.is_available() or other device query), or use strategy='ddp_spawn'."
 )
 
 
@@ -30,14 +30,14 @@ class RankEnvironment:
     """A process's place among the ranks of a run.
 
     Attributes:
-        rank: from 0 to `world_size` - 1, over all machines.
-        local_rank: the same on this machine.
-        world_size: ranks on all machines.
-        local_world_size: ranks on this machine.
-        node_rank: which machine this is.
-        starter: who started it: "torchrun", "slurm", "script", "spawn", "fork", the class of a ClusterEnvironment, or
-            "hand" where only the four variables that torch itself needs are set.
-        address: host and port of rank 0; None if torch's own variables have them.
+        rank: global rank, from 0 to `world_size` - 1.
+        local_rank: rank on this machine.
+        world_size: number of ranks on all machines.
+        local_world_size: number of ranks on this machine.
+        node_rank: index of this machine.
+        starter: launcher of the process: "torchrun", "slurm", "script", "spawn", "fork", the class name of a
+            ClusterEnvironment, or "hand" if only the four variables that torch itself needs are set.
+        address: host and port of rank 0. None if torch's own variables hold them.
     """
 
     rank: int
@@ -50,11 +50,11 @@ class RankEnvironment:
 
     @property
     def num_nodes(self) -> int:
-        """Machines, where each has as many ranks as this one."""
+        """Number of machines, assuming that each has as many ranks as this one."""
         return max(1, self.world_size // self.local_world_size)
 
     def variables(self) -> dict[str, str]:
-        """torch's variables, from which the process reads this place; who sets them sets STARTER or CLUSTER, too."""
+        """Returns torch's variables for this rank. A launcher that sets them also sets STARTER or CLUSTER."""
         host, port = self.address or ("", 0)
         return {
             "RANK": str(self.rank),
@@ -68,13 +68,13 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """Reads this process's rank; None if nobody has started ranks.
+    """Reads this process's rank. Returns None if no launcher started it.
 
     Args:
-        environ: the variables; those of this process if left out.
+        environ: the environment variables. Default: those of this process.
 
     Raises:
-        ConfigurationError: if they are incomplete or contradict each other; names them.
+        ConfigurationError: if the variables are incomplete or contradict each other.
 
     Example:
         >>> rank_environment({}) is None
@@ -85,7 +85,7 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         return _torch_environment(environ)
     if "LOCAL_RANK" in environ and "WORLD_SIZE" in environ:
         raise ConfigurationError(
-            "the environment has LOCAL_RANK and WORLD_SIZE, but no RANK: start ranks with torchrun."
+            "the environment sets LOCAL_RANK and WORLD_SIZE, but not RANK. Start ranks with torchrun."
         )
     return _slurm_environment(environ)
 
@@ -95,24 +95,24 @@ def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if missing:
         raise ConfigurationError(
-            f"the environment has RANK={rank} and WORLD_SIZE={size}, but no {' and no '.join(missing)}, so nobody has "
-            "started these ranks: unset RANK and WORLD_SIZE, or start the script with torchrun."
+            f"the environment sets RANK={rank} and WORLD_SIZE={size}, but not {' or '.join(missing)}, so no launcher "
+            "started these ranks. Unset RANK and WORLD_SIZE, or start the script with torchrun."
         )
     started = "LOCAL_RANK" in environ
     local_rank, local_size = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
-    # Without a starter each machine has one rank.
+    # Without a launcher, each machine runs one rank.
     node_rank = _number(environ, "GROUP_RANK", 0 if started else rank)
     if rank >= size or local_rank >= local_size or local_size > size:
         raise ConfigurationError(
-            f"the environment says RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of "
-            f"LOCAL_WORLD_SIZE={local_size}, which cannot be: unset them, or start the script with torchrun."
+            f"the environment sets RANK={rank} of WORLD_SIZE={size} and LOCAL_RANK={local_rank} of "
+            f"LOCAL_WORLD_SIZE={local_size}, which is impossible. Unset them, or start the script with torchrun."
         )
     starter = environ.get(STARTER) or environ.get(CLUSTER) or ("torchrun" if started else "hand")
     return RankEnvironment(rank, local_rank, size, local_size, node_rank, starter)
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Reads a task of srun. A batch script or shell is not a rank: it has no step, or a step of a single task."""
+    """Reads the rank of an srun task. Batch scripts and shells are not ranks: they have no step, or one task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     size = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
@@ -122,8 +122,8 @@ def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
     if rank >= size or size % nodes or local_rank >= size // nodes:
         raise ConfigurationError(
-            f"srun says task {rank} of {size} (local {local_rank}) on {nodes} machines: ask for as many tasks on each, "
-            "with srun --ntasks-per-node."
+            f"srun started task {rank} of {size} (local {local_rank}) on {nodes} machines, but each machine must run "
+            "the same number of tasks. Set srun --ntasks-per-node."
         )
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _number(environ, "MASTER_PORT", port_of(environ.get("SLURM_JOB_ID", "")))
@@ -133,7 +133,7 @@ def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's compressed list of hosts.
+    """Returns the first host of SLURM's compressed host list.
 
     Example:
         >>> first_host("gpu[007-012,14],login2")
@@ -147,7 +147,7 @@ def first_host(nodes: str) -> str:
 
 
 def port_of(job: str) -> int:
-    """The port that every rank of a job works out alike from its number: above those that services use.
+    """Derives a port from a job's ID, the same on every rank and above the ports of common services.
 
     Example:
         >>> port_of("123456")
@@ -161,12 +161,14 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit():
-        raise ConfigurationError(f"the environment variable {name}={text!r} is no number: start ranks with torchrun.")
+        raise ConfigurationError(
+            f"the environment variable {name}={text!r} is not a number. Start ranks with torchrun."
+        )
     return int(text)
 
 
 def ranks_in_words(numbers: list[int]) -> str:
-    """Numbers of ranks in words, such as "ranks 0 and 2".
+    """Formats rank numbers for a message.
 
     Example:
         >>> ranks_in_words([1]), ranks_in_words([1, 2, 3, 7])
@@ -197,7 +199,7 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def is_running(process: int) -> bool:
-    """Returns True if there is a process of this number, perhaps of another user."""
+    """Returns True if a process with this ID exists, even one of another user."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -208,16 +210,16 @@ def is_running(process: int) -> bool:
 
 
 def is_interactive() -> bool:
-    """True in a REPL, IPython and a notebook."""
+    """Returns True in a REPL, in IPython and in a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
 def killed_in_words(rank: int, number: int) -> str:
-    """The sentence about a rank that a signal has killed.
+    """Returns the message for a rank that a signal killed.
 
     Example:
         >>> killed_in_words(2, 9)
-        'rank 2 was killed by signal 9 (SIGKILL); all ranks are ended.'
+        'rank 2 was killed by signal 9 (SIGKILL); all ranks were terminated.'
     """
     name = signal.Signals(number).name if number in signal.valid_signals() else "?"
-    return f"rank {rank} was killed by signal {number} ({name}); all ranks are ended."
+    return f"rank {rank} was killed by signal {number} ({name}); all ranks were terminated."

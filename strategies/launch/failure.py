@@ -27,11 +27,11 @@ from leyden.strategies.launch.tries import GIVEN_UP, starts_again
 
 KEY = "failed"
 GRACE = 4.0
-"""Seconds in which a rank may leave by itself after another one failed."""
+"""Seconds that a rank has to exit on its own after another rank failed."""
 ANSWER = 5.0
-"""Seconds in which the store, and a rank that is asked where it is, must answer."""
+"""Seconds to wait for an answer from the store, and from each rank about where it is."""
 LEAVE = 5.0
-"""Seconds in which a process group must be left after a failure."""
+"""Seconds allowed for leaving a process group after a failure."""
 FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen ")
 TIME_OUTS = ("timed out", "timeout", "time out")
 LOST = (
@@ -39,19 +39,19 @@ LOST = (
     *("remote process exited", "remote process exiting", "Connection closed by remote peer"),
     "communicator was aborted",
 )
-"""What gloo and the store, and from the second line on NCCL, say when another rank is gone."""
-STORE_GONE = "rank 0 is gone, and with it the store: what its machine has printed, if that still runs, says why"
+"""Error texts for a lost peer: gloo's and the store's on the first line, NCCL's on the others."""
+STORE_GONE = "rank 0 has gone, and the store with it. If its machine is still up, its output says why"
 
 
 class Unanswered(RuntimeError):
-    """A process that a call waits for did not answer in time."""
+    """Raised if a remote process did not answer in time."""
 
 
 class Limited:
-    """Makes calls that wait for another process, each within a limit: torch's store waits forever for a stopped one.
+    """Makes calls to another process with a timeout. torch's store would wait forever for a stopped process.
 
-    The calls are made in a thread, since nothing can interrupt them. After one without an answer the thread is of no
-    use any more.
+    A thread makes the calls, because nothing can interrupt them. After one unanswered call the thread is stuck, and
+    every later call fails immediately.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,18 @@ class Limited:
         threading.Thread(target=self._serve, name="leyden-calls", daemon=True).start()
 
     def call(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-        """What the function returns or raises.
+        """Calls the function in the thread, and returns or raises what it does.
+
+        Args:
+            seconds: time limit of the call.
+            function: the function to call.
+            *args: its arguments.
 
         Raises:
-            Unanswered: if that takes longer, or an earlier call did.
+            Unanswered: if this call, or an earlier one, exceeded its limit.
         """
         if self.is_stuck:
-            raise Unanswered("an earlier call was not answered")
+            raise Unanswered("an earlier call got no answer")
         self._wanted.put(lambda: function(*args))
         try:
             value, error = self._answers.get(timeout=seconds)
@@ -88,21 +93,21 @@ class Limited:
 
 
 class FirstFailure:
-    """Reports the error of the rank that failed first, and ends the others. Lives as long as the process.
+    """Reports the error of the first rank to fail, and ends the others. Lives as long as the process.
 
-    The ranks meet in the process group's store. A rank that fails writes its error there, unless another one has.
-    During a run, a thread of each rank looks there regularly, since a rank may wait for the failed one where nothing
-    would ever wake it. The thread answers with the place of its main thread, so that the first one can say whom it
-    waited for.
+    The ranks communicate through the process group's store. A failing rank writes its error there, unless another rank
+    has done so first. During a run, a thread on each rank polls the store, because the main thread may wait for the
+    failed rank in a call that never wakes. The thread replies with the location of its main thread, so the failed rank
+    can report where the others were.
 
-    Nothing here waits for another process without a limit: it may be stopped, and the store with it.
+    Every wait for another process has a limit, since that process, or the one with the store, may be stopped.
 
     Args:
-        store: of the process group; it makes its own connections.
-        rank: of this process.
-        size: ranks in all.
-        is_host: the store lives in this process.
-        interval: seconds between two looks.
+        store: the process group's store, cloned for connections of its own.
+        rank: global rank of this process.
+        size: number of ranks.
+        is_host: True if the store lives in this process.
+        interval: seconds between two polls.
     """
 
     def __init__(self, store: Any, rank: int, size: int, is_host: bool, interval: float = 0.5) -> None:
@@ -110,9 +115,9 @@ class FirstFailure:
 
         self.rank, self.size = rank, size
         self.reported = False
-        """This rank's error is the first, and was reported."""
+        """True if this rank failed first and has reported its error."""
         self.follows = False
-        """Another rank failed first, or the agent reports how this one ended."""
+        """True if another rank failed first, or if the agent reports how this rank ended."""
         self._is_first = False
         prefix = f"leyden/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = PrefixStore(prefix, store.clone())
@@ -130,14 +135,14 @@ class FirstFailure:
         self._thread.start()
 
     def begin_run(self) -> None:
-        """Starts to look for errors of other ranks."""
+        """Starts polling for errors of other ranks."""
         if not self._looks:
             self._run += 1
             self._looks = True
 
     def end_run(self) -> None:
-        """Stops looking for errors, so that rank 0, which may hold the store, can end."""
-        # The thread holds it while it looks, and for ever if the store does not answer.
+        """Stops polling, so rank 0, which may host the store, can exit."""
+        # The thread holds the lock during a poll, which never returns if the store does not answer.
         held = self._looking.acquire(timeout=ANSWER)
         looked, self._looks = self._looks, False
         if held:
@@ -150,17 +155,17 @@ class FirstFailure:
         """Reports an error to the other ranks.
 
         Args:
-            error: what was raised.
-            where: step and batch.
+            error: the error that this rank raised.
+            where: step and batch of the error.
 
         Returns:
-            True if it is the first, so that the user must see it; False if it follows from another rank's.
+            True if this rank failed first, so the user must see its error. False if another rank's failure caused it.
         """
         if self.reported or self.follows:
             return self.reported
         if isinstance(error, SystemExit) and not error.code:
-            # An orderly end, which every rank reaches by itself; if one does not, the others can name who has left.
-            self._answer(f"left with exit code 0{', at ' + where if where else ''}")
+            # A clean exit, which every rank reaches on its own. If one does not, it can name the ranks that exited.
+            self._answer(f"exited with code 0{', at ' + where if where else ''}")
             return True
         self._answer("was " + _place(traceback.extract_tb(error.__traceback__)))
         lost = is_lost(error)
@@ -168,13 +173,13 @@ class FirstFailure:
         place = f"rank {self.rank}{', ' + where if where else ''}"
         text = f"{place}: {traceback.format_exception_only(error)[0].strip()}"
         if heard is None:
-            # The agent says it, once for all ranks of this machine.
+            # The agent prints it once for all ranks of this machine.
             _write_error_file(text, error, lost, [], STORE_GONE)
         if heard is not False:
             self.follows = True
             return False
         first = self._is_first = self._claim(text, lost)
-        # The agent reports how a rank ended that wrote no error.
+        # For a rank that wrote no error, the agent reports how it ended.
         self.reported = first and not (lost and AGENT in os.environ)
         self.follows = not self.reported
         silent, words = self._others() if first and (lost or is_time_out(error)) else ([], "")
@@ -185,9 +190,9 @@ class FirstFailure:
         return self.reported
 
     def close(self) -> None:
-        """Ends the thread, before the store goes; the rank that holds it waits until nobody looks any more."""
+        """Ends the thread before the store closes. The rank that hosts the store waits until no rank polls it."""
         if self._looks and not (self.reported or self.follows):
-            self._answer("left before the others, in order")
+            self._answer("exited cleanly before the others")
         self.end_run()
         self._done.set()
         self._thread.join(ANSWER)
@@ -201,12 +206,12 @@ class FirstFailure:
         return self._limited.call(ANSWER, getattr(self._store, name), *args)
 
     def _answer(self, text: str) -> None:
-        """Writes down where this rank is, for the one that failed first; the first answer counts."""
+        """Publishes this rank's location for the rank that failed first. The first answer wins."""
         with suppress(RuntimeError):
             self._ask("compare_set", f"answer/{self.rank}", "", text)
 
     def _others(self) -> tuple[list[int], str]:
-        """Which ranks do not answer, and where each of the others is, in words."""
+        """Returns the ranks that do not answer, and a description of where every rank is."""
         found: dict[int, str] = {}
         awaited = [rank for rank in range(self.size) if rank != self.rank]
 
@@ -226,13 +231,13 @@ class FirstFailure:
         words = [f"{ranks_in_words(ranks)} {answer}" for answer, ranks in list(places.items())[:8]]
         if awaited:
             silent = (
-                "does not answer, so it has ended or is stopped"
+                "does not answer: it has exited or is stopped"
                 if len(awaited) == 1
-                else "do not answer, so they have ended or are stopped"
+                else "do not answer: they have exited or are stopped"
             )
             words.insert(0, f"{ranks_in_words(awaited)} {silent}")
         if self._limited.is_stuck:
-            words = ["nobody answers, since the store is in rank 0, which has ended or is stopped"]
+            words = ["no rank can answer: rank 0, which hosts the store, has exited or is stopped"]
             awaited = [0] if self.rank != 0 else []
         return awaited, "; ".join(words)
 
@@ -246,14 +251,14 @@ class FirstFailure:
         except Unanswered:
             return True
         except RuntimeError:
-            # The store is gone with rank 0; an error of this rank's own is shown all the same.
+            # The store died with rank 0. Show this rank's error anyway if it is its own.
             return not lost
 
     def _another_failed(self, seconds: float) -> bool | None:
-        """Waits for a failed rank to say why: its lost connection is noticed earlier than its message.
+        """Waits for another rank to report its failure. A lost connection is noticed before that report arrives.
 
         Returns:
-            None if the store is gone, so that nobody can say.
+            Whether a rank has reported. None if the store has died, so it is unknown.
         """
         try:
             return until(lambda: bool(self._ask("check", [KEY])), seconds, most=0.05)
@@ -270,10 +275,10 @@ class FirstFailure:
                 if failed and not self._is_first:
                     self._watched.compare_set(f"answer/{self.rank}", "", "is " + _place_of_main_thread())
             except RuntimeError:
-                # Without a store nothing can be reported, and collectives fail by themselves.
+                # Without a store nothing can be reported, and collectives fail on their own.
                 return
             if failed:
-                # The first one asks the others, and leaves by itself.
+                # The rank that failed first asks the others, and exits on its own.
                 if not self._done.wait(0.0 if self._is_first else GRACE) and not self._is_first:
                     self.end_run()
                     sys.stdout.flush()
@@ -282,7 +287,7 @@ class FirstFailure:
                 return
 
     def _at_exit(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Reports an error outside of any run, which ends the script, as one within a run."""
+        """Reports an uncaught error that ends the script outside of a run, in the same way as one inside a run."""
         if self.report(error):
             self._hook(kind, error, trace)
 
@@ -294,7 +299,7 @@ def _place_of_main_thread() -> str:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """The innermost line that is not torch's or Python's own."""
+    """Describes the innermost frame that belongs neither to a library nor to Python."""
     own = [frame for frame in stack if not any(part in frame.filename for part in FOREIGN)] or list(stack)
     if not own:
         return "outside of Python"
@@ -303,7 +308,7 @@ def _place(stack: traceback.StackSummary) -> str:
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Ends this process with status 1 if the block takes longer, even if it waits in C and holds the GIL."""
+    """Exits this process with status 1 if the block takes longer, even while C code holds the GIL."""
     sys.stdout.flush()
     sys.stderr.flush()
     with open(os.devnull, "w") as nowhere:
@@ -315,12 +320,12 @@ def ended_after(seconds: float) -> Iterator[None]:
 
 
 def is_time_out(error: BaseException) -> bool:
-    """True for what gloo, NCCL and the store say when another rank has not answered for as long as the time-out."""
+    """Returns True for the errors of gloo, NCCL and the store about a peer that exceeded their timeout."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIME_OUTS)
 
 
 def is_lost(error: BaseException) -> bool:
-    """True for errors that another rank reported, or that its end causes in this one's collectives."""
+    """Returns True for errors that another rank reported, or that its exit caused in this rank's collectives."""
     from torch.distributed import DistNetworkError
 
     text = str(error)
@@ -332,23 +337,23 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _show(error: BaseException, place: str, others: str) -> None:
-    """Adds to the error which rank it was and where the others were."""
+    """Notes on the error which rank raised it and where the others were."""
     of_these = f" Of these, {others}" if others else ""
-    add_note(error, f"leyden: this was {place}; the other ranks are ended.{of_these}")
+    add_note(error, f"leyden: raised on {place}; the other ranks were terminated.{of_these}")
     if isinstance(error, SystemExit) and not (starts_again() and error.code == GIVEN_UP):
-        # Python shows nothing of it, not even a note.
-        print(f"leyden: {place} left with exit code {error.code}; all ranks are ended.", file=sys.stderr)
+        # Python prints nothing for a SystemExit, not even its notes.
+        print(f"leyden: {place} exited with code {error.code}; all ranks were terminated.", file=sys.stderr)
 
 
 def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[int], others: str) -> None:
-    """Writes what the agent reads to find the rank that failed first.
+    """Writes the file from which the agent finds the rank that failed first.
 
     Args:
         text: the error in one line.
         error: the error.
-        lost: it only follows from the end of another rank.
+        lost: True if the error only follows from another rank's exit.
         silent: ranks that did not answer.
-        others: where each of the others is, in words.
+        others: description of where the other ranks were.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -360,23 +365,23 @@ def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[
 
 
 def leave_stdin_to_rank_0(rank: int) -> None:
-    """Ranks of one agent share its standard input, where a breakpoint of rank 0 reads; the others find it empty."""
+    """Replaces standard input by an empty one, except on rank 0, so a breakpoint on rank 0 reads the agent's input."""
     if rank > 0 and AGENT in os.environ:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
 
 
 def end_with_parent() -> None:
-    """Kills this rank when its agent is killed. Linux only; elsewhere ranks end at their next collective."""
+    """Has the kernel kill this rank when its agent dies. Linux only; elsewhere ranks exit at their next collective."""
     if not sys.platform.startswith("linux") or not (os.environ.get(STARTER) or os.environ.get("TORCHELASTIC_RUN_ID")):
         return
     set_death_signal = 1
     with_libc: Callable[..., int] = ctypes.CDLL(None).prctl
     with_libc(set_death_signal, signal.SIGKILL)
     agent, parent = os.environ.get(AGENT, ""), multiprocessing.parent_process()
-    # Not getppid, which is another process's number under "forkserver".
+    # Not getppid, which returns the fork server under "forkserver".
     starter = None if parent is None or not os.path.isdir("/proc/self") else parent.pid
     is_gone = starter is not None and started(starter) in ("0", "gone")
     if is_gone or (agent.isdigit() and not is_running(int(agent))):
-        # It died before this call.
+        # The agent died before this call.
         os._exit(1)

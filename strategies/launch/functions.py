@@ -1,4 +1,4 @@
-"""Ranks that run a function of this process: spawned or forked, for notebooks, interactive sessions and tests."""
+"""Runs a function on spawned or forked ranks, for notebooks, interactive sessions and tests."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from leyden.strategies.launch.tries import Tries, tries
 from leyden.strategies.launch.watchdog import Watchdog
 
 PATIENCE = 10.0
-"""Seconds in which the others may end by themselves after one rank has failed."""
+"""Seconds that the other ranks have to exit on their own after one has failed."""
 
 
 class RankTrace(Exception):
-    """The traceback of an error on a rank, as its cause."""
+    """Carries the traceback of an error on a rank, as the error's `__cause__`."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def run_function(start_method: str, count: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` on so many ranks of this machine.
+    """Calls `function(*args)` on several ranks of this machine.
 
     Args:
-        start_method: "spawn" (everything is pickled, the script's module imported anew), "fork" or "notebook" (both
-            fork), or "xla", by torch_xla, which counts its devices itself.
-        count: ranks.
-        function: called on each, with the variables of its rank set.
-        *args: its arguments.
+        start_method: "spawn" pickles everything and imports the script's module again, "fork" and "notebook" fork, and
+            "xla" uses torch_xla, which counts its devices itself.
+        count: number of ranks.
+        function: function that each rank calls, with the rank's environment variables set.
+        *args: the function's arguments.
 
     Returns:
-        What it returned on rank 0; tensors as copies on the CPU.
+        The value that rank 0 returned, with tensors copied to the CPU.
 
     Raises:
-        ConfigurationError: if CUDA is in use already, and would have to be forked.
-        BaseException: the error of the first rank that failed.
+        ConfigurationError: if ranks would be forked after CUDA was initialized.
+        BaseException: the error of the first rank to fail.
     """
     if start_method == "xla":
         from leyden.strategies.launch.xla import run_on_devices
@@ -59,7 +59,7 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
         _check_fork()
     handed: Any = (function, args)
     if start_method == "spawn":
-        # As bytes: multiprocessing would put the module's parameters into memory that all ranks share and step in.
+        # As bytes: multiprocessing would move the parameters into shared memory, which every rank would update.
         handed = packed_for("spawn", handed, "strategy='ddp_fork'")
     with tries() as tried:
         while True:
@@ -72,19 +72,18 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
 
 def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     context: Any = multiprocessing.get_context("spawn" if start_method == "spawn" else "fork")
-    # Ranks may connect at once, but the store serves them only after all have started: a process that forks should not
-    # have a thread of a store.
+    # Ranks may connect immediately, but the store, which has a thread, opens only after the last fork.
     listener = listen()
     port = listener.getsockname()[1]
     ranks: list[tuple[Any, Any]] = []
     watchdog = Watchdog(count, lambda hang: None)
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
-        # Forked ranks inherit the listener and close it, so that the port closes with this process.
+        # Forked ranks inherit the listener and close it, so the port closes with this process.
         own = listener if start_method != "spawn" else None
         variables = {
             **RankEnvironment(rank, rank, count, count, address=(LOOPBACK, port)).variables(),
-            # The store is in this process.
+            # The store lives in this process.
             AGENTS_STORE: "True",
             **gloo_on_loopback(),
             STARTER: start_method,
@@ -97,7 +96,7 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
         ranks.append((process, receiver))
     store = store_on(listener)
     try:
-        # From here on: a process that forks should have no thread of ours.
+        # Only now, since the watchdog has a thread too.
         with watchdog:
             return _Watch(ranks, watchdog).result()
     finally:
@@ -106,13 +105,13 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
 
 def _check_fork() -> None:
     if not hasattr(os, "fork"):
-        raise ConfigurationError("this system cannot fork: use strategy='ddp_spawn'.")
+        raise ConfigurationError("this operating system cannot fork. Use strategy='ddp_spawn'.")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(CUDA_IN_USE)
 
 
 class _Watch:
-    """Waits for all ranks; the first error is raised, the others are ended."""
+    """Waits for all ranks. Raises the first error, and ends the other ranks."""
 
     def __init__(self, ranks: list[tuple[Any, Any]], watchdog: Watchdog) -> None:
         self.watchdog = watchdog
@@ -120,13 +119,13 @@ class _Watch:
         self.open = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
         self.answer: bytes | None = None
         self.failure: tuple[int, Any] | None = None
-        """Rank, and its error, or the exit code of one that gave none."""
+        """The rank that failed first, with its error, or with its exit code if it sent no error."""
 
     def result(self) -> Any:
         try:
             self._wait()
         except KeyboardInterrupt:
-            # In a notebook only this process gets the signal. Each rank ends its run in order, and raises it again.
+            # In a notebook only this process receives the signal. Each rank stops its run cleanly and raises it again.
             for process in self.processes:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGINT)
@@ -162,7 +161,7 @@ class _Watch:
         if kind == "returned":
             self.answer = value if rank == 0 else self.answer
         elif self.failure is None or (self.failure[1] == 1 and value != 1):
-            # One that left with 1 and no word only followed another's failure.
+            # A rank that exited with 1 and sent no error only followed another rank's failure.
             self.failure = (rank, value)
 
     def _raise(self, rank: int, value: Any) -> None:
@@ -174,11 +173,11 @@ class _Watch:
             raise error from RankTrace(trace)
         if isinstance(value, int) and value < 0:
             raise LeydenError(killed_in_words(rank, -value))
-        raise LeydenError(f"rank {rank} ended with exit code {value}, and all ranks with it.")
+        raise LeydenError(f"rank {rank} exited with code {value}; all ranks were terminated.")
 
 
 def _end(processes: list[Any], patience: float) -> None:
-    """Ends the processes that are left."""
+    """Waits for the processes, and kills those that are still running after `patience` seconds."""
     deadline = time.monotonic() + patience
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -194,9 +193,9 @@ def _rank(sender: Any, variables: dict[str, str], handed: Any, listener: socket.
     if listener is not None:
         listener.close()
     if hasattr(os, "setpgrp"):
-        # Ctrl-C in a terminal reaches the caller alone, which passes it on once.
+        # Ctrl-C in a terminal then reaches the caller alone, which forwards it once.
         os.setpgrp()
-    # A forked OpenMP has lost its threads, and would wait for them.
+    # OpenMP's threads do not survive a fork; it would wait for them.
     torch.set_num_threads(1 if variables[STARTER] != "spawn" else threads_each(count))
     try:
         function, args = unpacked(handed) if isinstance(handed, bytes) else handed
@@ -208,48 +207,53 @@ def _rank(sender: Any, variables: dict[str, str], handed: Any, listener: socket.
         _end_other_ranks(error)
         text = f"{type(error).__name__} on rank {rank}: {error}"
         sender.send(("raised", (_pack(error), text, traceback.format_exc())))
-        # The caller knows the cause, and reports it.
+        # The caller received the error and reports it.
         sys.exit(1)
     sender.send(answer)
     sender.close()
 
 
 def _end_other_ranks(error: BaseException) -> None:
-    """Ends the others, which may wait for this one where nothing else would wake them."""
+    """Ends the other ranks, which may wait for this one in a call that nothing else would wake."""
     group = sys.modules.get("leyden.strategies.process_group")
     if group is not None:
         group.end_all_ranks(error)
 
 
 def packed_for(start_method: str, handed: Any, instead: str) -> bytes:
-    """Packs what ranks are handed.
+    """Serializes what is passed to ranks.
+
+    Args:
+        start_method: the start method, for the message.
+        handed: the value to serialize.
+        instead: alternative that the message suggests.
 
     Raises:
-        ConfigurationError: if it cannot be pickled; suggests what to use instead.
+        ConfigurationError: if the value cannot be pickled.
     """
     try:
         return packed(handed)
     except Exception as error:
         raise ConfigurationError(
-            f"start_method={start_method!r} must pickle the Trainer, the module and the loaders, and could not: "
-            f"{error}. Define classes and functions at the top of a file that can be imported, or use {instead}."
+            f"start_method={start_method!r} could not pickle the Trainer, the module and the loaders: {error}. Define "
+            f"classes and functions at the top level of an importable file, or use {instead}."
         ) from error
 
 
 def packed(value: Any) -> bytes:
-    """Packs what a rank receives or returns."""
+    """Serializes a value that a rank receives or returns."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def unpacked(data: bytes) -> Any:
-    """Unpacks what `packed` returned, with tensors on the CPU: on another process's GPU they would take memory."""
+    """Deserializes the bytes of `packed`. Tensors arrive on the CPU, to take no GPU memory."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _pack(error: BaseException) -> bytes | None:
-    """The error itself, if it can be pickled."""
+    """Returns the pickled error, or None if it cannot be pickled."""
     try:
         data = packed(error)
         unpacked(data)

@@ -1,4 +1,4 @@
-"""What a watchdog says of a hang: which rank is the odd one and where each of them is, with all stacks in a file."""
+"""The report of a hang: which rank the others wait for, where each rank is, and a file with all stacks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a watchdog has found out about one rank.
+    """A watchdog's findings about one rank.
 
     Attributes:
-        words: of its slot.
-        phase: what it is doing.
-        state: of its process.
-        threads: its stacks; None if it did not answer.
-        children: those of the processes that it has started.
+        words: the words of its slot.
+        phase: its phase.
+        state: state of its process, from /proc.
+        threads: its threads' stacks. None if it did not answer.
+        children: the stacks of its child processes, by process ID.
     """
 
     words: Sequence[int]
@@ -60,7 +60,7 @@ class Sight:
 
     @property
     def main(self) -> Thread | None:
-        """Its main thread."""
+        """The main thread, or None if the rank did not answer."""
         threads = self.threads or ()
         return next((thread for thread in threads if thread.ident == self.words[THREAD]), next(iter(threads), None))
 
@@ -70,7 +70,7 @@ class Sight:
 
     @property
     def is_debugged(self) -> bool:
-        """True if a debugger holds it: one in Python, or one attached from outside."""
+        """True if a debugger has paused it, inside Python or attached from outside."""
         tracer = status_of(self.process).get("TracerPid", "0")
         return tracer != "0" or any(thread.is_debugged for thread in self.threads or ())
 
@@ -80,17 +80,17 @@ class Sight:
 
     @property
     def where(self) -> str:
-        """Its place in the run."""
+        """Step, epoch, batch and phase, for a message."""
         batch = self.words[BATCHES] - self.words[EPOCH_BEGAN]
         return f"step {self.words[STEP]} (epoch {self.words[EPOCH]}, batch {batch}), {PHASES[self.phase]}"
 
     def words_for(self) -> str:
-        """What the rank does, in words that follow its number."""
+        """Describes what the rank is doing, in words that follow "rank 3, at step 7, "."""
         if self.is_stopped:
-            return f"is stopped (/proc says {self.state}: somebody has sent it SIGSTOP, and SIGCONT continues it)"
+            return f"is stopped (state {self.state} in /proc: something sent it SIGSTOP; SIGCONT resumes it)"
         main = self.main
         if main is None:
-            return f"does not answer{f' (/proc says {self.state})' if self.state else ''}"
+            return f"does not answer{f' (state {self.state} in /proc)' if self.state else ''}"
         if main.collective:
             return f"waits for the others in {main.collective}, {main.place}"
         if main.loads and self.children:
@@ -103,13 +103,13 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A job that makes no progress.
+    """A job that has stopped making progress.
 
     Attributes:
-        sights: what is known of its ranks on this machine.
-        seconds: for how long.
-        ended: says what is ended.
-        file: the report with all stacks; None if it could not be written.
+        sights: the findings about its ranks on this machine.
+        seconds: time without progress.
+        ended: sentence that says which processes are terminated. "" if the hang is only reported.
+        file: the report with all stacks. None if it could not be written.
     """
 
     sights: Sequence[Sight]
@@ -119,13 +119,13 @@ class Hang:
 
     @classmethod
     def reported(cls, sights: Sequence[Sight], seconds: float, ended: str, folders: Sequence[str]) -> Hang:
-        """Makes the report of a hang, in the first of some folders that can be written to."""
+        """Creates a hang and writes its report to the first writable folder."""
         hang = cls(sights, seconds, ended)
         return replace(hang, file=report(hang, folders))
 
     @property
     def odd(self) -> list[Sight]:
-        """The ranks that the others wait for; none if all of them wait, and all if nobody can tell."""
+        """The ranks that the others wait for. Empty if all ranks wait, and all of them if it cannot be determined."""
         sights = self.sights
         foremost = max(sight.words[BATCHES] for sight in sights)
         places = [(sight.collective, str(sight.main.place if sight.main is not None else "")) for sight in sights]
@@ -144,7 +144,7 @@ class Hang:
 
     @property
     def waits(self) -> bool:
-        """True if every rank here waits for one that is not here."""
+        """True if every rank on this machine waits for a rank elsewhere."""
         return not self.odd
 
     def __str__(self) -> str:
@@ -157,14 +157,14 @@ class Hang:
         if not odd and len({sight.collective for sight in others}) > 1:
             parts.append("they wait for each other in different collectives")
         elif not odd:
-            parts.append("no rank here is the cause: one that cannot be seen from here has stopped or gone")
+            parts.append("the cause is not on this machine: a rank elsewhere is stopped or has gone")
         file = f"Every stack is in {self.file}." if self.file is not None else ""
         said = f"no progress for {self.seconds:.0f} s (hang_timeout): {'; '.join(parts)}."
         return " ".join(part for part in (said, self.ended, file) if part)
 
 
 def _waiting(sights: Sequence[Sight], for_somebody: bool) -> Iterator[str]:
-    """Which ranks wait, and in which collective; without somebody that they wait for, at which step, too."""
+    """Describes which ranks wait and in which collective. If it is unknown for whom, adds their step."""
     for collective in dict.fromkeys(sight.collective for sight in sights):
         alike = [sight for sight in sights if sight.collective == collective]
         wait = "wait" if len(alike) > 1 else "waits"
@@ -174,14 +174,14 @@ def _waiting(sights: Sequence[Sight], for_somebody: bool) -> Iterator[str]:
 
 
 def report(hang: Hang, folders: Sequence[str]) -> Path | None:
-    """Writes a hang down in the run's folder, or in the temporary one if that cannot be written to.
+    """Writes the report of a hang to the run's folder, or to the temporary folder if that is not writable.
 
     Args:
-        hang: what was found.
-        folders: where the ranks want it.
+        hang: the hang.
+        folders: the run's folder on each rank.
 
     Returns:
-        The file; None if there is none.
+        Path of the report, or None if it could not be written.
     """
     name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{platform.node() or 'host'}-{os.getpid()}.txt"
     text = "\n".join(_lines(hang)) + "\n"
@@ -213,7 +213,7 @@ def _lines(hang: Hang) -> list[str]:
 
 
 def _proc_lines(sight: Sight) -> list[str]:
-    """What the kernel says of it: its state, and what it waits for."""
+    """Returns the kernel's view of the process: its state, and what it waits for."""
     found = [f"  state {sight.state}"] if sight.state else []
     for name in ("wchan", "syscall", "stack"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Signs of life: each rank stores how far it is in memory that it shares with its watchdog (`watchdog.py`).
+"""Heartbeats: each rank writes its progress to memory that it shares with its watchdog (`watchdog.py`).
 
-A training batch costs a rank two stores of a word, and no call. Whatever is not a training batch has a phase of its
-own, which the rank marks when it enters it.
+A training batch costs a rank two word-sized stores and no call. Everything else is a phase, which the rank marks on
+entry.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from leyden.strategies.launch.environment import is_running
 from leyden.strategies.launch.stacks import StackFile
 
 HEARTBEATS = "LEYDEN_HEARTBEATS"
-"""Set by who starts ranks: the path of the memory that it shares with them."""
+"""Path of the shared memory. Set by the launcher."""
 AUTO = 0
-"""Stands for a limit that follows the slowest recent batch."""
+"""Marks a limit that adapts to the slowest recent batch."""
 
-# The words of a slot. The first two are what a training batch stores.
+# The words of a slot. A training batch stores the first two.
 BATCHES, STEP, MARKS, PHASE, EVALUATED, EPOCH, EPOCH_BEGAN, FIT_BEGAN, PROCESS, RANK, THREAD, LIMIT = range(12)
 WORDS = 16 * 8
 TEXT = 960
@@ -32,8 +32,10 @@ SLOT = WORDS + 2 * TEXT
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing. `FIRST` is what a watchdog makes of the first batches of a fit, and `LOOP` is a loop of the
-    user's own between two passes over its loaders.
+    """What a rank is doing.
+
+    A watchdog reads `TRAINING` as `FIRST` during the first batches of a fit. `LOOP` is a user's custom loop between two
+    passes over its loaders.
     """
 
     OUTSIDE = 0
@@ -51,10 +53,10 @@ class Phase(enum.IntEnum):
 
 
 class Slot:
-    """The shared memory of one rank.
+    """One rank's part of the shared memory.
 
     Args:
-        memory: of all ranks of this machine.
+        memory: the memory of all ranks on this machine.
         number: local rank.
     """
 
@@ -65,12 +67,12 @@ class Slot:
 
     @property
     def beats_here(self) -> bool:
-        """True if a run of this process beats in it: another run here is within one of its hooks."""
+        """True if a run of this process already uses the slot, so a new run must be nested in one of its hooks."""
         return self.words[PROCESS] == os.getpid() and self.words[PHASE] != Phase.OUTSIDE
 
     @property
     def stacks(self) -> str:
-        """Path of the file that the rank's stacks are to be written to; the watchdog's."""
+        """Path of the watchdog's file to which the rank appends its stacks."""
         return _text(self._stacks)
 
     @stacks.setter
@@ -79,7 +81,7 @@ class Slot:
 
     @property
     def folder(self) -> str:
-        """Where the run wants a report."""
+        """The run's folder for reports of hangs."""
         return _text(self._folder)
 
     @folder.setter
@@ -88,10 +90,10 @@ class Slot:
 
 
 class SharedSlots:
-    """The memory that a watchdog shares with so many ranks. It has no name that could be left behind.
+    """The memory that a watchdog shares with its ranks. It is anonymous, so nothing can be left behind.
 
     Args:
-        count: ranks.
+        count: number of ranks.
     """
 
     def __init__(self, count: int) -> None:
@@ -105,16 +107,17 @@ class SharedSlots:
             self.stacks.append(file)
 
     def close(self) -> None:
-        """Gives the memory up; ranks that still have it keep it until they end."""
+        """Closes the memory. Ranks that have mapped it keep it until they exit."""
         for file in (self._file, *self.stacks):
             file.close()
 
 
 class Heartbeat:
-    """This rank's signs of life. Until a watchdog is there they are stored where nobody looks.
+    """This rank's heartbeat. Without a watchdog it writes to private memory.
 
     Attributes:
-        words: a training loop stores its batches in `words[BATCHES]`, and its steps in `words[STEP]`.
+        words: the words of the slot. A training loop stores its batch count in `words[BATCHES]` and its step count in
+            `words[STEP]`.
     """
 
     def __init__(self) -> None:
@@ -126,17 +129,17 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, slot: Slot, rank: int, limit: int, folder: str) -> Iterator[None]:
-        """Beats in a slot during the block.
+        """Writes to a slot during the block.
 
         Args:
-            slot: of this rank.
-            rank: over all machines.
-            limit: milliseconds that a training batch may take; AUTO for a limit that follows the slowest recent one.
-            folder: where a report is wanted.
+            slot: this rank's slot.
+            rank: global rank.
+            limit: time limit of a training batch in milliseconds. AUTO adapts it to the slowest recent batch.
+            folder: folder for reports of hangs.
         """
         own, words = self.words, slot.words
+        # True for a run inside a hook of another run.
         is_inner = slot.beats_here
-        # A run within a hook of another run.
         before, place = words.tolist(), slot.folder
         words[RANK], words[PROCESS] = rank, os.getpid()
         words[THREAD] = threading.main_thread().ident or 0
@@ -168,7 +171,7 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Marks a phase for the block, and restores the one before."""
+        """Marks a phase for the block, then restores the previous one."""
         before = Phase(self.words[PHASE])
         self.mark(phase)
         try:
@@ -177,16 +180,16 @@ class Heartbeat:
             self.mark(before)
 
     def begin_fit(self, batches: int) -> None:
-        """Begins or continues training after this many batches: the first ones may take long."""
+        """Starts or continues training after this many batches. The next ones may take long."""
         self.words[FIT_BEGAN] = self.words[BATCHES] = batches
 
     def begin_epoch(self, epoch: int, batch: int, batches: int, step: int) -> None:
-        """Begins the batches of an epoch.
+        """Starts the batches of an epoch.
 
         Args:
-            epoch: from 0.
-            batch: batches of it that are done.
-            batches: those of all epochs.
+            epoch: index of the epoch.
+            batch: number of batches done in this epoch.
+            batches: number of batches done in all epochs.
             step: the global step.
         """
         words = self.words
@@ -195,10 +198,10 @@ class Heartbeat:
         self.mark(Phase.TRAINING)
 
     def _mark_compiles(self) -> None:
-        """Has torch.compile mark a phase of its own while it compiles, even in the middle of a training."""
+        """Has torch.compile mark the phase COMPILING while it compiles, even in the middle of an epoch."""
         dynamo = sys.modules.get("torch._dynamo.callback")
         if dynamo is None or self._compiles is not None:
-            # Nothing is compiled before the module is imported.
+            # Nothing can compile before this module has been imported.
             return
         handler, before = dynamo.callback_handler, [Phase.SETUP]
 
@@ -219,9 +222,9 @@ class Heartbeat:
 
 
 def slot_of_watchdog(local_rank: int) -> Slot | None:
-    """This rank's slot in the memory of who started it, or of this process's own watchdog; None where there is none.
+    """Returns this rank's slot in the memory of its launcher or of this process's own watchdog, or None.
 
-    A process that a rank has started inherits the variable, and not the slot.
+    A child process of a rank inherits the environment variable but does not own the slot.
     """
     path = os.environ.get(HEARTBEATS)
     if not path:
@@ -231,7 +234,7 @@ def slot_of_watchdog(local_rank: int) -> Slot | None:
             memory = mmap.mmap(file.fileno(), 0)
     except (OSError, ValueError):
         return None
-    # A process that watches itself has one slot, whatever its rank.
+    # A process that watches itself has a single slot, whatever its rank.
     number = 0 if len(memory) == SLOT else local_rank
     if len(memory) < (number + 1) * SLOT:
         return None
@@ -241,7 +244,7 @@ def slot_of_watchdog(local_rank: int) -> Slot | None:
 
 
 def _nameless() -> tuple[Any, str]:
-    """Returns a file in memory and a path by which other processes can open it; a temporary file where not on Linux."""
+    """Returns an anonymous file and a path for other processes to open it. Outside Linux, a temporary file."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("leyden")
         return open(number, "w+b", buffering=0), f"/proc/{os.getpid()}/fd/{number}"

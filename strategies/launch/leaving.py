@@ -1,4 +1,4 @@
-"""Exit statuses with which ranks end in order: a rank notes its own, and the agent that started it exits with it."""
+"""Exit codes of ranks that exit cleanly: a rank notes its code in a file, and its agent exits with the same code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Set by the agent: where a rank writes its error, in a folder of its own."""
+"""Set by the agent: path of the rank's error file, in a folder of its own."""
 NAME = "left-with"
-"""The file beside it that holds the exit status."""
+"""Name of the file next to it that holds the exit code."""
 
 
 def note_exit(code: int) -> None:
-    """Notes the exit status with which this rank is about to leave; without an agent it does nothing."""
+    """Notes the code that this rank is about to exit with. A no-op without an agent."""
     note = _note()
     if note is not None:
         with contextlib.suppress(OSError):
@@ -21,7 +21,7 @@ def note_exit(code: int) -> None:
 
 
 def has_noted_exit() -> bool:
-    """True if this rank has noted its exit status."""
+    """Returns True if this rank has noted its exit code."""
     note = _note()
     return note is not None and note.is_file()
 
@@ -32,11 +32,11 @@ def _note() -> Path | None:
 
 
 class ExitNotes:
-    """The notes of the ranks that an agent is about to start.
+    """Reads the exit codes that an agent's ranks have noted.
 
     Args:
-        folder: the agent's folder of logs, in which each rank of each attempt has one. Those of earlier launches are
-            passed over.
+        folder: the agent's log folder, with a subfolder for each rank of each attempt. Notes that already exist are
+            ignored; they belong to earlier launches.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -44,7 +44,7 @@ class ExitNotes:
         self._earlier = set(self._notes())
 
     def code(self) -> int | None:
-        """The exit status that a rank has noted; None if none has."""
+        """Returns the exit code that a rank has noted, or None."""
         for note in self._notes():
             if note not in self._earlier:
                 with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How the ranks of one machine meet under torch's elastic engine: in a store of the agent, on the loopback device."""
+"""The rendezvous of a single machine: a store in the agent, on the loopback device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ NAME = "leyden-loopback"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single agent. torch's "c10d" unpickles what it reads in a store that every interface reaches;
-    here nothing is unpickled, and nobody outside of this machine reaches it.
+    """The rendezvous of a single agent.
 
-    The store lives in the agent, so it outlives every rank, and answers while one of them is stopped.
+    torch's "c10d" backend unpickles data from a store that listens on every interface. This one unpickles nothing, and
+    its store is reachable from this machine only. The store lives in the agent, so it outlives every rank and answers
+    even while a rank is stopped.
 
     Args:
-        run_id: of the launch.
-        port: of the store; 0 for any that is free.
+        run_id: ID of the launch.
+        port: port of the store. 0 picks a free one.
     """
 
     def __init__(self, run_id: str, port: int) -> None:
@@ -42,7 +43,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # A new store for each start: ranks that are started again must not read the addresses of those before them.
+        # A new store for each start, so restarted ranks do not read the addresses of their predecessors.
         self._store = None
         self._store = store_on(listen(self._port))
         return RendezvousInfo(
@@ -53,7 +54,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """True: no other agent can join."""
+        """Does nothing: no other agent can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -74,7 +75,7 @@ def register() -> str:
     """Registers this rendezvous with torch's engine.
 
     Returns:
-        The name by which a LaunchConfig asks for it.
+        The backend name to use in a LaunchConfig.
     """
     rendezvous_handler_registry.register(NAME, _handler)
     return NAME

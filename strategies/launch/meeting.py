@@ -1,4 +1,4 @@
-"""How ranks meet: one store for all, on the loopback device if they share a machine; an error names who is missing."""
+"""How ranks meet: in one shared store, on the loopback device if they share a machine. Errors name missing ranks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable: "True" if the store at MASTER_ADDR belongs to the starter of the ranks, else "False"."""
+"""torch's variable: "True" if the launcher hosts the store at MASTER_ADDR, else "False"."""
 SAID_AFTER = 6.0
-"""Seconds after which a rank says whom it waits for."""
+"""Seconds of waiting after which a rank prints which ranks are missing."""
 STORE_OPENS = timedelta(minutes=5)
-"""For how long a rank looks for rank 0's store, which opens as soon as rank 0 starts its first run."""
+"""How long a rank waits for rank 0's store, which opens when rank 0 starts its first run."""
 
 
 def listen(port: int = 0) -> socket.socket:
-    """A socket on the loopback device, to which nobody outside of this machine can connect.
+    """Opens a listening socket on the loopback device, which other machines cannot reach.
 
     Args:
-        port: its port; 0 for any that is free.
+        port: port of the socket. 0 picks a free one.
     """
     return socket.create_server((LOOPBACK, port), backlog=4096)
 
 
 def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)) -> TCPStore:
-    """A store that serves the ranks of this machine. torch's own would listen on every interface.
+    """Opens a store for the ranks of this machine. torch's own would listen on every interface.
 
     Args:
-        listener: what `listen` returned; the store owns it from now on.
-        timeout: how long its own waits last.
+        listener: the socket from `listen`. The store takes ownership of it.
+        timeout: limit of the store's own waits.
     """
     return _store(LOOPBACK, listener.getsockname()[1], True, timeout, listener.detach())
 
@@ -49,7 +49,7 @@ def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)
 def _store(host: str, port: int, is_host: bool, timeout: timedelta, listener: int | None = None) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # As torch chooses: its wheels for Windows are built without.
+    # The same choice as torch's, whose Windows wheels are built without libuv.
     libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
     return TCPStore(
         host, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=listener, use_libuv=libuv
@@ -57,7 +57,7 @@ def _store(host: str, port: int, is_host: bool, timeout: timedelta, listener: in
 
 
 def gloo_on_loopback() -> dict[str, str]:
-    """Makes gloo listen on loopback alone, for ranks of one machine, unless the user has set the variable."""
+    """Returns the variable that makes gloo listen on loopback only; empty if the user has set it."""
     name = "GLOO_SOCKET_IFNAME"
     if sys.platform == "win32" or name in os.environ:
         return {}
@@ -65,18 +65,18 @@ def gloo_on_loopback() -> dict[str, str]:
 
 
 def meet(environment: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
-    """Waits until all ranks are there. After a few seconds a rank prints which ones it waits for.
+    """Waits until all ranks have joined. After a few seconds, prints which ranks are missing.
 
     Args:
-        environment: of this rank.
-        timeout: how long ranks wait for each other in a collective; here for five minutes at least, since they may
-            start one after the other.
+        environment: this rank's environment.
+        timeout: timeout of collectives. Ranks wait for each other for at least five minutes here, since they may start
+            one after another.
 
     Returns:
-        The store that they share, and whether it lives in this process.
+        The shared store, and whether it lives in this process.
 
     Raises:
-        LeydenError: if rank 0's store does not open in five minutes, a rank does not come in time, or rank 0 has ended.
+        LeydenError: if rank 0's store does not open within five minutes, a rank does not join in time, or rank 0 exits.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -86,14 +86,14 @@ def meet(environment: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]
         _await_store(environment, host, port)
     opens_here = is_host and _is_loopback(host)
     store = store_on(listen(port), timeout) if opens_here else _store(host, port, is_host, timeout)
-    # Ranks that were started again find nothing of the ones before them.
+    # A prefix per restart, so restarted ranks do not see the keys of their predecessors.
     shared = PrefixStore(f"leyden/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     _count(shared, environment, f"{host}:{port}", max(timeout, STORE_OPENS))
     return shared, is_host
 
 
 def _await_store(environment: RankEnvironment, host: str, port: int) -> None:
-    """Waits until rank 0's store can be reached."""
+    """Waits until rank 0's store accepts connections."""
     at, why = f"{host}:{port}", ""
 
     def is_open() -> bool:
@@ -106,26 +106,26 @@ def _await_store(environment: RankEnvironment, host: str, port: int) -> None:
             return False
 
     def say() -> None:
-        _say(f"{_this(environment)} waits for rank 0, whose store at {at} is not open ({why}).", environment)
+        _say(f"{_this(environment)} is waiting for rank 0, whose store at {at} is not open ({why}).", environment)
 
     if not until(is_open, STORE_OPENS.total_seconds(), say):
         raise LeydenError(
-            f"{_this(environment)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does "
+            f"{_this(environment)} waited {STORE_OPENS.total_seconds():.0f} s for rank 0, but its store at {at} did "
             f"not open ({why}). {_fix(environment)}"
         )
 
 
 def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta) -> None:
-    """Has every rank report that it is there; rank 0 waits for all, and the others for rank 0."""
+    """Announces this rank in the store. Rank 0 waits for all ranks, and the others wait for rank 0."""
     keys = [f"here/{rank}" for rank in range(environment.world_size)]
     wanted, missing = (keys if environment.rank == 0 else ["all here"]), ""
 
     def say() -> None:
         nonlocal missing
         missing = ranks_in_words([rank for rank, key in enumerate(keys) if not store.check([key])])
-        # One rank says it for all.
+        # One rank prints for all.
         if environment.rank == 0:
-            _say(f"{_this(environment)} waits at {at} for {missing}.", environment)
+            _say(f"{_this(environment)} is waiting at {at} for {missing}.", environment)
 
     try:
         store.set(keys[environment.rank], "1")
@@ -134,12 +134,12 @@ def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta
             store.set("all here", "1")
     except RuntimeError as error:
         raise LeydenError(
-            f"{_this(environment)} has lost the store at {at} before all ranks were there: rank 0, or who started it, "
-            "has ended. What it printed says why."
+            f"{_this(environment)} lost the store at {at} before all ranks had joined: rank 0, or its launcher, has "
+            "exited. Its output says why."
         ) from error
     if not all_here:
         raise LeydenError(
-            f"{_this(environment)} has waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. "
+            f"{_this(environment)} waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. "
             f"{_fix(environment)}"
         )
 
@@ -147,13 +147,13 @@ def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta
 def until(
     condition: Callable[[], bool], limit: float, say: Callable[[], None] | None = None, most: float = 0.2
 ) -> bool:
-    """Waits for a condition; returns False if it does not hold within the limit. Ctrl-C ends the wait.
+    """Polls a condition until it holds. Returns False if it does not hold within the limit. Ctrl-C ends the wait.
 
     Args:
-        condition: asked again and again.
-        limit: seconds.
+        condition: function to poll.
+        limit: time limit in seconds.
         say: called once, after `SAID_AFTER` seconds.
-        most: the longest pause between two questions, in seconds.
+        most: longest pause between two polls, in seconds.
     """
     begin, pause, wait = time.monotonic(), threading.Event(), 0.005
     while not condition():
@@ -169,7 +169,7 @@ def until(
 
 
 def _say(text: str, environment: RankEnvironment) -> None:
-    # A launcher of Leyden starts all ranks, and ends them if one ends: if they are slow there is nothing to do.
+    # Leyden's launchers start all ranks and end them if one exits, so the user need not act on a slow start.
     if STARTER not in os.environ and AGENT not in os.environ:
         print(f"leyden: {text} {_fix(environment)}", file=sys.stderr, flush=True)
 
@@ -181,13 +181,14 @@ def _this(environment: RankEnvironment) -> str:
 def _fix(environment: RankEnvironment) -> str:
     if environment.starter == "slurm":
         return (
-            "srun's variables (SLURM_PROCID, SLURM_STEP_NUM_TASKS) say so: look at what the other tasks have printed."
+            "The number of ranks comes from srun's variables (SLURM_PROCID, SLURM_STEP_NUM_TASKS). Check the output of "
+            "the other tasks."
         )
     names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     values = " ".join(f"{name}={os.environ[name]}" for name in names)
     return (
-        f"The environment says so: {values}. If nobody starts other ranks, these variables are left over: unset "
-        f"{' '.join(names)}; else look at what the other ranks have printed."
+        f"The environment sets {values}. If no launcher starts other ranks, these variables are left over: unset "
+        f"{' '.join(names)}. Otherwise check the output of the other ranks."
     )
 
 

@@ -1,4 +1,4 @@
-"""The processes of this host: which ones still run, and temporary folders that are cleared once theirs is gone."""
+"""Processes of this host: which ones are alive, and temporary folders that are deleted once their owner is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leyden.strategies.launch.environment import is_running
 
 @functools.cache
 def place() -> str:
-    """Returns a name for this host since boot, or this container, within which a process number is unique."""
+    """Returns a name for this boot of the host, or for this container, within which process IDs are unique."""
     space = ""
     with contextlib.suppress(OSError):
         space = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
@@ -27,27 +27,30 @@ def place() -> str:
 
 
 def started(pid: int) -> str:
-    """Returns when a process began, in ticks since boot, to recognise a reused number; "0" if there is no /proc."""
+    """Returns a process's start time in ticks since boot, which exposes a reused process ID.
+
+    "gone" for a process that has ended, and "0" if there is no such process or no /proc.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "0"
-    # A killed process is listed as a zombie until its parent collects its status.
+    # A dead process is listed as a zombie until its parent reaps it.
     return "gone" if fields[0] in ("Z", "X") else fields[19]
 
 
 def runs(pid: int, start: str) -> bool:
-    """Returns True unless it is certain that the process which began then has ended."""
+    """Returns True unless the process with this ID and start time has certainly ended."""
     if start != "0" and os.path.isdir("/proc/self"):
         return started(pid) == start
     if os.name == "nt":
-        # os.kill(pid, 0) would end the process on Windows.
+        # On Windows, os.kill(pid, 0) would terminate the process.
         return True
     return is_running(pid)
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Returns what /proc says about a process, by name; nothing where there is none, or no /proc."""
+    """Returns the fields of /proc/<pid>/status. Empty if there is no such process, or no /proc."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -56,7 +59,7 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes that one has started; none where the kernel does not list them."""
+    """Returns the IDs of a process's children. Empty if the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -66,29 +69,29 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the processes that one has started, and those that they have."""
+    """Returns the IDs of a process's children, grandchildren and so on."""
     found = children(pid)
     return found + [inner for child in found for inner in descendants(child)]
 
 
 def available_cpus() -> int:
-    """Returns the number of CPUs that this process may use; in a container they can be fewer than the machine has."""
+    """Returns the number of CPUs available to this process, which in a container can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_each(ranks: int) -> int:
-    """Returns the CPU threads of each of so many ranks on this machine."""
+    """Returns the number of CPU threads per rank, for a given number of ranks on this machine."""
     return max(1, available_cpus() // ranks)
 
 
 @contextlib.contextmanager
 def temporary(kind: str) -> Iterator[Path]:
-    """A folder of this process that lasts as long as the block. Those that killed processes have left are deleted.
+    """Creates a temporary folder for the block, and deletes folders that killed processes left behind.
 
     Args:
-        kind: part of its name.
+        kind: part of the folder's name.
     """
     clear_left_behind()
     owner = f"{place()}-{os.getpid()}-{started(os.getpid())}"
@@ -97,7 +100,7 @@ def temporary(kind: str) -> Iterator[Path]:
 
 
 def clear_left_behind() -> None:
-    """Deletes the temporary folders of processes of this host that are gone."""
+    """Deletes the temporary folders of this host's processes that have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"leyden-*-{place()}-*"):
         process, start = path.name.split("-")[-3:-1]
         if process.isdigit() and not runs(int(process), start):

@@ -1,4 +1,4 @@
-"""Ranks from a plain script: this process becomes the agent of torch's elastic engine, and ranks run the script."""
+"""Ranks from a script: this process becomes the agent of torch's elastic engine, and each rank runs the script."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from leyden.strategies.launch.processes import temporary, threads_each
 
 
 def obstacle() -> str | None:
-    """Why ranks cannot run this process's script again; None if they can."""
+    """Returns why ranks cannot run this process's script again, or None if they can."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
-        return "pytest runs this"
+        return "pytest is running this process"
     if is_interactive():
         return "this is an interactive session"
     if multiprocessing.parent_process() is not None:
-        return "this is a process of multiprocessing"
+        return "this process was started by multiprocessing"
     if file is None or not os.path.exists(file):
         return "there is no script file (python -c, or a script from stdin)"
     return None
 
 
 def machines_of(num_nodes: int) -> Machines:
-    """Reads NODE_RANK, MASTER_ADDR and MASTER_PORT, which a script that is started on each machine needs.
+    """Reads NODE_RANK, MASTER_ADDR and MASTER_PORT, required if the user starts the script on each machine.
+
+    Args:
+        num_nodes: number of machines.
 
     Raises:
-        ConfigurationError: if one of them is missing.
+        ConfigurationError: if a variable is missing, or out of range.
     """
     if num_nodes == 1:
         return Machines()
@@ -40,39 +43,39 @@ def machines_of(num_nodes: int) -> Machines:
     if missing or not values["NODE_RANK"].isdigit() or not values["MASTER_PORT"].isdigit():
         raise ConfigurationError(
             f"num_nodes={num_nodes}: start the script on each machine with NODE_RANK (0 to {num_nodes - 1}), "
-            "MASTER_ADDR and MASTER_PORT (of machine 0) in its "
-            f"environment{', now without ' + ' and '.join(missing) if missing else ''}; or with torchrun "
-            f"--nnodes={num_nodes}, or srun."
+            f"MASTER_ADDR and MASTER_PORT (of machine 0) in its environment"
+            f"{', which lacks ' + ' and '.join(missing) if missing else ''}; or use torchrun "
+            f"--nnodes={num_nodes} or srun."
         )
     node_rank = int(values["NODE_RANK"])
     if node_rank >= num_nodes:
-        raise ConfigurationError(f"NODE_RANK={node_rank} and num_nodes={num_nodes}: count machines from 0.")
+        raise ConfigurationError(f"NODE_RANK={node_rank} must be below num_nodes={num_nodes}. Machines count from 0.")
     return Machines(num_nodes, node_rank, values["MASTER_ADDR"], int(values["MASTER_PORT"]))
 
 
 def run_ranks(
     count: int, machines: Machines | None = None, folder: str | None = None, patience: float | None = None
 ) -> int:
-    """Runs this process's own command line on so many ranks, and waits for them.
+    """Runs this process's own command line on several ranks, and waits for them.
 
     Args:
-        count: ranks of this machine.
-        machines: where several take part.
-        folder: the working directory that the command line was given in.
-        patience: seconds that ranks have to end in order after a signal; None for torch's 30.
+        count: ranks on this machine.
+        machines: all machines of the launch. Default: this one alone.
+        folder: working directory in which the command line was entered.
+        patience: seconds that ranks have to exit cleanly after a signal. None for torch's 30.
 
     Returns:
-        The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n.
+        The exit status: 0 if all ranks succeeded, else that of the first rank to fail, with 128 + n for signal n.
 
     Raises:
-        ConfigurationError: if there is no command line that ranks could run again.
+        ConfigurationError: if ranks cannot run this command line again.
     """
     why = obstacle()
     if why is not None:
         raise ConfigurationError(
-            f"strategy='ddp' starts its ranks by running the script anew, and {why}. Use strategy='ddp_notebook' "
-            "(ranks are forked; nothing is imported anew) or 'ddp_spawn' (for classes in files that can be imported), "
-            "or put it into a script."
+            f"strategy='ddp' starts its ranks by running the script again, but {why}. Use strategy='ddp_notebook' "
+            "(forks the ranks; nothing is imported again) or 'ddp_spawn' (needs classes in importable files), or move "
+            "the code to a script."
         )
     variables = {
         STARTER: "script",

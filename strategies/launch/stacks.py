@@ -1,4 +1,4 @@
-"""Python stacks of other processes: each writes its own when it is asked by a signal, whatever its threads wait for."""
+"""Python stacks of other processes. Each dumps its own on a signal, whatever its threads are waiting for."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 from leyden.strategies.launch.processes import status_of
 
 SIGNAL: int | None = getattr(signal, "SIGURG", None)
-"""By which a process is asked. It is ignored by a process that does not expect it, and no run is preempted by it."""
+"""Requests the stacks of a process. Processes without a handler ignore it, and no scheduler preempts a run with it."""
 ANSWER = 2.0
-"""Seconds in which a process must have answered; faulthandler needs no thread, so that only a stopped one does not."""
+"""Seconds to wait for an answer. faulthandler runs in the signal handler, so only a stopped process fails to answer."""
 FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen ", "<string>")
 _ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{_ROOT / room}{os.sep}" for room in ("leyden", "trainer", "strategies", "callbacks"))
@@ -30,16 +30,16 @@ DEBUGGERS = {
     "pydevd.py": ("do_wait_suspend", "_do_wait_suspend"),
     "embed.py": ("mainloop", "__call__"),
 }
-"""Functions of debuggers in which a process waits for a person."""
+"""Debugger functions in which a process waits for user input."""
 WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/graph.py", "strategies/process_group.py")
-"""Files whose functions wait for other ranks; `backward` does, where its gradients are reduced."""
+"""Files whose functions wait for other ranks, including `backward`, which reduces gradients."""
 _HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -56,50 +56,50 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """A thread of a process; its innermost frame first."""
+    """One thread of a process. The innermost frame comes first."""
 
     ident: int
     frames: tuple[Frame, ...]
 
     @property
     def users(self) -> Frame | None:
-        """The innermost line of the user's own; None if it has none."""
+        """The innermost frame in the user's code, or None."""
         own = (frame for frame in self.frames if not any(part in frame.file for part in FOREIGN))
         return next((frame for frame in own if not frame.file.startswith(OURS)), None)
 
     @property
     def place(self) -> Frame | None:
-        """The innermost line of the user's own, or the innermost of all."""
+        """The innermost frame in the user's code, or else the innermost frame."""
         return self.users or next(iter(self.frames), None)
 
     @property
     def collective(self) -> str:
-        """The function in which it waits for other ranks; "" if it does not."""
+        """Name of the function in which the thread waits for other ranks. "" if it does not wait."""
         if not self.frames or not _is_in(self.frames[0].file, WAITING):
             return ""
         inner = [frame.function for frame in self.frames]
         files = [_is_in(frame.file, WAITING) for frame in self.frames]
         count = files.index(False) if False in files else len(files)
-        # The function that the waiting code was called by.
+        # The outermost waiting function, which the user's code called.
         name = next((name for name in reversed(inner[:count]) if name not in ("wrapper", "_call_impl")), inner[0])
         return "backward" if name in ("_engine_run_backward", "backward") else name
 
     @property
     def loads(self) -> bool:
-        """True if it waits for a loader's worker."""
+        """True if the thread is waiting for a DataLoader worker."""
         return any("torch/utils/data/" in frame.file.replace(os.sep, "/") for frame in self.frames[:12])
 
     @property
     def is_debugged(self) -> bool:
-        """True if a debugger holds it and waits for a person."""
+        """True if a debugger has paused the thread and waits for user input."""
         return any(frame.function in DEBUGGERS.get(os.path.basename(frame.file), ()) for frame in self.frames)
 
 
 class StackFile:
-    """Answers the signal with this process's stacks; forked processes, such as a loader's workers, do so too.
+    """Appends this process's stacks to a file on each signal. Forked children, such as DataLoader workers, do too.
 
     Args:
-        path: of the file that is appended to.
+        path: path of the file.
     """
 
     def __init__(self, path: str) -> None:
@@ -110,24 +110,24 @@ class StackFile:
                 faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def close(self) -> None:
-        """Stops answering."""
+        """Stops answering the signal."""
         if self._file is not None and SIGNAL is not None:
             faulthandler.unregister(SIGNAL)
             self._file.close()
 
 
 def ask(files: Mapping[int, Any]) -> dict[int, list[Thread]]:
-    """Asks processes for their stacks; those that do not answer are left out.
+    """Requests the stacks of several processes. The result omits those that do not answer.
 
     Args:
-        files: process → the file that it appends to, opened here.
+        files: maps a process ID to the file that the process appends to, open in this process.
     """
     found: dict[int, list[Thread]] = {}
     if SIGNAL is None:
         return found
     before = {}
     for process, file in files.items():
-        # A process that does not catch the signal has no stacks to give.
+        # A process without a handler for the signal cannot dump its stacks.
         if catches(process, SIGNAL):
             before[process] = os.fstat(file.fileno()).st_size
             with suppress(OSError):
@@ -147,7 +147,7 @@ def ask(files: Mapping[int, Any]) -> dict[int, list[Thread]]:
 
 
 def threads_in(text: str) -> list[Thread]:
-    """Reads what faulthandler wrote."""
+    """Parses faulthandler's output."""
     threads: list[tuple[int, list[Frame]]] = []
     for line in text.splitlines():
         head, frame = _HEAD.match(line), _FRAME.match(line)
@@ -160,13 +160,13 @@ def threads_in(text: str) -> list[Thread]:
 
 
 def catches(process: int, number: int) -> bool:
-    """True if a process has a handler for a signal; also where nobody can tell."""
+    """Returns True if a process handles a signal, or if that is unknown."""
     status = status_of(process)
     return not status or bool(int(status.get("SigCgt", "0"), 16) & 1 << number - 1)
 
 
 def lines_of(thread: Thread) -> list[str]:
-    """Formats a stack for reading, the innermost line last."""
+    """Formats a stack as Python does, with the innermost frame last."""
     lines = []
     for frame in reversed(thread.frames):
         lines.append(f'    File "{frame.file}", line {frame.line}, in {frame.function}')

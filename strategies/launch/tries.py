@@ -1,8 +1,8 @@
-"""Trying sizes until one fits, on several ranks: all of them are started again for the next size.
+"""Retries with smaller sizes on several ranks: after each failed size, the launcher restarts all ranks.
 
-A rank that gives up a size exits, but cannot end the others: they wait in a collective that nothing can interrupt, and
-what they have wrapped for the process group is useless afterwards. So whoever started the ranks ends them and starts
-them again. A file says how many sizes were given up.
+A rank that gives up a size cannot recover the others, which wait in a collective that nothing can interrupt and hold
+wrappers of a process group that is now useless. So the rank exits, and the launcher ends and restarts all of them. A
+file records how many sizes have failed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from leyden.strategies.launch.processes import temporary
 
 FILE = "LEYDEN_TRIES"
-"""Where ranks write down what they have given up; set by a launcher that starts them again."""
+"""Path of the file in which ranks record failed sizes. Set by launchers that restart ranks."""
 GIVEN_UP = 75
-"""Exit status of a rank that has given a try up ("try again", in sysexits.h)."""
+"""Exit code of a rank that gave up a size (EX_TEMPFAIL, "try again", in sysexits.h)."""
 
 
 class Tries:
-    """The tries that the ranks of a launch have given up so far, for their launcher.
+    """A launcher's view of the sizes that its ranks have given up.
 
     Args:
-        path: of the file that they write.
+        path: path of the file that the ranks write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,11 +34,11 @@ class Tries:
         self._seen = _read(path)
 
     def variables(self) -> dict[str, str]:
-        """The environment variables of the ranks."""
+        """Returns the environment variables for the ranks."""
         return {FILE: str(self.path)}
 
     def again(self) -> bool:
-        """True if ranks that have ended since the last call gave something up, so that they are to be started again."""
+        """Returns True if a size was given up since the last call, so the ranks should be restarted."""
         found = _read(self.path)
         changed, self._seen = found != self._seen, found
         return changed
@@ -46,34 +46,34 @@ class Tries:
 
 @contextmanager
 def tries() -> Iterator[Tries]:
-    """Tries whose file lasts as long as the block."""
+    """Provides `Tries` for the block, with a temporary file."""
     with temporary("tries") as folder:
         yield Tries(folder / "given-up.json")
 
 
 def starts_again() -> bool:
-    """True if the starter of this rank starts all ranks again when a try is given up."""
+    """Returns True if this rank's launcher restarts all ranks when a size is given up."""
     return FILE in os.environ
 
 
 def given_up(name: str) -> int:
-    """How many sizes were given up under this name by ranks before this one."""
+    """Returns how many sizes earlier attempts have given up under a name."""
     return _read(Path(os.environ[FILE])).get(name, 0) if starts_again() else 0
 
 
 def give_up(name: str, count: int) -> SystemExit:
-    """Writes down that so many sizes are given up.
+    """Records a failed size.
 
     Args:
-        name: the same on all ranks.
-        count: sizes that were given up, with this one.
+        name: name of the search, the same on all ranks.
+        count: number of failed sizes, this one included.
 
     Returns:
-        The exception with which the rank leaves, so that all are started again.
+        The exception to raise. The rank then exits, and the launcher restarts all ranks.
     """
     path = Path(os.environ[FILE])
     found = _read(path)
-    # Ranks that give the same size up at the same time write the same.
+    # Ranks that give up the same size at the same time write the same content.
     found[name] = max(count, found.get(name, 0))
     own = path.with_name(f"{path.name}.{os.getpid()}")
     own.write_text(json.dumps(found))
@@ -87,13 +87,12 @@ def _read(path: Path) -> dict[str, int]:
     return {}
 
 
-# Of what is tried several times by one name, in the order of the script, which is the same on all ranks and each time
-# they start.
+# How often each name has been used. The script sets the order, so it is the same on all ranks and in each attempt.
 _numbers: collections.Counter[str] = collections.Counter()
 
 
 def numbered(name: str) -> str:
-    """The name, with its number among those that this process has tried by that name.
+    """Numbers the uses of a name within this process.
 
     Example:
         >>> numbered("train"), numbered("train")

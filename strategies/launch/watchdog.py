@@ -1,8 +1,8 @@
-"""The watchdog: ends a job that makes no progress, names the rank that the others wait for, and writes all stacks down.
+"""The watchdog: ends a job that hangs, names the rank that the others wait for, and saves all stacks.
 
-It runs beside the ranks, in the process that started them, and looks at the memory in which they store their signs of
-life. So it needs nothing of a rank, which may be stopped, or wait where no thread of it can run. A process that nobody
-started has one in a thread of its own.
+It runs in the launcher, outside of the ranks, and reads the memory to which they write their heartbeats. It needs no
+cooperation from a rank, which may be stopped or blocked in a call that lets none of its threads run. A process without
+a launcher runs a watchdog in a thread of its own.
 """
 
 from __future__ import annotations
@@ -46,50 +46,50 @@ from leyden.strategies.launch.stacks import Thread, ask
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
 
-LEAST = 60.0
-"""Seconds that a training batch may take at least, where the limit follows the slowest."""
-TIMES = 10
-"""How many times as long as the slowest recent batch it may take."""
-LATE = 100
-"""How many of the last waits count as recent."""
+MIN_LIMIT = 60.0
+"""Smallest adaptive limit of a training batch, in seconds."""
+SLOWDOWN = 10
+"""The adaptive limit, as a multiple of the slowest recent batch."""
+RECENT_WAITS = 100
+"""Number of recent waits that the adaptive limit considers."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
-ASLEEP = 5.0
-"""A look that comes this many seconds too late means that this process itself was suspended."""
-OTHERS = 5.0
-"""Seconds that a waiting rank leaves the others to report themselves, where each has a watchdog of its own."""
-LONGER = {
+SUSPENDED_AFTER = 5.0
+"""If the watchdog wakes this many seconds late, it was itself suspended."""
+PEER_GRACE = 5.0
+"""Seconds that a waiting rank gives the others to report the cause, if each rank runs its own watchdog."""
+PHASE_FACTORS = {
     Phase.TRAINING: 1,
     Phase.EPOCH: 5,
     Phase.EVALUATION: 5,
     Phase.GOING_BACK: 5,
 }
-"""How many times a given limit, which is that of a training batch, a phase may take."""
-LONGEST = 30
-"""The same of all other phases; and of all but training, where the limit follows the slowest batch."""
-AT_LEISURE = (Phase.PREPARING, Phase.LOOP)
-"""Phases of which nobody but the user knows how long they take."""
-MOST_CHILDREN = 8
-"""Processes that a rank has started, whose stacks are read too."""
+"""The limit of a phase, as a multiple of the given limit of a training batch."""
+OTHER_FACTOR = 30
+"""That multiple for all other phases. With an adaptive limit, that for every phase but training."""
+UNLIMITED = (Phase.PREPARING, Phase.LOOP)
+"""Phases without a limit, since they run user code of unknown length."""
+MAX_CHILDREN = 8
+"""Number of child processes per rank whose stacks are read too."""
 
 
 class Pulse:
-    """What a watchdog has seen of one rank.
+    """A watchdog's record of one rank's heartbeat.
 
     Args:
-        slot: of the rank.
-        least: seconds that a training batch may take at least, where the limit follows the slowest.
+        slot: the rank's slot.
+        least: smallest adaptive limit of a training batch, in seconds.
 
     Attributes:
-        since: when it last stored something new, or was forgiven that it did not.
+        since: time of the last progress, or of the last `forgive`.
     """
 
-    def __init__(self, slot: Slot, least: float = LEAST) -> None:
+    def __init__(self, slot: Slot, least: float = MIN_LIMIT) -> None:
         self.slot, self._least = slot, least
         self.since = time.monotonic()
         self._seen: tuple[int, ...] = ()
         self._phase = Phase.OUTSIDE
-        """Of the last look."""
+        """The phase at the last look."""
         self._waits: dict[Phase, deque[float]] = {}
 
     @property
@@ -97,14 +97,14 @@ class Pulse:
         return self.slot.words[PROCESS]
 
     @property
-    def is_there(self) -> bool:
-        """True if a run has begun in it, and its process lives."""
+    def is_alive(self) -> bool:
+        """True if a run has begun in the slot and its process is alive."""
         process = self.process
         return process != 0 and is_running(process) and not self.state.startswith(("Z", "X"))
 
     @property
     def state(self) -> str:
-        """The state of its process as /proc has it; "" where there is none."""
+        """State of the process in /proc. "" if unknown."""
         return status_of(self.process).get("State", "")
 
     @property
@@ -117,7 +117,7 @@ class Pulse:
         return Phase.EPOCH if phase == Phase.TRAINING and words[BATCHES] == words[EPOCH_BEGAN] else phase
 
     def look(self, now: float) -> bool:
-        """True if it has stored something new since the last look."""
+        """Returns True if the rank made progress since the last look."""
         words = self.slot.words
         seen = tuple(words[number] for number in (PROCESS, BATCHES, STEP, MARKS, EVALUATED))
         if seen == self._seen:
@@ -125,28 +125,30 @@ class Pulse:
         if seen[:1] != self._seen[:1]:
             self._waits.clear()
         else:
-            self._waits.setdefault(self._phase, deque(maxlen=LATE)).append(now - self.since)
+            self._waits.setdefault(self._phase, deque(maxlen=RECENT_WAITS)).append(now - self.since)
         self._seen, self._phase, self.since = seen, self.phase, now
         return True
 
     def forgive(self, now: float) -> None:
-        """Counts the time without a sign of life from now."""
+        """Restarts the clock."""
         self.since = now
 
     def limit(self, phase: Phase) -> float:
-        """Seconds without a sign of life that are too many."""
+        """Returns how long a phase may go without progress, in seconds."""
         given = self.slot.words[LIMIT]
         if given != AUTO:
-            return given / 1000 * LONGER.get(phase, LONGEST)
-        if phase in AT_LEISURE:
-            # A download or a tokenisation takes as long as it takes.
+            return given / 1000 * PHASE_FACTORS.get(phase, OTHER_FACTOR)
+        if phase in UNLIMITED:
+            # A download or tokenization can take arbitrarily long.
             return math.inf
-        # Before the third batch is done, the first two are all that is known of batches.
-        batch = max(self._least, TIMES * (self._slowest(Phase.TRAINING) or self._slowest(Phase.FIRST)))
-        return batch if phase == Phase.TRAINING else max(LEAST * LONGEST, batch, TIMES * self._slowest(phase))
+        # Until the third batch, only the timings of the first two are available.
+        batch = max(self._least, SLOWDOWN * (self._slowest(Phase.TRAINING) or self._slowest(Phase.FIRST)))
+        return (
+            batch if phase == Phase.TRAINING else max(MIN_LIMIT * OTHER_FACTOR, batch, SLOWDOWN * self._slowest(phase))
+        )
 
     def _slowest(self, phase: Phase) -> float:
-        """Seconds of the longest recent wait in a phase; 0 before the first."""
+        """Returns the longest recent wait in a phase, in seconds. 0 before the first."""
         return max(self._waits.get(phase, ()), default=0.0)
 
     def is_overdue(self, now: float) -> bool:
@@ -157,24 +159,24 @@ class Watchdog:
     """Watches the ranks that this process starts, or this process alone.
 
     Args:
-        count: ranks.
-        say: called with what happened, once for each hang.
-        ended: says what is ended then; "" if a hang is only reported.
-        sees_all: the run has no other ranks. Those of another machine or process may compile, save or validate while
-            these wait for them.
+        count: number of ranks.
+        say: called once with each hang.
+        ended: sentence that says which processes are terminated. "" to report hangs only.
+        sees_all: False if the run has ranks on other machines, or in processes with watchdogs of their own. Those may
+            compile, save or validate while these ranks wait for them.
     """
 
     def __init__(
-        self, count: int, say: Callable[[Hang], None], ended: str = "All ranks are ended.", sees_all: bool = True
+        self, count: int, say: Callable[[Hang], None], ended: str = "All ranks were terminated.", sees_all: bool = True
     ) -> None:
         self._shared = SharedSlots(count)
-        least = LEAST if sees_all else LEAST * LONGEST
+        least = MIN_LIMIT if sees_all else MIN_LIMIT * OTHER_FACTOR
         self._pulses = [Pulse(slot, least) for slot in self._shared.slots]
-        self._say, self._words = say, ended
-        self._over = threading.Event()
+        self._say, self._outcome = say, ended
+        self._closed = threading.Event()
         self._ended: set[int] = set()
         self.hang: Hang | None = None
-        """The last one that was found."""
+        """The last hang; None before the first."""
         self._thread = threading.Thread(target=self._watch, name="leyden-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -182,100 +184,100 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(GRACE + 1)
         self._shared.close()
 
     @property
     def slot(self) -> Slot:
-        """The slot of the first rank."""
+        """Slot of local rank 0."""
         return self._shared.slots[0]
 
     def variables(self) -> dict[str, str]:
-        """The environment variables of the ranks."""
+        """Returns the environment variables for the ranks."""
         return {HEARTBEATS: self._shared.path}
 
     def has_ended(self, process: int) -> bool:
-        """True if it has ended this process, since it hung or waited for one that did."""
+        """Returns True if the watchdog terminated this process in a hang."""
         return process in self._ended
 
     # the thread -------------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._over.wait(self._pause()):
+        while not self._closed.wait(self._pause()):
             now = time.monotonic()
-            suspended, looked = now - looked > self._pause() + ASLEEP, now
-            there = [pulse for pulse in self._pulses if pulse.is_there]
-            for pulse in there:
+            suspended, looked = now - looked > self._pause() + SUSPENDED_AFTER, now
+            alive = [pulse for pulse in self._pulses if pulse.is_alive]
+            for pulse in alive:
                 pulse.look(now)
                 if suspended:
                     pulse.forgive(now)
-            if self._hangs(there, now):
-                self._judge(there)
+            if self._is_hung(alive, now):
+                self._handle_hang(alive)
                 looked = time.monotonic()
 
     def _pause(self) -> float:
         limits = [pulse.slot.words[LIMIT] / 1000 for pulse in self._pulses]
         return min(1.0, *(limit / 10 for limit in limits if limit > 0), 1.0)
 
-    def _hangs(self, there: list[Pulse], now: float) -> bool:
-        """True if no rank makes progress, and at least one of them should have.
+    def _is_hung(self, alive: list[Pulse], now: float) -> bool:
+        """Returns True if no rank makes progress, and all have exceeded the limits of their phases.
 
-        A rank that waits for one that compiles, saves or validates has the same patience as that one.
+        So a rank that waits for another one to compile, save or validate gets the longer limit of that phase.
         """
-        if not any(pulse.phase != Phase.OUTSIDE and pulse.is_overdue(now) for pulse in there):
-            return self._has_stopped(there, now)
-        stopped = [pulse.state.startswith("T") for pulse in there]
+        if not any(pulse.phase != Phase.OUTSIDE and pulse.is_overdue(now) for pulse in alive):
+            return self._is_partly_stopped(alive, now)
+        stopped = [pulse.state.startswith("T") for pulse in alive]
         if all(stopped):
-            # The job is suspended, as by Ctrl-Z.
-            self._forgive(there)
+            # The whole job is suspended, for example by Ctrl-Z.
+            self._forgive(alive)
             return False
-        return all(pulse.is_overdue(now) for pulse in there)
+        return all(pulse.is_overdue(now) for pulse in alive)
 
-    def _has_stopped(self, there: list[Pulse], now: float) -> bool:
-        """True if some rank is stopped, and nobody has done anything for as long as a training batch may take."""
-        if all(pulse.phase == Phase.OUTSIDE or pulse.phase in AT_LEISURE for pulse in there):
+    def _is_partly_stopped(self, alive: list[Pulse], now: float) -> bool:
+        """Returns True if some but not all ranks are stopped, and none has progressed within a batch's limit."""
+        if all(pulse.phase == Phase.OUTSIDE or pulse.phase in UNLIMITED for pulse in alive):
             return False
-        if not all(now - pulse.since > pulse.limit(Phase.TRAINING) for pulse in there):
+        if not all(now - pulse.since > pulse.limit(Phase.TRAINING) for pulse in alive):
             return False
-        stopped = [pulse.state.startswith("T") for pulse in there]
+        stopped = [pulse.state.startswith("T") for pulse in alive]
         if all(stopped):
-            self._forgive(there)
+            self._forgive(alive)
         return any(stopped) and not all(stopped)
 
-    def _forgive(self, there: list[Pulse]) -> None:
+    def _forgive(self, alive: list[Pulse]) -> None:
         now = time.monotonic()
-        for pulse in there:
+        for pulse in alive:
             pulse.forgive(now)
 
-    def _judge(self, there: list[Pulse]) -> None:
-        """Looks at the ranks themselves; ends them unless a debugger holds one, or one goes on."""
-        silent = max(time.monotonic() - pulse.since for pulse in there)
-        sights = self._sights(there)
-        if any(sight.is_debugged for sight in sights) or _go_on(there):
-            self._forgive(there)
+    def _handle_hang(self, alive: list[Pulse]) -> None:
+        """Inspects the ranks, and ends them unless a debugger has paused one or one makes progress again."""
+        silent = max(time.monotonic() - pulse.since for pulse in alive)
+        sights = self._inspect(alive)
+        if any(sight.is_debugged for sight in sights) or _any_progress(alive):
+            self._forgive(alive)
             return
-        if self._over.is_set():
+        if self._closed.is_set():
             return
-        self.hang = hang = Hang.reported(sights, silent, self._words, [pulse.slot.folder for pulse in there])
-        if self._words:
-            self._end([pulse.process for pulse in there], hang)
+        self.hang = hang = Hang.reported(sights, silent, self._outcome, [pulse.slot.folder for pulse in alive])
+        if self._outcome:
+            self._terminate([pulse.process for pulse in alive], hang)
         else:
             self._say(hang)
-            while not self._over.wait(1.0) and not _go_on(there):
+            while not self._closed.wait(1.0) and not _any_progress(alive):
                 pass
 
-    def _sights(self, there: list[Pulse]) -> list[Sight]:
-        """What is known of each rank: words, state and stacks, those of its loader's workers with it."""
-        processes = [pulse.process for pulse in there]
-        indices = map(self._pulses.index, there)
+    def _inspect(self, alive: list[Pulse]) -> list[Sight]:
+        """Collects each rank's words, process state and stacks, including those of its DataLoader workers."""
+        processes = [pulse.process for pulse in alive]
+        indices = map(self._pulses.index, alive)
         files = {process: self._shared.stacks[index] for process, index in zip(processes, indices, strict=True)}
         stacks = ask(files)
-        inner = {process: descendants(process)[:MOST_CHILDREN] for process in files}
+        inner = {process: descendants(process)[:MAX_CHILDREN] for process in files}
         of_children: dict[int, dict[int, list[Thread]]] = {process: {} for process in files}
         for turn in range(max(map(len, inner.values()), default=0)):
-            # One of each rank at a time: those of one rank write to the same file.
+            # One child per rank at a time: all children of a rank append to the same file.
             asked = {children[turn]: process for process, children in inner.items() if turn < len(children)}
             for child, threads in ask({child: files[process] for child, process in asked.items()}).items():
                 of_children[asked[child]][child] = threads
@@ -283,10 +285,10 @@ class Watchdog:
             Sight(
                 pulse.slot.words.tolist(), pulse.phase, pulse.state, stacks.get(process), of_children.get(process, {})
             )
-            for pulse, process in zip(there, processes, strict=True)
+            for pulse, process in zip(alive, processes, strict=True)
         ]
 
-    def _end(self, processes: list[int], hang: Hang) -> None:
+    def _terminate(self, processes: list[int], hang: Hang) -> None:
         self._ended.update(processes)
         self._say(hang)
         known = {process: started(process) for rank in processes for process in (rank, *descendants(rank))}
@@ -302,31 +304,31 @@ class Watchdog:
                     os.kill(process, signal.SIGKILL)
 
 
-def _go_on(there: list[Pulse]) -> bool:
-    """True if some rank has done something since the last look."""
+def _any_progress(alive: list[Pulse]) -> bool:
+    """Returns True if any rank made progress since the last look."""
     now = time.monotonic()
-    return bool([pulse for pulse in there if pulse.look(now)])
+    return bool([pulse for pulse in alive if pulse.look(now)])
 
 
 class OwnWatchdog(Watchdog):
-    """Watches this process, which nobody who watches it has started: a single one, or a rank of torchrun or srun.
+    """Watches its own process: a single one, or a rank of torchrun or srun, which no launcher of Leyden watches.
 
-    It cannot see other ranks, nor itself while it is stopped or a library holds the GIL. Where a person sits before the
-    process, in a notebook or under pytest, it only reports.
+    It cannot see other ranks, and it cannot run while the process is stopped or a library holds the GIL. In a notebook
+    and under pytest, where a user is watching, it only reports.
 
     Args:
-        ranks: of the run.
+        ranks: the run's ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         is_watched = is_interactive() or ("_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
-        super().__init__(1, say, "" if is_watched else "This process is ended.", ranks.world_size == 1)
+        super().__init__(1, say, "" if is_watched else "This process was terminated.", ranks.world_size == 1)
         self._ranks = ranks
 
-    def _end(self, processes: list[int], hang: Hang) -> None:
-        if hang.waits and self._ranks.world_size > 1 and self._over.wait(OTHERS):
+    def _terminate(self, processes: list[int], hang: Hang) -> None:
+        if hang.waits and self._ranks.world_size > 1 and self._closed.wait(PEER_GRACE):
             return
-        # The others leave by themselves, and one of those that only wait says so for all.
+        # The other ranks exit on their own. Of those that only wait, one reports for all.
         if self._ranks.report_failure(LeydenError(str(hang))):
             self._say(hang)
         for process in descendants(os.getpid()):
@@ -339,15 +341,16 @@ class OwnWatchdog(Watchdog):
 
 @contextmanager
 def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None, folder: str) -> Iterator[None]:
-    """Has the run watched, by the process that started this rank, or else by a thread of this one.
+    """Puts the run under a watchdog for the block: the launcher's, or else one in a thread of this process.
 
-    A run within a hook of another one is a part of that one, whose limit holds unless it has its own.
+    A run inside a hook of another run counts as part of it, and shares its limit unless it sets one.
 
     Args:
-        heartbeat: of the run.
-        ranks: of the run.
-        hang_timeout: seconds that a training batch may take; "auto" for ten times the slowest recent one, or None.
-        folder: where a report is wanted.
+        heartbeat: the run's heartbeat.
+        ranks: the run's ranks.
+        hang_timeout: time limit of a training batch in seconds. "auto" for ten times the slowest recent one, or None
+            for no watchdog.
+        folder: folder for reports of hangs.
     """
     slot = slot_of_watchdog(ranks.local_rank)
     if hang_timeout is None and (slot is None or not slot.beats_here):
@@ -357,7 +360,7 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
         if slot is None:
             watchdog = stack.enter_context(OwnWatchdog(ranks))
             slot = watchdog.slot
-            # A run within a hook of this one beats in the same slot.
+            # A run inside a hook of this one uses the same slot.
             stack.enter_context(with_variables(watchdog.variables()))
         if hang_timeout is None:
             limit = slot.words[LIMIT]
@@ -368,10 +371,10 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
 
 
 def hang_limit(value: object) -> float | str | None:
-    """Reads `hang_timeout`: seconds, "auto", or None for no watchdog.
+    """Parses `hang_timeout`: seconds or a timedelta, "auto", or None for no watchdog.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: if it is anything else.
     """
     if value is None or value is False:
         return None
@@ -381,10 +384,11 @@ def hang_limit(value: object) -> float | str | None:
     if isinstance(seconds, (int, float)) and 0 < seconds < math.inf:
         return float(seconds)
     raise ConfigurationError(
-        f"hang_timeout={value!r}: use a number of seconds above 0, a timedelta, 'auto', or None for no watchdog."
+        f"hang_timeout={value!r} is invalid. Use a positive number of seconds, a timedelta, 'auto', or None for no "
+        "watchdog."
     )
 
 
 def say(hang: Hang) -> None:
-    """Prints what happened."""
+    """Prints a hang to stderr."""
     print(f"leyden: {hang}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Ranks that torch_xla starts on this machine, one for each device, each running a function of this process."""
+"""Runs a function on ranks that torch_xla starts, one for each device of this machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from leyden.strategies.launch.processes import temporary
 
 
 def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` on a rank for each device of this machine, by `torch_xla.launch`.
+    """Calls `function(*args)` on one rank per device of this machine, through `torch_xla.launch`.
 
     Args:
-        function: called on each, with the variables of its rank set.
-        *args: its arguments; the module of classes among them must be one that can be imported.
+        function: function that each rank calls, with the rank's environment variables set.
+        *args: the function's arguments. Their classes must be importable.
 
     Returns:
-        What it returned on rank 0; tensors as copies on the CPU.
+        The value that rank 0 returned, with tensors copied to the CPU.
 
     Raises:
-        ConfigurationError: if the arguments cannot be pickled, or this process uses XLA already.
+        ConfigurationError: if the arguments cannot be pickled, or this process already uses XLA.
         BaseException: the error of a rank that failed.
     """
     import torch_xla
@@ -36,8 +36,8 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
 
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise ConfigurationError(
-            "start_method='xla' starts processes, and this one has XLA's devices already: touch no XLA device before "
-            "fit, or restart."
+            "start_method='xla' starts processes, but this process already holds the XLA devices. Restart, and touch "
+            "no XLA device before fit."
         )
     drawn = torch.initial_seed(), torch.get_rng_state(), random.getstate()
     handed = packed_for("xla", (function, args, drawn), "start_method='script'")
@@ -56,14 +56,14 @@ def _rank(index: int, handed: bytes, answer: str, port: int) -> None:
 
     if runtime.addressable_device_count() > 1:
         raise ConfigurationError(
-            "this TPU gives two devices to each process, which torch_xla runs as threads: use strategy='xla', which "
-            "drives all devices from one process."
+            "this TPU has two devices per process, which torch_xla runs as threads. Use strategy='xla', which drives "
+            "all devices from one process."
         )
     sizes = runtime.world_size(), runtime.local_device_count()
     place = RankEnvironment(index, runtime.local_ordinal(), *sizes, runtime.host_index(), "xla", (LOOPBACK, port))
     os.environ.update({**place.variables(), STARTER: "xla"})
     function, args, (seed, torch_state, python_state) = unpacked(handed)
-    # The order of samples is drawn on each rank, as it would have been here.
+    # Each rank draws the same order of samples as this process would have.
     torch.manual_seed(seed)
     torch.set_rng_state(torch_state)
     random.setstate(python_state)

@@ -142,11 +142,11 @@ def test_an_error_of_one_rank_is_shown_once_with_its_place(tmp_path: Path) -> No
     ("how", "rank", "code", "message"),
     [
         ("kill", 1, 137, "rank 1 was killed by signal 9 (SIGKILL)"),
-        in_full("exit", 1, 7, "rank 1 ended with exit code 7"),
-        ("leave", 0, 1, "rank 0 left with exit code 0, at step 5 (epoch 0, batch 5) in fit. Rank 1 waited for it"),
-        in_full("leave", 1, 1, "rank 1 left with exit code 0, at step 5"),
-        in_full("vanish", 0, 1, "rank 0 ended with exit code 0, in the middle"),
-        in_full("vanish", 1, 1, "rank 1 ended with exit code 0, in the middle"),
+        in_full("exit", 1, 7, "rank 1 exited with code 7"),
+        ("leave", 0, 1, "rank 0 exited with code 0, at step 5 (epoch 0, batch 5) in fit. Rank 1 was waiting for it"),
+        in_full("leave", 1, 1, "rank 1 exited with code 0, at step 5"),
+        in_full("vanish", 0, 1, "rank 0 exited with code 0 while the others"),
+        in_full("vanish", 1, 1, "rank 1 exited with code 0 while the others"),
     ],
 )
 def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, message: str, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, mes
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
-        in_full("stop", 0, "rank 0 does not answer, so it has ended or is stopped"),
+        in_full("stop", 0, "rank 0 does not answer: it has exited or is stopped"),
         in_full("stop", 1, "rank 1 does not answer"),
         in_full("sleep", 0, "in training_step: threading.Event().wait()"),
         in_full("sleep", 1, "in training_step: threading.Event().wait()"),
@@ -168,8 +168,8 @@ def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, mes
 def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int, message: str, tmp_path: Path) -> None:
     code, _, err = run_script(how, tmp_path, rank)
     assert code == 1
-    place = f"this was rank {1 - rank}, step 5 (epoch 0, batch 5) in fit"
-    assert f"leyden: {place}; the other ranks are ended. Of these, rank {rank}" in err, err
+    place = f"raised on rank {1 - rank}, step 5 (epoch 0, batch 5) in fit"
+    assert f"leyden: {place}; the other ranks were terminated. Of these, rank {rank}" in err, err
     assert message in err and err.count("Traceback") == 1, err
 
 
@@ -177,7 +177,7 @@ def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int
 def test_a_worker_of_a_loader_that_is_killed_is_named_once_with_its_rank(tmp_path: Path) -> None:
     code, _, err = run_script("worker", tmp_path)
     assert code == 1 and err.count("was killed by SIGKILL") == 1, err
-    assert "WorkerDied: worker 0 of 1 of a DataLoader" in err and "this was rank 1, step " in err, err
+    assert "WorkerDied: worker 0 of 1 of a DataLoader" in err and "raised on rank 1, step " in err, err
 
 
 @READS_PROC

@@ -121,9 +121,9 @@ def reports(folder: Path) -> list[str]:
     ("how", "odd", "environ", "words"),
     [
         ("sleep", 1, {}, "in training_step: threading.Event().wait(); rank 0 waits for it in backward"),
-        ("stop", 0, {}, "is stopped (/proc says T (stopped)"),
+        ("stop", 0, {}, "is stopped (state T (stopped) in /proc"),
         in_full("sleep", 0, {}, "in training_step: threading.Event().wait(); rank 1 waits for it in backward"),
-        in_full("stop", 1, {}, "is stopped (/proc says T (stopped)"),
+        in_full("stop", 1, {}, "is stopped (state T (stopped) in /proc"),
         in_full("loader", 1, {}, "in __getitem__: threading.Event().wait()"),
         in_full("loader", 1, {"WORKERS": "1"}, "waits for its loader, whose worker (process"),
     ],
@@ -148,7 +148,7 @@ def test_a_process_alone_watches_itself(tmp_path: Path) -> None:
     done = run_script("loader", 0, tmp_path, DEVICES="1", WORKERS="1")
     assert done.returncode == 1
     assert "rank 0, at step" in done.stderr and "waits for its loader, whose worker (process" in done.stderr
-    assert "This process is ended." in done.stderr and len(reports(tmp_path)) == 1
+    assert "This process was terminated." in done.stderr and len(reports(tmp_path)) == 1
 
 
 @READS_PROC

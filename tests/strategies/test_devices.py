@@ -172,7 +172,7 @@ def test_the_device_is_current_before_it_is_asked(monkeypatch: pytest.MonkeyPatc
 
 def test_a_rank_that_was_forked_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(ConfigurationError, match="CUDA is in use already.*is_available.*ddp_spawn"):
+    with pytest.raises(ConfigurationError, match="CUDA is already initialized.*is_available.*ddp_spawn"):
         DDPStrategy(devices=[torch.device("cuda", 0)]).setup_environment()
 
 

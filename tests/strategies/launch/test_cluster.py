@@ -210,7 +210,7 @@ def test_environments_of_lightnings_names_read_what_their_starters_set(
             for name, text in variables.items():
                 patch.setenv(name, text)
             assert kind.detect() and read(kind()) == expected, kind.__name__
-    with pytest.raises(ConfigurationError, match="MPIEnvironment finds none of OMPI_COMM_WORLD_SIZE.*start the script"):
+    with pytest.raises(ConfigurationError, match="MPIEnvironment needs OMPI_COMM_WORLD_SIZE.*Start the script"):
         Trainer(**QUIET, plugins=MPIEnvironment())
     with pytest.raises(ConfigurationError, match="LSB_DJOB_RANKFILE='.' lists no hosts"):
         LSFEnvironment().node_rank()
@@ -219,7 +219,7 @@ def test_environments_of_lightnings_names_read_what_their_starters_set(
     with clean.context() as patch:
         for name, text in (("RANK", "2"), ("SIZE", "4"), ("LOCAL_SIZE", "2"), ("LOCAL_RANK", "0")):
             patch.setenv(f"OMPI_COMM_WORLD_{name}", text)
-        with pytest.raises(ConfigurationError, match="set MASTER_ADDR"):
+        with pytest.raises(ConfigurationError, match="MASTER_ADDR="):
             _ = MPIEnvironment().main_address
 
 
@@ -229,9 +229,9 @@ def test_what_an_environment_says_is_published_and_what_cannot_be_is_refused(cle
     assert place is not None and (place.rank, place.local_rank, place.world_size, place.node_rank) == (3, 1, 4, 1)
     assert (place.local_world_size, os.environ["MASTER_PORT"]) == (2, "5")
     for wrong, nodes in ((FarmOfTheirs(3, 1, 4, 1), 1), (FarmOfTheirs(4, 0, 4), 1), (FarmOfTheirs(0, 0, 3), 2)):
-        with pytest.raises(ConfigurationError, match="FarmOfTheirs says rank .*Give the Trainer num_nodes"):
+        with pytest.raises(ConfigurationError, match=r"FarmOfTheirs reports rank .*Set Trainer\(num_nodes"):
             publish(wrong, "auto", nodes)
-    with pytest.raises(ConfigurationError, match="LightningEnvironment starts no processes on other machines"):
+    with pytest.raises(ConfigurationError, match="LightningEnvironment does not start processes on other machines"):
         publish(LightningEnvironment(), 2, 2)
     with pytest.raises(ConfigurationError, match="plugins has two that say which rank this is, FarmOfTheirs and Farm"):
         Trainer(**QUIET, plugins=[FarmOfTheirs(0, 0, 1), Farm()])

@@ -87,11 +87,11 @@ def test_the_first_host_of_a_slurm_list_is_found(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "match"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "8"}, "RANK=1 and WORLD_SIZE=8, but no MASTER_ADDR.*unset RANK and WORLD_SIZE"),
-        ({**TORCHRUN, "RANK": "4"}, "RANK=4 of WORLD_SIZE=4.*cannot be"),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, "RANK=1 and WORLD_SIZE=8, but not MASTER_ADDR.*Unset RANK and WORLD_SIZE"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 of WORLD_SIZE=4.*impossible"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 of LOCAL_WORLD_SIZE=2"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is no number"),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "no RANK"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not a number"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "not RANK"),
         ({**SRUN, "SLURM_STEP_NUM_NODES": "3"}, "on 3 machines.*--ntasks-per-node"),
     ],
 )
@@ -103,7 +103,7 @@ def test_contradictory_variables_are_refused(environ: dict[str, str], match: str
 def test_a_stray_rank_exported_by_hand_is_an_error_of_every_trainer_but_a_single_device() -> None:
     os.environ.update(RANK="1", WORLD_SIZE="8")
     for arguments in ({}, {"devices": 2}, {"strategy": "ddp"}):
-        with pytest.raises(ConfigurationError, match="RANK=1 and WORLD_SIZE=8.*unset"):
+        with pytest.raises(ConfigurationError, match="RANK=1 and WORLD_SIZE=8.*Unset"):
             Trainer(accelerator="cpu", **arguments)
     assert Trainer(accelerator="cpu", strategy="single_device").world_size == 1
 

@@ -66,4 +66,4 @@ def test_a_rank_fails_on_its_own_where_the_process_with_the_store_is_stopped(mon
         host.wait()
     if sys.version_info >= (3, 11):
         [note] = error.__notes__
-        assert "this was rank 1, step 3" in note and "the store is in rank 0, which has ended or is stopped" in note
+        assert "raised on rank 1, step 3" in note and "rank 0, which hosts the store, has exited or is stopped" in note

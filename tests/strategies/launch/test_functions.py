@@ -114,7 +114,7 @@ def test_an_error_is_the_callers_with_the_ranks_traceback_as_its_cause(tmp_path:
         make(tmp_path).fit(Module("raise"), loader())
     assert "in training_step" in str(caught.value.__cause__)
     if sys.version_info >= (3, 11):
-        assert "leyden: this was rank 1, step 1 (epoch 0, batch 1) in fit" in caught.value.__notes__[0]
+        assert "leyden: raised on rank 1, step 1 (epoch 0, batch 1) in fit" in caught.value.__notes__[0]
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 def test_cuda_that_is_in_use_cannot_be_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for strategy in ("ddp_fork", "ddp_notebook"):
-        with pytest.raises(ConfigurationError, match="CUDA is in use already.*restart the kernel"):
+        with pytest.raises(ConfigurationError, match="CUDA is already initialized.*Restart the kernel"):
             make(tmp_path, strategy).fit(Module(), loader())
 
 
@@ -145,7 +145,7 @@ def test_a_process_group_of_an_earlier_run_is_not_forked(tmp_path: Path) -> None
 def test_what_cannot_be_pickled_is_refused_before_ranks_run(tmp_path: Path) -> None:
     class Local(Module): ...
 
-    with pytest.raises(ConfigurationError, match="must pickle.*Local.*ddp_fork"):
+    with pytest.raises(ConfigurationError, match="could not pickle.*Local.*ddp_fork"):
         make(tmp_path, "ddp_spawn").fit(Local(), loader())
 
 
@@ -178,7 +178,7 @@ def test_several_machines_need_a_script(tmp_path: Path) -> None:
 
 
 def test_a_script_cannot_be_run_anew_from_pytest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="pytest runs this.*ddp_notebook.*ddp_spawn"):
+    with pytest.raises(ConfigurationError, match="pytest is running this process.*ddp_notebook.*ddp_spawn"):
         make(tmp_path, "ddp").fit(Module(), loader())
 
 
@@ -252,7 +252,7 @@ def test_a_session_without_a_script_trains_by_ddp_notebook_alone(
         text=True,
         timeout=200,
     )
-    assert f"REFUSED strategy='ddp' starts its ranks by running the script anew, and {why}" in found.stdout, (
+    assert f"REFUSED strategy='ddp' starts its ranks by running the script again, but {why}" in found.stdout, (
         found.stderr
     )
     assert "DONE 2" in found.stdout and "True" in found.stdout, found.stderr

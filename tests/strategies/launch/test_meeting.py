@@ -36,19 +36,19 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_variables_that_are_left_over_are_named(by_hand: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LeydenError, match=r"rank 0 of 8 has waited 0 s at 127.0.0.1:\d+ for ranks 1 to 7.*left over"):
+    with pytest.raises(LeydenError, match=r"rank 0 of 8 waited 0 s at 127.0.0.1:\d+ for ranks 1 to 7.*left over"):
         meet(RankEnvironment(0, 0, 8, 1, starter="hand"), SOON)
     printed = capfd.readouterr().err
-    assert f"leyden: rank 0 of 8 waits at 127.0.0.1:{by_hand} for ranks 1 to 7." in printed
+    assert f"leyden: rank 0 of 8 is waiting at 127.0.0.1:{by_hand} for ranks 1 to 7." in printed
     assert f"RANK=0 WORLD_SIZE=8 MASTER_ADDR=127.0.0.1 MASTER_PORT={by_hand}" in printed
     assert "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in printed
 
 
 def test_a_store_that_nobody_opens_is_not_waited_for_for_ever(by_hand: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LeydenError, match=r"rank 1 of 8 has waited 0 s for rank 0, whose store at .* does not open"):
+    with pytest.raises(LeydenError, match=r"rank 1 of 8 waited 0 s for rank 0, but its store at .* did not open"):
         meet(RankEnvironment(1, 0, 8, 1, 1, "hand"), timedelta(minutes=30))
     printed = capfd.readouterr().err
-    assert printed.count("rank 1 of 8 waits for rank 0") == 1 and "Connection refused" in printed
+    assert printed.count("rank 1 of 8 is waiting for rank 0") == 1 and "Connection refused" in printed
 
 
 RANK_0 = """
@@ -83,7 +83,7 @@ def test_a_rank_0_that_ends_before_all_are_there_is_named(
         rank_0.join()
     waits.join(60.0)
     [error] = found
-    assert isinstance(error, LeydenError) and "before all ranks were there: rank 0" in str(error)
+    assert isinstance(error, LeydenError) and "before all ranks had joined: rank 0" in str(error)
 
 
 LISTENS = """

@@ -321,11 +321,11 @@ def test_two_machines_have_the_weights_of_one_with_as_many_ranks(
     [
         (
             {"NODE_RANK": "1"},
-            "num_nodes=2: start the script on each machine with.*now without MASTER_ADDR and MASTER_PORT",
+            "num_nodes=2: start the script on each machine with.*which lacks MASTER_ADDR and MASTER_PORT",
         ),
         (
             {"NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "NODE_RANK=2 and num_nodes=2: count machines from 0",
+            "NODE_RANK=2 must be below num_nodes=2",
         ),
         ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
     ],

@@ -146,7 +146,7 @@ def test_a_killed_rank_is_started_anew_and_the_run_ends_with_the_same_weights(le
 def test_a_program_of_its_own_gives_its_status(leyden: Any) -> None:
     done = leyden("launch", "--cpu", "-q", "--no_python", "sh", "-c", "exit 3")
     assert done.returncode == 3
-    assert "rank 0 ended with exit code 3" in done.stderr
+    assert "rank 0 exited with code 3" in done.stderr
 
 
 def run_together(commands: list[list[str]], environs: list[dict[str, str]], folder: Path) -> list[tuple[int, str]]:

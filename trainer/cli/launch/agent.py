@@ -119,13 +119,13 @@ def block(ended: Ended, folder: Path, is_kept: bool) -> str:
     rows = [
         ("rank", f"{ended.rank} (local {failure.local_rank}, process {failure.pid})"),
         ("host", str(said.get("host") or socket.gethostname())),
-        ("exception", str(exception).split("; all ranks are ended", 1)[0]),
+        ("exception", str(exception).split("; all ranks were terminated", 1)[0]),
         ("line", str(said.get("line") or _crash_line(text) or "unknown: nothing recorded it")),
     ]
     if is_kept:
         rows.append(("log file", str(next((path for path in files if path.is_file()), folder))))
     listed = "\n".join(f"  {row}" for row in aligned(rows))
-    blamed = f"rank {ended.rank} failed first, and all ranks are ended" if not ended.others else ended.others
+    blamed = f"rank {ended.rank} failed first; all ranks were terminated" if not ended.others else ended.others
     head = f"leyden launch: {blamed}."
     return "\n".join(part for part in (text.rstrip(), head, listed) if part)
 
