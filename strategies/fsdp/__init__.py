@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism: the strategy, and what it is made of."""
+"""Fully sharded data parallelism: FSDPStrategy and its parts."""

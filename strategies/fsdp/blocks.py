@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of single blocks of a model, before they are sharded."""
+"""Activation checkpointing and per-block compilation, applied before a model is sharded."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from leyden.strategies.recomputing import recompute
 
 
 def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
-    """Has modules recompute their activations in backward instead of keeping them. Their names stay.
+    """Makes modules recompute their activations in backward instead of keeping them. Module names do not change.
 
     Args:
         root: the whole model.
-        policy: classes of modules, or their names; a function of a module; the groups of a wrap policy; or None.
+        policy: classes of modules, or their names; a predicate on modules; the groups of a wrap policy; or None.
 
     Returns:
-        The names of those modules.
+        The names of the checkpointed modules.
     """
     if not policy:
         return []
     if isinstance(policy, Groups):
-        names = _some(policy, "activation_checkpointing_policy=True")
+        names = _names_of(policy, "activation_checkpointing_policy=True")
     elif callable(policy) and not isinstance(policy, type):
         names = [name for name, module in root.named_modules() if name and policy(module)]
     else:
@@ -35,29 +35,35 @@ def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
 
 
 def compile_blocks(root: nn.Module, groups: Groups, arguments: dict[str, Any]) -> None:
-    """Compiles modules in place.
+    """Compiles each group in place.
+
+    Args:
+        root: the whole model.
+        groups: the groups to compile.
+        arguments: arguments of `torch.compile`.
 
     Raises:
-        ConfigurationError: for a class of torch.nn itself, which torch passes over in silence (tried: no graph is
-            made); and where there is no group to compile.
+        ConfigurationError: if a group is a torch.nn class, which torch silently does not compile; or if there is no
+            group.
     """
-    for name in _some(groups, "compile=True"):
+    for name in _names_of(groups, "compile=True"):
         module: Any = root.get_submodule(name)
         kind = type(module)
         if kind.__module__.startswith("torch.nn."):
             raise ConfigurationError(
-                f"compile=True: {name!r} is {with_article(kind.__name__)} of torch.nn itself, on which torch's "
-                "Module.compile does nothing. Write the block as a class of your own, or give auto_wrap_policy the "
-                "class of such a block."
+                f"compile=True: {name!r} is {with_article(kind.__name__)} from torch.nn, on which torch's "
+                "Module.compile does nothing. Define the block as your own class, or set auto_wrap_policy to a class "
+                "of your own."
             )
         compile_in_place: Callable[..., None] = module.compile
         compile_in_place(**arguments)
 
 
-def _some(groups: Groups, argument: str) -> list[str]:
+def _names_of(groups: Groups, argument: str) -> list[str]:
+    """Returns the names of the groups; raises if there are none."""
     if not groups.names:
         raise ConfigurationError(
-            f"{argument} means the groups of auto_wrap_policy, and it found none in this model: give it the class of "
-            "the blocks."
+            f"{argument} applies to the groups of auto_wrap_policy, which found none in this model: set "
+            "auto_wrap_policy to the class of the blocks."
         )
     return groups.names

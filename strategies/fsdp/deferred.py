@@ -1,9 +1,9 @@
-"""Modules that are built without memory, and given their values part by part: the same values as if built whole.
+"""Builds modules without memory and computes their values group by group, bit for bit as in an eager build.
 
-A module built in `Deferred.recording()` is on the meta device. Every operation that made or changed its tensors is
-noted, and the random generator's state before each draw; the draw itself is made once and thrown away, so that whatever
-comes after finds the generator as a plain build would have left it. `values` then repeats, on the CPU, only those
-operations that a few tensors depend on. At no time is more in memory than these tensors.
+A module built in `Deferred.recording()` is on the meta device. Every operation that creates or changes its tensors is
+recorded, along with the random generator's state before each draw. The draw itself runs once and is discarded, so the
+generator advances as in an eager build. Later, `values` replays on the CPU only the operations that the requested
+tensors depend on, so only those tensors are in memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from leyden.strategies.errors import ConfigurationError
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)
-"""These take values from Python, which a tensor on the meta device would lose: they are made on the CPU and then noted.
-"""
+"""Functions that take values from Python. A meta tensor would lose the values, so they run on the CPU first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Where the values of a tensor are to be found: a stretch of one of the noted storages."""
+    """Where to find a tensor's values: a strided view of one of the recorded storages."""
 
     storage: int
     shape: torch.Size
@@ -42,11 +41,11 @@ class Recipe:
     def of(cls, tensor: Tensor) -> Recipe:
         return cls(_key(tensor), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def cut(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, in a storage of the CPU."""
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """Returns the tensor as a view of a CPU storage."""
         empty: Any = torch.empty(0, dtype=self.dtype, device=CPU)
-        cut: Tensor = empty.set_(storage, self.offset, self.shape, self.strides)
-        return cut
+        view: Tensor = empty.set_(storage, self.offset, self.shape, self.strides)
+        return view
 
 
 @dataclass(slots=True)
@@ -56,14 +55,15 @@ class _Operation:
     kwargs: Any
     outputs: list[Any]
     reads: set[int]
+    """The storages that it reads."""
     changes: set[int]
-    """The storages that it made or wrote to."""
+    """The storages that it creates or writes to."""
     state: Tensor | None
-    """The state of the random generator, if the operation draws."""
+    """The random generator's state before the operation, if it draws."""
 
 
 class Deferred:
-    """Records how modules are built on the meta device, and makes their values when they are needed."""
+    """Records how modules are built on the meta device, and computes their values on demand."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
@@ -71,57 +71,57 @@ class Deferred:
 
     @contextmanager
     def recording(self, draws: bool = True) -> Iterator[None]:
-        """Builds modules on the meta device, which can be given their values later.
+        """Builds modules on the meta device within this context, and records how.
 
         Args:
-            draws: False skips random initialisation, for weights that a checkpoint replaces.
+            draws: False skips random initialization, for weights that a checkpoint replaces.
         """
         with _Record(self, draws), _Constants(draws), META:
             yield
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """Returns the recipe of a tensor's values; None if it was not built here."""
+        """Returns the recipe of a tensor's values; None if the tensor was not built in `recording`."""
         return Recipe.of(tensor) if _is_meta(tensor) and _key(tensor) in self._known else None
 
     @torch.no_grad()
     def values(self, recipes: Iterable[Recipe]) -> dict[Recipe, Tensor]:
-        """Makes the tensors, on the CPU, as a plain build would have made them."""
+        """Computes the tensors on the CPU, as an eager build would have."""
         wanted = list(recipes)
         needed = {recipe.storage for recipe in wanted}
-        chosen = []
+        replayed = []
         for operation in reversed(self._operations):
             if operation.changes & needed:
-                chosen.append(operation)
+                replayed.append(operation)
                 needed |= operation.reads
-        chosen.reverse()
-        last_use = {key: place for place, operation in enumerate(chosen) for key in operation.changes | operation.reads}
-        last_use |= {recipe.storage: len(chosen) for recipe in wanted}
+        replayed.reverse()
+        last_use = {key: i for i, operation in enumerate(replayed) for key in operation.changes | operation.reads}
+        last_use |= {recipe.storage: len(replayed) for recipe in wanted}
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.random.fork_rng(devices=[]):
-            for place, operation in enumerate(chosen):
-                _repeat(operation, storages)
-                # A draw with rejections makes many tensors: none of them may be kept.
+            for i, operation in enumerate(replayed):
+                _replay(operation, storages)
+                # Frees each storage after its last use: rejection sampling creates many temporary tensors.
                 for key in operation.changes | operation.reads:
-                    if last_use[key] == place:
+                    if last_use[key] == i:
                         del storages[key]
-        return {recipe: recipe.cut(storages[recipe.storage]) for recipe in wanted}
+        return {recipe: recipe.view(storages[recipe.storage]) for recipe in wanted}
 
     def note(self, function: Any, args: Any, kwargs: Any, outputs: Any, state: Tensor | None) -> None:
         """Records an operation on meta tensors."""
         inputs = {_key(t) for t in tree_flatten((args, kwargs))[0] if _is_meta(t)}
-        made = {_key(t) for t in tree_flatten(outputs)[0] if _is_meta(t)} - inputs
-        changes = made | _written(function, args, kwargs)
+        created = {_key(t) for t in tree_flatten(outputs)[0] if _is_meta(t)} - inputs
+        changes = created | _written(function, args, kwargs)
         if not changes:
             return
-        # As recipes: a parameter's memory may be exchanged later, by a conversion of its module.
-        args, kwargs, outputs = tree_map(self._described, (args, kwargs, outputs))
+        # Stored as recipes, because converting the module may later swap a parameter's memory.
+        args, kwargs, outputs = tree_map(self._to_recipe, (args, kwargs, outputs))
         self._operations.append(_Operation(function, args, kwargs, tree_flatten(outputs)[0], inputs, changes, state))
 
-    def _described(self, item: Any) -> Any:
+    def _to_recipe(self, item: Any) -> Any:
         if not _is_meta(item):
             return item
         recipe = Recipe.of(item)
-        # While it is held on to, no other storage takes its address.
+        # A reference to the storage keeps its address, the key, from being reused.
         self._known[recipe.storage] = item.untyped_storage()
         return recipe
 
@@ -140,7 +140,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if draws and not self.draws and outputs is args[0]:
             return outputs
         if any(_is_meta(t) for t in tree_flatten((args, kwargs, outputs))[0]):
-            state = _draw(func, args, kwargs) if draws and self.draws else None
+            state = _draw_and_discard(func, args, kwargs) if draws and self.draws else None
             self.deferred.note(func, args, kwargs, outputs, state)
         return outputs
 
@@ -153,15 +153,15 @@ class _Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == IS_META:
-            # Some of torch.nn.init leave a meta tensor as it is, which would go unnoticed here; without draws they may.
+            # Some functions in torch.nn.init skip meta tensors, so their draws would not be recorded.
             return not self.draws
         if func in CONSTANTS and torch.device(kwargs.get("device") or META) == META:
             return func(*args, **{**kwargs, "device": CPU}).to(META)
         return func(*args, **kwargs)
 
 
-def _draw(function: Any, args: Any, kwargs: Any) -> Tensor:
-    """Makes a draw only to move the generator on; returns its state before."""
+def _draw_and_discard(function: Any, args: Any, kwargs: Any) -> Tensor:
+    """Runs a draw only to advance the generator; returns the generator's previous state."""
     generator = kwargs.get("generator") or torch.default_generator
     state: Tensor = generator.get_state()
     zeros = _on_cpu(
@@ -171,15 +171,15 @@ def _draw(function: Any, args: Any, kwargs: Any) -> Tensor:
         function(*zeros[0], **zeros[1])
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{function} draws random numbers by values that a module on the meta device does not have ({error}). "
-            "Build this module outside of configure_model and init_module."
+            f"{function} draws random numbers that depend on values, and tensors on the meta device have none "
+            f"({error}). Build this module outside configure_model and init_module."
         ) from error
     return state
 
 
-def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
-    """Runs a noted operation for real, on tensors of the CPU."""
-    args, kwargs = _on_cpu((operation.args, operation.kwargs), lambda recipe: recipe.cut(storages[recipe.storage]))
+def _replay(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+    """Runs a recorded operation on CPU tensors."""
+    args, kwargs = _on_cpu((operation.args, operation.kwargs), lambda recipe: recipe.view(storages[recipe.storage]))
     if operation.state is not None:
         generator = kwargs.get("generator")
         if generator is not None:
@@ -194,6 +194,8 @@ def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) ->
 
 
 def _on_cpu(tree: Any, make: Callable[[Any], Tensor]) -> Any:
+    """Replaces each meta tensor or recipe in a structure by `make` of it, and the meta device by the CPU."""
+
     def convert(item: Any) -> Any:
         if isinstance(item, Recipe) or _is_meta(item):
             return make(item)
@@ -203,12 +205,12 @@ def _on_cpu(tree: Any, make: Callable[[Any], Tensor]) -> Any:
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
-    """The storages of the arguments that an operation writes to, as its schema says."""
+    """Returns the storages of the arguments that an operation writes to, according to its schema."""
     written = set()
-    for place, argument in enumerate(function._schema.arguments):
+    for i, argument in enumerate(function._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
         written |= {_key(t) for t in tree_flatten(value)[0] if _is_meta(t)}
     return written
 

@@ -1,5 +1,6 @@
-"""The arguments of FSDP1, of Accelerate's YAML and of Lightning's FSDPStrategy, as arguments of ours: each one is
-mapped, or refused with the reason.
+"""Translates arguments of FSDP1, Accelerate's YAML and Lightning's FSDPStrategy into Leyden's.
+
+Each argument is either translated or refused with the reason.
 """
 
 from __future__ import annotations
@@ -12,35 +13,36 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from leyden.strategies.errors import ConfigurationError, nearest
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""In the order of the numbers that Accelerate gives them, from 1."""
+"""In the order of Accelerate's numbers for them, which start at 1."""
 SIZE_BASED = 100_000_000
-"""Accelerate's and FSDP1's least number of parameters of a group, where the size-based policy names none."""
+"""Default minimum number of parameters per group under Accelerate's and FSDP1's size-based policy."""
 REFUSED = {
-    "process_group": "ranks are laid out by device_mesh=(replicate, shard)",
-    "param_init_fn": "build the module in configure_model or trainer.init_module(), which remember its values",
-    "device_id": "the Trainer's accelerator and devices say it",
-    "ignored_states": "give ignored_modules",
-    "ignored_parameters": "give ignored_modules",
-    "mixed_precision_policy": "give the Trainer's precision, or mp_policy=MixedPrecisionPolicy(…)",
+    "process_group": "lay out the ranks by device_mesh=(replicate, shard)",
+    "param_init_fn": "build the module in configure_model or trainer.init_module(), which keep its initial values",
+    "device_id": "set the Trainer's accelerator and devices",
+    "ignored_states": "use ignored_modules",
+    "ignored_parameters": "use ignored_modules",
+    "mixed_precision_policy": "use the Trainer's precision, or mp_policy=MixedPrecisionPolicy(…)",
 }
+"""Arguments without a counterpart → what to do instead."""
 Settings = dict[str, Any]
 
 
 class Translation:
-    """Translates old names.
+    """Translates old names and values into FSDPStrategy's arguments.
 
     Args:
-        settings: FSDPStrategy's own arguments, which it fills; some of them take old values.
+        settings: FSDPStrategy's arguments, updated in place. Some of their values may be in an old form.
         old: arguments under old names, with or without Accelerate's prefix `fsdp_`.
 
     Raises:
-        ConfigurationError: for a name or a value that is unknown or not supported; says why, and what to use.
+        ConfigurationError: for an unknown or unsupported name or value; gives the reason and a replacement.
     """
 
     def __init__(self, settings: Settings, old: Mapping[str, Any]) -> None:
         self.settings = settings
         self.notes: list[str] = []
-        """What FSDP2 does differently, without a change of any number."""
+        """Warnings about what FSDP2 does differently. None of it changes the training's numbers."""
         self.old = {name.removeprefix("fsdp_"): value for name, value in old.items()}
         for name in list(self.old):
             if name in settings:
@@ -73,7 +75,7 @@ class Translation:
             self.settings["auto_wrap_policy"] = int(least)
 
     def _plain_values(self) -> None:
-        """The words of a YAML file, and FSDP1's objects, under names that both have."""
+        """Converts YAML strings and FSDP1 objects given under names that FSDPStrategy uses too."""
         settings = self.settings
         reshard, offload = settings["reshard_after_forward"], settings["cpu_offload"]
         if isinstance(reshard, str) and reshard.upper() in STRATEGIES:
@@ -87,7 +89,7 @@ class Translation:
             settings[name] = _flag(name, settings[name])
 
     def strategy(self, value: Any) -> None:
-        """FULL_SHARD and its kin: a name, a number from 1, or torch's ShardingStrategy."""
+        """Handles `sharding_strategy`: a name such as FULL_SHARD, a number from 1, or torch's ShardingStrategy."""
         name = str(getattr(value, "name", value)).upper().removeprefix("_")
         if name.isdigit() and 1 <= int(name) <= len(STRATEGIES):
             name = STRATEGIES[int(name) - 1]
@@ -104,7 +106,7 @@ class Translation:
 
     def _set(self, name: str, value: Any, by: str) -> None:
         if self.settings[name] not in (None, value):
-            raise ConfigurationError(f"{by} and {name}={self.settings[name]!r} say two things: give one of them.")
+            raise ConfigurationError(f"{by} and {name}={self.settings[name]!r} contradict each other: use one of them.")
         self.settings[name] = value
 
     def backward_prefetch(self, value: Any) -> None:
@@ -115,7 +117,10 @@ class Translation:
                 f"{nearest(name, ('BACKWARD_PRE', 'BACKWARD_POST', 'NO_PREFETCH'))}"
             )
         if name in ("BACKWARD_POST", "NO_PREFETCH"):
-            self.notes.append(f"{name}: FSDP2 gathers the next group before this one's gradients, as BACKWARD_PRE does")
+            self.notes.append(
+                f"{name}: FSDP2 gathers the next group before it computes the current one's gradients, as under "
+                "BACKWARD_PRE"
+            )
 
     def state_dict_type(self, value: Any) -> None:
         name = str(getattr(value, "name", value)).upper().removesuffix("_STATE_DICT")
@@ -130,17 +135,17 @@ class Translation:
             )
         if name == "FULL":
             self.notes.append(
-                "FULL_STATE_DICT: checkpoints are sharded and load everywhere; strategy.full_state_dict(module) gives "
-                "whole tensors"
+                "FULL_STATE_DICT: checkpoints are sharded and load on any layout. strategy.full_state_dict(module) "
+                "returns unsharded tensors"
             )
 
     def use_orig_params(self, value: Any) -> None:
         if not _flag("use_orig_params", value):
-            self.notes.append("use_orig_params=False: FSDP2 has no flat parameters, each keeps its name and shape")
+            self.notes.append("use_orig_params=False: FSDP2 has no flat parameters. Each keeps its name and shape")
 
     def limit_all_gathers(self, value: Any) -> None:
         if not _flag("limit_all_gathers", value):
-            self.notes.append("limit_all_gathers=False: FSDP2 bounds its memory without a limit, and has none to lift")
+            self.notes.append("limit_all_gathers=False has no effect: FSDP2 bounds its memory without such a limit")
 
     def offload_params(self, value: Any) -> None:
         self.settings["cpu_offload"] = _flag("offload_params", value)
@@ -149,8 +154,8 @@ class Translation:
         syncs = _flag("sync_module_states", self.settings["sync_module_states"])
         if _flag("cpu_ram_efficient_loading", value) and not syncs:
             raise ConfigurationError(
-                "cpu_ram_efficient_loading=True loads on rank 0 alone, and sync_module_states=False keeps the others "
-                "from receiving it: set sync_module_states=True."
+                "cpu_ram_efficient_loading=True loads the weights on rank 0 only, and sync_module_states=False keeps "
+                "them from the other ranks: set sync_module_states=True."
             )
 
     def activation_checkpointing(self, value: Any) -> None:
@@ -159,15 +164,15 @@ class Translation:
 
     def version(self, value: Any) -> None:
         if str(value) not in ("1", "2"):
-            raise ConfigurationError(f"fsdp_version={value!r}: there are 1 and 2, and 2 is what runs.")
+            raise ConfigurationError(f"fsdp_version={value!r}: use 1 or 2. Both run FSDP2.")
         if str(value) == "1":
-            self.notes.append("fsdp_version=1: FSDP2 is what runs; its numbers are the same")
+            self.notes.append("fsdp_version=1: FSDP2 runs instead, with the same numbers")
 
     def mixed_precision(self, value: Any) -> None:
         buffers = getattr(value, "buffer_dtype", None)
         if buffers is not None and buffers != getattr(value, "param_dtype", None):
             raise ConfigurationError(
-                f"mixed_precision with buffer_dtype={buffers}: FSDP2 leaves buffers as they are, convert them in the "
+                f"mixed_precision with buffer_dtype={buffers}: FSDP2 does not convert buffers. Convert them in the "
                 "module."
             )
         policy = MixedPrecisionPolicy(
@@ -193,7 +198,7 @@ HANDLERS: dict[str, Callable[[Translation, Any], None]] = {
 
 
 def _flag(name: str, value: Any) -> bool:
-    """A truth value as YAML and the command line write it."""
+    """Returns the boolean that a YAML file or the command line spells."""
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()

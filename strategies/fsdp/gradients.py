@@ -1,4 +1,4 @@
-"""Gradients and optimizers of parameters that are sharded."""
+"""Gradient scaling, gradient clipping and optimizer checks for sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.sharding import local, whole
 
 UNSHARDABLE = {
-    "Adafactor": "takes means over rows and columns, of which a rank has only some",
-    "Muon": "orthogonalises whole matrices, of which a rank has only some rows",
-    "Rprop": "writes to single elements by an index, which torch cannot do on shards",
-    "LBFGS": "takes products over all parameters, and evaluates the loss again",
-    "Shampoo": "preconditions whole matrices, of which a rank has only a part",
-    "SOAP": "preconditions whole matrices, of which a rank has only a part",
+    "Adafactor": "takes means over whole rows and columns, and a rank holds only some",
+    "Muon": "orthogonalizes whole matrices, and a rank holds only some rows",
+    "Rprop": "writes to single elements by index, which torch cannot do on shards",
+    "LBFGS": "takes dot products over all parameters, and evaluates the loss again",
+    "Shampoo": "preconditions whole matrices, and a rank holds only a part",
+    "SOAP": "preconditions whole matrices, and a rank holds only a part",
     "SparseAdam": "needs sparse gradients, which are not sharded",
 }
+"""Names of optimizers that do not work on shards → the reason."""
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuses an optimizer whose step is wrong, or fails, on shards.
+    """Refuses an optimizer whose step fails or computes wrong values on shards.
 
     Raises:
-        ConfigurationError: says why.
+        ConfigurationError: gives the reason.
     """
     for kind in type(optimizer).__mro__:
         known = kind.__module__.startswith("torch.optim") or kind.__name__ in ("Shampoo", "SOAP")
         if known and kind.__name__ in UNSHARDABLE:
             raise ConfigurationError(
-                f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use AdamW, SGD or another that works element by "
-                "element, or strategy='ddp'."
+                f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use an elementwise optimizer such as AdamW or SGD, or "
+                "strategy='ddp'."
             )
 
 
 def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiplies gradients in place, on each of their devices: with CPU offload there are two."""
+    """Multiplies gradients in place. They may be on several devices: with CPU offload, on two."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)
     for device, own in by_device.items():
         if isinstance(factor, Tensor):
-            # A copy to the CPU must be complete before it is multiplied by.
+            # A copy to the CPU must complete before the multiplication reads it.
             torch._foreach_mul_(own, factor.to(device, non_blocking=device.type != "cpu"))
         else:
             torch._foreach_mul_(own, factor)
 
 
 def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0) -> Tensor:
-    """Clips gradients to a total norm, over all shards and, beside them, whole parameters.
+    """Clips gradients to a total norm, over sharded and unsharded parameters.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -66,14 +67,14 @@ def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0
 
 
 def clip_by(parameters: Sequence[Tensor], value: float, norm: Tensor) -> None:
-    """Scales gradients as torch's `clip_grad_norm_` does, where their total norm is known."""
+    """Scales gradients as torch's `clip_grad_norm_` does, given their total norm."""
     factor = (value / (norm + 1e-6)).clamp(max=1.0)
     multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of the gradients of some parameters, over all shards and, beside them, whole parameters."""
-    # torch cannot stack norms of different meshes.
+    """Returns the norm of the parameters' gradients, over sharded and unsharded parameters."""
+    # torch cannot stack norms from different meshes, so each mesh is reduced separately.
     norms = [
         whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type))
         for own in _by_mesh(parameters).values()

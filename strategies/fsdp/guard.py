@@ -1,6 +1,4 @@
-"""Shards are not saved by mistake: pickling one, or exporting a model of them, raises an error that names the call to
-use.
-"""
+"""Guards against saving shards by mistake: pickling one, or exporting a sharded model, raises an error with the fix."""
 
 from __future__ import annotations
 
@@ -19,27 +17,26 @@ from torch import nn
 from leyden.strategies.errors import LeydenError
 
 INSTEAD = (
-    "With an Accelerator call state = accelerator.get_state_dict(model) on every rank, which gives whole tensors to "
-    "all of them, or accelerator.save_model(model, folder). With a Trainer call trainer.save_checkpoint(path) on every "
-    "rank, or state = trainer.strategy.full_state_dict(module), which gives whole tensors to rank 0. A single one: "
-    "tensor.full_tensor(), on every rank."
+    "On every rank, call state = accelerator.get_state_dict(model) or accelerator.save_model(model, folder) with an "
+    "Accelerator, and trainer.save_checkpoint(path) or state = trainer.strategy.full_state_dict(module) with a "
+    "Trainer. For a single tensor, call tensor.full_tensor()."
 )
 
 
 class ShardPickleError(LeydenError):
-    """A shard was about to be saved as if it were the whole tensor."""
+    """Raised when a shard would be saved as if it were the full tensor."""
 
 
 def is_part(tensor: Any) -> bool:
-    """True for a tensor of which this process has only a part, so that the whole needs the other ranks."""
+    """Returns True if this rank holds only a part of a tensor."""
     placements = getattr(tensor, "placements", ())
     return any(not placement.is_replicate() for placement in placements) and tensor.device_mesh.size() > 1
 
 
 def guard_shards() -> None:
-    """Makes pickle, and so torch.save, refuse tensors of which this process has only a part.
+    """Makes pickle, and so torch.save, refuse tensors of which this rank holds only a part.
 
-    It goes by the type, since state dicts, `.cpu()` and optimizers hand out ever new tensors.
+    The guard covers the DTensor type, because state dicts, `.cpu()` and optimizers keep creating new tensors.
     """
     from torch.distributed.tensor import DTensor
 
@@ -49,14 +46,14 @@ def guard_shards() -> None:
 def _reduce(tensor: Any) -> Any:
     if not is_part(tensor):
         return tensor.__reduce_ex__(2)
-    _remove_begun_file()
+    _remove_partial_file()
     raise ShardPickleError(
-        f"this tensor of the shape {tuple(tensor.shape)} is sharded over the ranks, and pickling it (torch.save) would "
-        f"write this rank's part alone. {INSTEAD}"
+        f"this tensor of shape {tuple(tensor.shape)} is sharded over the ranks, and pickling it (torch.save) would "
+        f"write only this rank's part. {INSTEAD}"
     )
 
 
-def _remove_begun_file() -> None:
+def _remove_partial_file() -> None:
     """Deletes the empty file that torch.save opens before it pickles."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.save.__code__:
@@ -66,23 +63,23 @@ def _remove_begun_file() -> None:
         try:
             os.unlink(path)
         except OSError:
-            # Windows keeps open files.
+            # Windows does not delete open files.
             return
 
 
 def guard_exports(root: nn.Module) -> None:
-    """Lets `save_pretrained` of the model, and of those in it, refuse to write shards.
+    """Makes `save_pretrained` of a model and its submodules refuse to write shards.
 
-    transformers and peft take the state from the model itself, and fail in the middle of writing, or write one rank's
-    part. To gather it here would wait for ever, since scripts call `save_pretrained` on the main rank alone.
+    transformers and peft read the model's own state dict, and then either fail halfway through the file or write one
+    rank's part. Gathering the state there would deadlock, because scripts call `save_pretrained` on the main rank only.
     """
     for module in root.modules():
         plain = getattr(type(module), "save_pretrained", None)
         if callable(plain) and "save_pretrained" not in vars(module):
-            vars(module)["save_pretrained"] = types.MethodType(_whole_or_refused(plain), module)
+            vars(module)["save_pretrained"] = types.MethodType(_guarded(plain), module)
 
 
-def _whole_or_refused(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
     takes_state = "state_dict" in inspect.signature(plain).parameters
 
     @functools.wraps(plain)
@@ -92,14 +89,14 @@ def _whole_or_refused(plain: Callable[..., Any]) -> Callable[..., Any]:
             part = next((name for name, tensor in state.items() if is_part(tensor)), None)
             if part is not None:
                 raise ShardPickleError(
-                    f"{type(self).__name__}.save_pretrained would write this rank's part of {part!r}, which is sharded "
-                    "over the ranks. On every rank: state = accelerator.get_state_dict(model), or "
-                    "trainer.strategy.full_state_dict(module); then save_pretrained(folder, state_dict=state, "
-                    "is_main_process=accelerator.is_main_process). Where it takes no state_dict: "
+                    f"{type(self).__name__}.save_pretrained would write only this rank's part of {part!r}, which is "
+                    "sharded over the ranks. On every rank, call state = accelerator.get_state_dict(model) or "
+                    "trainer.strategy.full_state_dict(module), then save_pretrained(folder, state_dict=state, "
+                    "is_main_process=accelerator.is_main_process). If it takes no state_dict, use "
                     "accelerator.save_model(model, folder)."
                 )
             if takes_state:
-                # One rank has the whole, in a form that safetensors does not take.
+                # The tensors are whole on this rank, but still DTensors, which safetensors does not accept.
                 from leyden.strategies.fsdp.sharding import whole
 
                 kwargs["state_dict"] = {name: whole(tensor) for name, tensor in state.items()}

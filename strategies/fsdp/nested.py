@@ -1,4 +1,4 @@
-"""A step that calls its own module, as in `self(batch)`: the root's parameters are gathered once, around the step."""
+"""Steps that call their own module, as in `self(batch)`: the root's parameters are gathered once, around the step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class StepHooks:
-    """The forward hooks of a root, around its steps and around its own forward, but not around one within the other.
+    """FSDP's forward hooks of a root, run around its steps and its forward, but not around a forward within a step.
 
-    torch's `register_fsdp_forward_method` runs the hooks around a method as well. When the method calls the module,
-    they run twice: the second time they free the root's parameters, which backward then gathers again, and the block
-    before is not prefetched (seen with torch 2.13).
+    torch's `register_fsdp_forward_method` runs the hooks around a method too. If the method calls the module, the hooks
+    run twice. The inner run frees the root's parameters, so backward gathers them again and does not prefetch the
+    previous block (observed with torch 2.13).
 
     Args:
-        root: a module that `fully_shard` has sharded.
+        root: a module sharded by `fully_shard`.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -34,19 +34,19 @@ class StepHooks:
             self._before_forward, prepend=True, with_kwargs=True
         )
         state._post_forward_hook_handle = root.register_forward_hook(self._after_forward)
-        # A registered method calls these.
+        # Methods registered by `register_fsdp_forward_method` call these.
         state._pre_forward, state._post_forward = self._before_step, self._after_step
 
     def around(self, step_fn: Callable[..., T]) -> Callable[..., T]:
-        """A step function that gathers the root's parameters before it, and frees them as the root's forward would."""
-        # torch registers a method by its name; the module itself is left as it was.
+        """Wraps a step function: gathers the root's parameters before it, and frees them as the root's forward does."""
+        # torch registers a method by name. The attribute is removed again, so the module does not change.
         self._root.__dict__["_leyden_step"] = step_fn
         register_fsdp_forward_method(self._root, "_leyden_step")
         step: Callable[..., T] = self._root.__dict__.pop("_leyden_step")
         return step
 
     def remove(self) -> None:
-        """Lets the root have torch's hooks for the next run, which may run other steps."""
+        """Restores torch's hooks, for the next run."""
         self._state._pre_forward, self._state._post_forward = self._before, self._after
         self._in_step = False
 

@@ -1,4 +1,4 @@
-"""The record of how a module was sharded, and the torch policies that FSDPStrategy's arguments mean."""
+"""The record of how a module was sharded, and the torch policies derived from FSDPStrategy's arguments."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from leyden.strategies.precision import MixedPrecision, Precision
 
 @dataclass(slots=True)
 class ShardRecord:
-    """How a module was sharded: printed in a line, and compared with by a later run of the same module.
+    """How a module was sharded: printed as one line, and compared when a later run uses the same module.
 
     Attributes:
-        groups: name of each group → its class. The root is a group besides.
-        left: module that the policy chose and that stays in the group around it → why.
-        checkpointed: modules whose activations are computed again in backward.
-        dtypes: of the shards, by number of parameters.
-        policy: in which dtypes parameters are gathered and gradients reduced.
+        groups: name of each group → its class. The root is always a group and is not listed.
+        tied: name of a module that the policy chose but that stays in the enclosing group → the reason.
+        checkpointed: modules whose activations are recomputed in backward.
+        dtypes: dtype of shards → number of parameters.
+        policy: dtypes in which parameters are gathered and gradients reduced.
         mesh: sizes, (shard,) or (replicate, shard).
-        form: how layers compute, where the precision has changed them.
-        scalars: parameters without dimensions, which stay whole.
+        form: the layers that the precision substituted; empty if it kept the model's own.
+        scalars: 0-d parameters, which stay unsharded.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     checkpointed: list[str] = field(default_factory=list)
     dtypes: dict[torch.dtype, int] = field(default_factory=dict)
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -48,17 +48,17 @@ class ShardRecord:
         policy: MixedPrecisionPolicy,
         mesh: tuple[int, ...],
         form: str,
-        whole: set[nn.Parameter],
+        unsharded: set[nn.Parameter],
     ) -> ShardRecord:
         kinds = {name: type(module.get_submodule(name)).__name__.removeprefix("FSDP") for name in sorted(groups.names)}
         dtypes: Counter[torch.dtype] = Counter()
         for parameter in module.parameters():
             dtypes[parameter.dtype] += parameter.numel()
-        scalars = [name for name, parameter in module.named_parameters() if parameter in whole]
-        return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh, form, scalars)
+        scalars = [name for name, parameter in module.named_parameters() if parameter in unsharded]
+        return cls(kinds, dict(groups.tied), checkpointed, dict(dtypes), policy, mesh, form, scalars)
 
     def line(self) -> str:
-        """The record in a line, for the summary at the start of fit."""
+        """Returns the record as one line, for the summary at the start of fit."""
         if not self.mesh:
             return ""
         kinds = Counter(self.groups.values())
@@ -75,24 +75,24 @@ class ShardRecord:
         if self.checkpointed:
             parts.append(f"{len(self.checkpointed)} checkpointed")
         if self.scalars:
-            parts.append(f"{', '.join(self.scalars[:3])}{', …' if len(self.scalars) > 3 else ''} whole")
-        if self.left:
-            parts.append(f"{len(self.left)} left in the root, being tied")
+            parts.append(f"{', '.join(self.scalars[:3])}{', …' if len(self.scalars) > 3 else ''} unsharded")
+        if self.tied:
+            parts.append(f"{len(self.tied)} tied, kept in the root")
         return ", ".join(parts)
 
     def check_same(self, policy: MixedPrecisionPolicy, form: str) -> None:
-        """Refuses a second run of a module in other dtypes or layers than those it was sharded with.
+        """Refuses a second run with dtypes or layers other than those the module was sharded with.
 
         Raises:
-            ConfigurationError: says which.
+            ConfigurationError: if either differs; shows both.
         """
         if policy != self.policy or form != self.form:
             before, now = (
                 f"{kind}{', ' + how if how else ''}" for kind, how in ((self.policy, self.form), (policy, form))
             )
             raise ConfigurationError(
-                f"the module was sharded by an earlier run with {before}, and this one asks for {now}: use the same "
-                "precision, or a new module that loads the checkpoint."
+                f"the module was sharded by an earlier run with {before}, and this run asks for {now}: use the same "
+                "precision, or load the checkpoint into a new module."
             )
 
 
@@ -101,11 +101,11 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def policy_of(precision: Precision) -> MixedPrecisionPolicy:
-    """The dtypes of `fully_shard` that a precision means.
+    """Returns the `fully_shard` policy for a precision.
 
     Mixed precision keeps float32 shards, gathers them in half precision (half the bytes of autocast alone) and reduces
-    gradients in float32. What goes into a module is left alone: autocast converts it for each operation, so that losses
-    and norms are computed in float32 as under every other strategy.
+    gradients in float32. Forward inputs are not cast: autocast converts them for each operation, so losses and norms
+    are computed in float32, as under every other strategy.
     """
     if isinstance(precision, MixedPrecision):
         return MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -113,7 +113,7 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def offload_of(wanted: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
-    """torch's policy for `cpu_offload`; memory is pinned only if there is an accelerator to copy to."""
+    """Returns torch's policy for `cpu_offload`. Memory is pinned only if there is an accelerator to copy to."""
     if isinstance(wanted, OffloadPolicy):
         return wanted
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if wanted else OffloadPolicy()

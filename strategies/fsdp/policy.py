@@ -1,4 +1,4 @@
-"""Wrap policies: which modules of a model become a group whose parameters are gathered and freed together."""
+"""Wrap policies: which modules of a model become FSDP groups, whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WrapPolicy: TypeAlias = "Literal['auto'] | int | type[nn.Module] | Classes | Cal
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 SMALL = 10
-"""A container with less than a tenth of the largest one's parameters is left to the group around it."""
+"""A container with less than a tenth of the largest container's parameters stays in the enclosing group."""
 
 
 @dataclass(slots=True)
@@ -26,69 +26,67 @@ class Groups:
     """The modules that a policy chose, children before their parents.
 
     Attributes:
-        names: their full names.
-        left: name of a chosen module → why it stays in the group around it.
-        how: the policy, in a word.
+        names: full names of the modules.
+        tied: name of a chosen module that stays in the enclosing group, because a parameter is tied → the reason.
     """
 
     names: list[str]
-    left: dict[str, str] = field(default_factory=dict)
-    how: str = ""
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 def choose(root: nn.Module, policy: WrapPolicy, ignored: set[nn.Parameter] | None = None) -> Groups:
-    """Applies a wrap policy to a model; the root is a group of its own in any case and not among them.
+    """Applies a wrap policy to a model. The root is always a group and is not listed.
 
     Args:
         root: the whole model.
-        policy: "auto" for the repeated block of the model; classes of modules, or their names; a number, for modules of
-            at least so many parameters; a function of a module, or of (module, recurse, nonwrapped_numel) as
-            FSDP1's policies are; None for no group beside the root.
+        policy: "auto" for the model's repeated block; classes of modules, or their names; a minimum number of
+            parameters per group; a function of a module, or of (module, recurse, nonwrapped_numel) like FSDP1's
+            policies; None to make the root the only group.
         ignored: parameters that are not sharded.
 
     Raises:
-        ConfigurationError: if a class is not in the model, or the policy is invalid.
+        ConfigurationError: if the model has no module of a class, or the policy is invalid.
     """
     skipped = ignored or set()
     if policy is None or policy is False:
-        return Groups([], how="the root alone")
+        return Groups([])
     if isinstance(policy, bool):
         raise ConfigurationError(
-            f"auto_wrap_policy={policy!r}: give 'auto', classes of modules, a number of parameters, a function or None."
+            f"auto_wrap_policy={policy!r}: use 'auto', classes of modules, a number of parameters, a function or None."
         )
     if isinstance(policy, str) and policy == "auto":
-        names, how = _repeated_blocks(root), "auto"
+        names = _repeated_blocks(root)
     elif isinstance(policy, int):
         if policy < 1:
-            raise ConfigurationError(f"auto_wrap_policy={policy}: give at least 1 parameter.")
-        names, how = _by_size(root, policy), f"from {policy} parameters"
+            raise ConfigurationError(f"auto_wrap_policy={policy}: use a number of parameters of at least 1.")
+        names = _by_size(root, policy)
     elif isinstance(policy, (str, type)) or not callable(policy):
-        names, how = modules_of_classes(root, policy, "auto_wrap_policy"), "by class"
+        names = modules_of_classes(root, policy, "auto_wrap_policy")
     else:
-        names, how = _by_function(root, policy), "by function"
+        names = _by_function(root, policy)
     modules = dict(root.named_modules())
     names = [name for name in names if name and any(p not in skipped for p in modules[name].parameters())]
     for name in names:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ConfigurationError(
-                f"auto_wrap_policy chose {name!r}, {kind_of(modules[name])}, which has no forward pass around which "
-                "its parameters could be gathered: choose the modules in it."
+                f"auto_wrap_policy chose {name!r}, {kind_of(modules[name])}, which has no forward to gather parameters "
+                "around: choose the modules in it."
             )
-    groups = Groups(sorted(names, key=lambda name: -name.count(".")), how=how)
-    _leave_tied(root, groups)
+    groups = Groups(sorted(names, key=lambda name: -name.count(".")))
+    _leave_out_tied(root, groups)
     return groups
 
 
 def modules_of_classes(root: nn.Module, wanted: Any, argument: str) -> list[str]:
-    """The names of modules that are of one of the classes.
+    """Returns the names of the modules that are instances of one of the classes.
 
     Args:
         root: the whole model.
-        wanted: a class, a class's name, or several of them.
-        argument: what the user called it, for errors.
+        wanted: a class, a class name, or several of them.
+        argument: name of the user's argument, for errors.
 
     Raises:
-        ConfigurationError: if one of them is not in the model.
+        ConfigurationError: if the model has no module of one of the classes.
     """
     entries = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
     found: list[str] = []
@@ -99,7 +97,7 @@ def modules_of_classes(root: nn.Module, wanted: Any, argument: str) -> list[str]
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
             own = [name for name, module in root.named_modules() if isinstance(module, entry)]
         else:
-            raise ConfigurationError(f"{argument} holds {entry!r}: give classes of modules, or their names.")
+            raise ConfigurationError(f"{argument} contains {entry!r}: use classes of modules, or their names.")
         if not own:
             label = entry if isinstance(entry, str) else entry.__name__
             raise ConfigurationError(
@@ -114,7 +112,7 @@ def _is_called(module: nn.Module, name: str) -> bool:
 
 
 def _repeated_blocks(root: nn.Module) -> list[str]:
-    """The blocks of the outermost containers that repeat one class, as the layers of a transformer do."""
+    """Returns the blocks of the outermost containers that repeat one class, such as the layers of a transformer."""
     found: dict[str, tuple[int, list[str]]] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -132,7 +130,7 @@ def _repeated_blocks(root: nn.Module) -> list[str]:
 
 
 def _blocks_of(module: nn.Module) -> list[str]:
-    """The children of a container that are of its repeated class, if they hold at least half of its parameters."""
+    """Returns a container's children of its repeated class, if they hold at least half of its parameters."""
     if not isinstance(module, CONTAINERS):
         return []
     children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
@@ -147,12 +145,12 @@ def _blocks_of(module: nn.Module) -> list[str]:
 
 
 def _by_size(root: nn.Module, least: int) -> list[str]:
-    """Modules of at least so many parameters that are in no smaller group, as FSDP1's size policy counts them."""
+    """Groups modules with at least `least` parameters outside nested groups, counted as in FSDP1's size policy."""
 
-    def groups(module: nn.Module, own: int) -> bool:
-        return own >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    def becomes_group(module: nn.Module, ungrouped: int) -> bool:
+        return ungrouped >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
-    return _children_first(root, lambda module, total: total >= least, groups, nn.MultiheadAttention)
+    return _children_first(root, lambda module, total: total >= least, becomes_group, nn.MultiheadAttention)
 
 
 def _by_function(root: nn.Module, policy: Callable[..., Any]) -> list[str]:
@@ -161,34 +159,34 @@ def _by_function(root: nn.Module, policy: Callable[..., Any]) -> list[str]:
     return _children_first(
         root,
         lambda module, total: policy(module=module, recurse=True, nonwrapped_numel=total),
-        lambda module, own: policy(module=module, recurse=False, nonwrapped_numel=own),
+        lambda module, ungrouped: policy(module=module, recurse=False, nonwrapped_numel=ungrouped),
     )
 
 
 def _children_first(
     root: nn.Module,
-    enters: Callable[[nn.Module, int], bool],
-    groups: Callable[[nn.Module, int], bool],
-    closed: type[nn.Module] | tuple[()] = (),
+    descends: Callable[[nn.Module, int], bool],
+    becomes_group: Callable[[nn.Module, int], bool],
+    opaque: type[nn.Module] | tuple[()] = (),
 ) -> list[str]:
     """Chooses modules from the innermost to the outermost.
 
     Args:
         root: the whole model.
-        enters: looks into a module with so many parameters.
-        groups: makes a group of a module, of whose parameters so many are in no group within it.
-        closed: the class of modules that are not looked into.
+        descends: decides whether to look into a module, given its number of parameters.
+        becomes_group: decides whether a module becomes a group, given its number of parameters outside nested groups.
+        opaque: the class of modules whose children are never visited.
     """
     chosen: list[str] = []
 
     def visit(module: nn.Module, name: str) -> int:
-        """Groups the modules within one, and returns the number of parameters that were grouped."""
+        """Chooses among a module and its descendants; returns the number of parameters in the chosen groups."""
         total = sum(p.numel() for p in module.parameters())
-        if not enters(module, total):
+        if not descends(module, total):
             return 0
-        children = [] if isinstance(module, closed) else module.named_children()
+        children = [] if isinstance(module, opaque) else module.named_children()
         grouped = sum(visit(child, f"{name}.{own}" if name else own) for own, child in children)
-        if name and groups(module, total - grouped):
+        if name and becomes_group(module, total - grouped):
             chosen.append(name)
             return total
         return grouped
@@ -205,8 +203,8 @@ def _takes_recurse(policy: Callable[..., Any]) -> bool:
         return False
 
 
-def _leave_tied(root: nn.Module, groups: Groups) -> None:
-    """Leaves a module in the group around it if one of its parameters is also used outside: two shards would drift."""
+def _leave_out_tied(root: nn.Module, groups: Groups) -> None:
+    """Removes groups with a parameter that is also used outside the group: its two shards would drift apart."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in root.named_modules(remove_duplicate=False):
         for own, parameter in module._parameters.items():
@@ -214,26 +212,30 @@ def _leave_tied(root: nn.Module, groups: Groups) -> None:
                 owners.setdefault(id(parameter), []).append((module_name, own))
     shared = [places for places in owners.values() if len(places) > 1]
     modules = dict(root.named_modules(remove_duplicate=False))
+    # Removing a group moves its parameters into the enclosing one, which may then share a parameter with the outside.
     while True:
-        again = [
+        tied = [
             (name, outside)
             for name in groups.names
             if (outside := _used_outside(name, shared, modules, groups.names)) is not None
         ]
-        if not again:
+        if not tied:
             return
-        for name, outside in again:
+        for name, outside in tied:
             groups.names.remove(name)
-            groups.left[name] = f"tied to {outside}"
+            groups.tied[name] = f"tied to {outside}"
 
 
 def _used_outside(
     name: str, shared: list[list[tuple[str, str]]], modules: dict[str, nn.Module], chosen: list[str]
 ) -> str | None:
-    """Where else a parameter of the group is used; None if nowhere. A module that stands twice in the model is one."""
+    """Returns the full name of a use of the group's parameters outside the group; None if there is none.
+
+    Modules are compared by identity, so a module that appears twice in the model counts once.
+    """
     group = {id(module) for module in modules[name].modules()}
     for other in chosen:
-        # Parameters of a group inside this one are checked with that group.
+        # Parameters of a nested group are checked with that group.
         if other != name and other.startswith(f"{name}."):
             group -= {id(module) for module in modules[other].modules()}
     for places in shared:

@@ -1,4 +1,4 @@
-"""Resets a sharded module whose run failed inside forward or backward, so that its next run begins as a first one."""
+"""Resets a sharded module whose run failed inside forward or backward, so the next run starts from a clean state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def restart(roots: Iterable[nn.Module]) -> None:
-    """Drops what an earlier run left half done: gathered parameters, states of groups, and gradients of a window.
+    """Resets gathered parameters, group states and accumulated gradients that an interrupted run left behind.
 
     Args:
-        roots: modules of which those that FSDP shards are set back.
+        roots: modules to reset; those that FSDP does not shard are skipped.
     """
     for root in roots:
         if isinstance(root, FSDPModule):
             state: Any = root._get_fsdp_state()
             if hasattr(root, "reset_iter_state"):
-                # torch fails on a module that no forward has gone through yet.
+                # torch raises one of these for a module that has not run forward yet.
                 with suppress(RuntimeError, AttributeError):
                     root.reset_iter_state()
             else:
@@ -30,13 +30,13 @@ def restart(roots: Iterable[nn.Module]) -> None:
 
 
 def _reset(state: Any) -> None:
-    """What `reset_iter_state` does, which torch has from 2.13 on.
+    """Does what `reset_iter_state` of torch 2.13 and later does.
 
-    Left as it is, a group that was in its forward keeps its parameters gathered: an optimizer would be given those, and
-    train tensors that nothing reads.
+    Without it, a group interrupted in its forward keeps its parameters gathered. An optimizer created for the next run
+    would receive the gathered tensors and train copies that nothing reads.
     """
-    shared, sent = state._state_ctx, state._comm_ctx
-    # A module without a forward pass yet lists no states, and has nothing to reset.
+    shared, communication = state._state_ctx, state._comm_ctx
+    # A module that has not run forward yet lists no states, and there is nothing to reset.
     if not shared.all_states:
         return
     if state._device.type != "cpu":
@@ -52,19 +52,19 @@ def _reset(state: Any) -> None:
             group._post_forward_indices.clear()
             group._training_state = type(group._training_state).IDLE
             group._to_sharded()
-    sent.all_gather_state = None
-    sent.post_forward_order.clear()
-    # torch 2.12 keeps several.
-    if hasattr(sent, "reduce_scatter_states"):
-        sent.reduce_scatter_states.clear()
+    communication.all_gather_state = None
+    communication.post_forward_order.clear()
+    # torch 2.12 keeps a list of these states, earlier versions one.
+    if hasattr(communication, "reduce_scatter_states"):
+        communication.reduce_scatter_states.clear()
     else:
-        sent.reduce_scatter_state = None
+        communication.reduce_scatter_state = None
     shared.iter_forward_root = None
     shared.post_backward_final_callback_queued = False
 
 
 def _drop_gradients(state: Any) -> None:
-    """Drops sums of backward passes without a reduction: no version of torch does, and they would enter the next."""
+    """Drops gradients accumulated without a reduction. No torch version does, and they would add to the next ones."""
     for part in state._state_ctx.all_states:
         for group in parameter_groups(part):
             for parameter in group.fsdp_params:
@@ -74,7 +74,7 @@ def _drop_gradients(state: Any) -> None:
 
 
 def parameter_groups(part: Any) -> Iterator[Any]:
-    """The groups of parameters of one state: before torch 2.12 one at most."""
+    """Yields the parameter groups of one FSDP state: before torch 2.12, at most one."""
     if hasattr(part, "_fsdp_param_groups"):
         yield from part._fsdp_param_groups
     elif part._fsdp_param_group is not None:

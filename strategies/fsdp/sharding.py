@@ -1,4 +1,4 @@
-"""How a model is sharded: group by group, so that only one group at a time is whole on the device."""
+"""Shards a model group by group, so that at most one group is ever unsharded on the device."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from leyden.strategies.fsdp.values import Slot, Values, replace
 
 @dataclass(slots=True)
 class Sharding:
-    """How every group of a model is sharded.
+    """Shards the groups of one model, all with the same settings.
 
     Attributes:
-        mesh: one dimension, over which parameters are sharded; or two, (replicate, shard); None leaves them whole.
-        device: where the shards are used.
-        policy: dtypes of gathered parameters and of the reduction.
-        offload: whether shards wait on the CPU.
-        reshard: whether parameters are freed after forward; a number for the ranks to reshard to; None for torch's
-            choice, all groups but the root.
-        ignored: parameters that stay whole.
-        source: the group in which rank 0's values are given to all; None leaves each rank its own.
-        values: of the tensors on the meta device.
-        before: called with each module and parameter name that has its values and is about to be sharded.
-        split: splits the layers of a group, whose values every rank has, over the ranks of another dimension. It adds
-            to `ignored` what this rank has nothing of.
-        scalars: parameters without dimensions that stay whole.
+        mesh: the mesh over which parameters are sharded, with one dimension or two (replicate, shard). None shards
+            nothing.
+        device: the device on which the parameters are used.
+        policy: dtypes of gathered parameters and of the gradient reduction.
+        offload: torch's policy for keeping shards on the CPU.
+        reshard: True frees parameters after forward, a number reshards them to that many ranks, None leaves the choice
+            to torch (every group except the root).
+        ignored: parameters that stay unsharded.
+        source: the process group in which rank 0 broadcasts its values; None lets each rank keep its own.
+        values: the values of tensors that are still on the meta device.
+        before: called with a module and a parameter name, once the parameter has its values and before it is sharded.
+        split: splits the layers of a group over another mesh dimension, once every rank has their values. Adds to
+            `ignored` the parameters that other ranks hold.
+        scalars: 0-d parameters that stay unsharded.
     """
 
     mesh: DeviceMesh | None
@@ -51,17 +52,17 @@ class Sharding:
     split: Callable[[list[Slot]], None] | None = None
 
     scalars: set[nn.Parameter] = field(default_factory=set)
-    _done: set[Slot] = field(default_factory=set)
+    _seen: set[Slot] = field(default_factory=set)
 
     def apply(self, part: nn.Module) -> None:
-        """Shards a module, after those in it that are groups of their own."""
+        """Shards a module as one group. The groups nested in it must be sharded first."""
         if isinstance(part, FSDPModule):
             return
-        slots = [slot for slot in unsharded(part) if slot not in self._done]
-        self._done.update(slots)
-        self._materialise(slots)
+        slots = [slot for slot in unsharded(part) if slot not in self._seen]
+        self._seen.update(slots)
+        self._materialize(slots)
         if self.source is not None:
-            self._take_values(slots)
+            self._broadcast_values(slots)
         if self.mesh is not None and self.split is None:
             self._keep_scalars(slots)
         self._check_dtypes(part, slots)
@@ -70,11 +71,11 @@ class Sharding:
                 self.before(module, name)
         if self.split is not None:
             self.split(slots)
-        if self._has_nothing(part):
+        if self._is_held_elsewhere(part):
             return
         if self.mesh is None:
-            # torch moves no DTensor that a weak reference knows, as ReplacedParameters has; hand-written code has
-            # placed its own.
+            # torch refuses to move a DTensor with a weak reference, such as those in ReplacedParameters. Models that
+            # hand-written code split are on the device already.
             if any(tensor.device != self.device for tensor in (*part.parameters(), *part.buffers())):
                 part.to(self.device)
             return
@@ -88,7 +89,7 @@ class Sharding:
         )
 
     def _keep_scalars(self, slots: list[Slot]) -> None:
-        """Leaves parameters without dimensions, such as CLIP's `logit_scale`, whole: `fully_shard` refuses them."""
+        """Ignores 0-d parameters, such as CLIP's `logit_scale`: `fully_shard` refuses them."""
         for module, name in slots:
             tensor = getattr(module, name)
             if isinstance(tensor, nn.Parameter) and tensor.dim() == 0:
@@ -96,13 +97,13 @@ class Sharding:
                 self.ignored.add(tensor)
                 self.scalars.add(tensor)
 
-    def _has_nothing(self, part: nn.Module) -> bool:
-        """True for a part whose parameters are held elsewhere: `split` has made them ignored."""
-        found = list(part.parameters())
-        return bool(found) and self.split is not None and all(parameter in self.ignored for parameter in found)
+    def _is_held_elsewhere(self, part: nn.Module) -> bool:
+        """Returns True if other ranks hold all parameters of the module: `split` added every one to `ignored`."""
+        parameters = list(part.parameters())
+        return bool(parameters) and self.split is not None and all(p in self.ignored for p in parameters)
 
     def _check_dtypes(self, part: nn.Module, slots: list[Slot]) -> None:
-        """Finds parameters of another dtype than the rest of their group, which travels as one message."""
+        """Refuses a group whose trainable parameters have several dtypes: FSDP gathers a group as one buffer."""
         found: dict[torch.dtype, str] = {}
         for module, name in slots:
             tensor = getattr(module, name)
@@ -112,33 +113,33 @@ class Sharding:
             parts = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
             raise ConfigurationError(
                 f"the trainable parameters of one group ({type(part).__name__}) have several dtypes: {parts}. Convert "
-                "them to one, freeze one kind, or make groups of them by auto_wrap_policy."
+                "them to one dtype, freeze those of one dtype, or put them into separate groups by auto_wrap_policy."
             )
 
-    def _materialise(self, slots: list[Slot]) -> None:
-        """Gives the tensors of one group that are on the meta device their memory, and their values."""
-        absent = [getattr(module, name).is_meta for module, name in slots]
-        first = absent
+    def _materialize(self, slots: list[Slot]) -> None:
+        """Allocates and fills the tensors of one group that are on the meta device."""
+        on_meta = [getattr(module, name).is_meta for module, name in slots]
+        on_meta_at_rank0 = on_meta
         if self.source is not None:
-            box = [absent]
+            box = [on_meta]
             dist.broadcast_object_list(box, src=0, group=self.source)
-            first = box[0]
-        # What rank 0 has is received from it, so that one process alone needs to have loaded it.
-        received = [slot for slot, here, there in zip(slots, absent, first, strict=True) if here and not there]
-        made = [slot for slot, here, there in zip(slots, absent, first, strict=True) if here and there]
+            on_meta_at_rank0 = box[0]
+        missing = [(slot, there) for slot, here, there in zip(slots, on_meta, on_meta_at_rank0, strict=True) if here]
+        # Rank 0 broadcasts the values it has, so only one process needs to load a checkpoint.
+        received = [slot for slot, is_meta_at_rank0 in missing if not is_meta_at_rank0]
         replace(received, lambda module, name: torch.empty_like(getattr(module, name), device="cpu"))
-        self.values.fill(made)
+        self.values.fill([slot for slot, is_meta_at_rank0 in missing if is_meta_at_rank0])
 
     @torch.no_grad()
-    def _take_values(self, slots: Iterable[Slot]) -> None:
-        """Gives every rank rank 0's values, one tensor at a time."""
-        done: set[int] = set()
+    def _broadcast_values(self, slots: Iterable[Slot]) -> None:
+        """Copies rank 0's values to every rank, one tensor at a time."""
+        seen: set[int] = set()
         on_host = dist.get_backend(self.source) == "gloo"
         for module, name in slots:
             tensor: Tensor = getattr(module, name)
-            if id(tensor) in done:
+            if id(tensor) in seen:
                 continue
-            done.add(id(tensor))
+            seen.add(id(tensor))
             sent = tensor.detach().to("cpu" if on_host else self.device).contiguous()
             dist.broadcast(sent, src=0, group=self.source)
             if sent.data_ptr() != tensor.data_ptr():
@@ -146,7 +147,7 @@ class Sharding:
 
 
 def unsharded(part: nn.Module) -> Iterator[Slot]:
-    """The slots of parameters and buffers that no group within this one has."""
+    """Yields the slots of a module's parameters and buffers, except those that belong to a nested group."""
     yield from ((part, name) for name, p in part._parameters.items() if p is not None and not isinstance(p, DTensor))
     yield from ((part, name) for name, buffer in part._buffers.items() if buffer is not None)
     for child in part.children():
@@ -155,41 +156,41 @@ def unsharded(part: nn.Module) -> Iterator[Slot]:
 
 
 class ReplacedParameters:
-    """Which parameter took the place of which, for optimizers that were made before.
+    """Maps each original parameter to its sharded replacement, for optimizers created before sharding.
 
-    It holds on to no parameter that it saw: a whole model would never be freed.
+    Original parameters are held by weak references; strong ones would keep the unsharded model alive.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
     def before(self, root: nn.Module) -> dict[str, weakref.ref[Tensor]]:
-        """Notes the parameters before they are sharded."""
+        """Returns references to the parameters, before they are sharded."""
         return {name: weakref.ref(p) for name, p in root.named_parameters(remove_duplicate=False)}
 
     def after(self, root: nn.Module, old: dict[str, weakref.ref[Tensor]]) -> None:
-        """Notes what took their places."""
+        """Records the replacement of each parameter that `before` returned."""
         for name, new in root.named_parameters(remove_duplicate=False):
-            known = old[name]()
-            if known is not None and known is not new:
-                self._pairs[id(known)] = (old[name], new)
+            original = old[name]()
+            if original is not None and original is not new:
+                self._pairs[id(original)] = (old[name], new)
 
     def find(self, parameter: Tensor) -> nn.Parameter | None:
-        """What stands in this parameter's place now; None where it still stands there itself."""
+        """Returns the replacement of a parameter; None if it was not replaced."""
         reference, new = self._pairs.get(id(parameter), (None, None))
         return new if reference is not None and reference() is parameter else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank has, in the same memory; the tensor itself where it is not sharded."""
+    """Returns this rank's shard of a tensor, sharing its memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor, gathered from all ranks where it is sharded: every rank must call it."""
+    """Returns the full tensor, gathered from all ranks if it is sharded. Every rank must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # One dimension of the mesh at a time, from the outermost: torch warns about gathering over two at once.
+    # Gathers over one mesh dimension at a time, outermost first: torch warns about gathering over two in one go.
     for dim in range(tensor.device_mesh.ndim - 1):
         placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
         tensor = tensor.redistribute(placements=placements)
@@ -197,33 +198,33 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Cuts a whole tensor as a parameter of the same shape is cut; no message is sent."""
+    """Shards a full tensor in the same way as a parameter of the same shape, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape or isinstance(value, DTensor):
         return value
-    cut = distribute_tensor(
+    shard = distribute_tensor(
         value.to(parameter.to_local().device), parameter.device_mesh, parameter.placements, src_data_rank=None
     )
-    return cut.to(value.dtype)
+    return shard.to(value.dtype)
 
 
 def prefetch_forward(parts: list[FSDPModule]) -> None:
-    """Lets each group ask for the next one's parameters before its own forward."""
+    """Lets each group prefetch the next group's parameters before its own forward."""
     for part, following in itertools.pairwise(parts):
         part.set_modules_to_forward_prefetch([following])
 
 
 def check_sharded(root: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Finds a parameter that no group took.
+    """Refuses a module with a parameter that belongs to no group.
 
     Raises:
-        ConfigurationError: names it.
+        ConfigurationError: names the parameter.
     """
     for name, parameter in root.named_parameters():
         if not isinstance(parameter, DTensor) and parameter not in ignored:
             raise ConfigurationError(
-                f"the parameter {name!r} stands in the module itself, and in manual optimisation each child of the "
-                "module is sharded by itself: put the parameter into a child module with a forward of its own, or list "
-                "it in ignored_params."
+                f"the parameter {name!r} belongs to the module itself, and in manual optimization FSDP shards each "
+                "child of the module separately. Move the parameter into a child module with its own forward, or put "
+                "it in a module listed in ignored_modules."
             )

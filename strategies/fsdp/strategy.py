@@ -1,4 +1,4 @@
-"""FSDP: parameters, gradients and optimizer state are sharded over the ranks, by torch's `fully_shard` (FSDP2)."""
+"""FSDPStrategy: torch's `fully_shard` (FSDP2) shards parameters, gradients and optimizer state over the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items, stepped_parameters
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
-from leyden.strategies.fsdp.exchanges import Exchanges
+from leyden.strategies.fsdp.collectives import CollectiveCounter
 from leyden.strategies.fsdp.fsdp1_names import Translation
 from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm, multiply
 from leyden.strategies.fsdp.guard import guard_exports, guard_shards
@@ -41,36 +41,37 @@ from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")
 MIXED = "got mixed torch.Tensor and DTensor"
-"""What torch says of an operation that a part of a tensor and a plain one meet in."""
+"""From torch's error for an operation that mixes a DTensor with a plain tensor."""
 FREED = "out of bounds for storage of size 0"
-"""What torch says of a weight that is freed when a backward pass wants it."""
+"""From torch's error for a backward pass that reads a weight after FSDP freed it."""
 
 
 class FSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallelism.
 
     Args:
-        auto_wrap_policy: which modules are gathered and freed as a group: "auto" for the repeated block of the model, a
-            set of classes or of their names, a least number of parameters, a function of a module, or None for the root
-            alone.
-        reshard_after_forward: free a group's parameters after its forward and gather them again in backward; False
-            saves the second gathering for memory; a number reshards to so many ranks (a machine's). None, the default,
-            frees all groups but the root. In manual optimisation all are freed, whatever it says.
-        mp_policy: torch's MixedPrecisionPolicy; made from `precision` if left out (see `policy_of`).
-        cpu_offload: parameters, gradients and optimizer state wait on the CPU; or an OffloadPolicy.
-        activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
-            backward; a function of a module; or True for the groups.
-        ignored_modules: modules that stay whole on every rank; their gradients are averaged.
-        compile: compile each group, in place; or the arguments of `torch.compile`.
-        device_mesh: (replicate, shard) sizes for HSDP, "auto" to shard within a machine and replicate over machines (in
-            two halves of a single one), or a DeviceMesh of one or two dimensions.
-        sync_module_states: every rank begins with rank 0's parameters and buffers.
-        forward_prefetch: each group asks for the next one's parameters before its own forward.
-        **kwargs: those of `ProcessGroupStrategy`; and the names of FSDP1, Lightning and Accelerate
-            (`sharding_strategy`, `state_dict_type`, …), each of which is mapped or refused with the reason.
+        auto_wrap_policy: modules that are gathered and freed as a group: "auto" for the model's repeated block, a set
+            of classes or class names, a minimum number of parameters, a predicate on modules, or None to make the root
+            the only group.
+        reshard_after_forward: True frees a group's parameters after its forward and gathers them again in backward.
+            False keeps them gathered: one all-gather fewer, more memory. A number reshards to that many ranks (those
+            of one machine). None, the default, frees every group except the root. Manual optimization always frees
+            every group.
+        mp_policy: torch's MixedPrecisionPolicy; derived from `precision` if omitted (see `policy_of`).
+        cpu_offload: True keeps parameters, gradients and optimizer state on the CPU; or an OffloadPolicy.
+        activation_checkpointing_policy: classes of modules, or their names, whose activations are recomputed in
+            backward; a predicate on modules; or True for every group.
+        ignored_modules: modules that stay unsharded on every rank; their gradients are averaged.
+        compile: True compiles each group in place; or a dict of arguments for `torch.compile`.
+        device_mesh: (replicate, shard) sizes for HSDP; "auto" to shard within a machine and replicate across machines
+            (a single machine is split into two halves); or a DeviceMesh with one or two dimensions.
+        sync_module_states: True broadcasts rank 0's initial parameters and buffers to every rank.
+        forward_prefetch: True lets each group prefetch the next group's parameters before its own forward.
+        **kwargs: arguments of `ProcessGroupStrategy`, and the names used by FSDP1, Lightning and Accelerate
+            (`sharding_strategy`, `state_dict_type`, …). Each is translated, or refused with the reason.
 
     Raises:
-        ConfigurationError: for a value that cannot be; names the fix.
+        ConfigurationError: for an invalid value; the message names the fix.
 
     Example:
         >>> FSDPStrategy(auto_wrap_policy={"Block"}, reshard_after_forward=False).name
@@ -103,40 +104,40 @@ class FSDPStrategy(ProcessGroupStrategy):
         for note in translation.notes:
             warnings.warn(note, stacklevel=2)
         self.settings = settings
-        """The arguments, in our names."""
+        """The constructor's arguments, under Leyden's names."""
         mesh = settings["device_mesh"]
         self.shard_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
-        """The mesh over which parameters are sharded; None before the ranks have joined."""
+        """The mesh over which parameters are sharded; None until the process group exists."""
         self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
             self.name = "hsdp"
         self.record = ShardRecord()
-        """What was sharded, and how."""
+        """How the module was sharded."""
         self._roots: list[FSDPModule] = []
-        self._lasting: list[FSDPModule] = []
-        """The groups that stay gathered after a forward pass, until backward."""
+        self._kept_gathered: list[FSDPModule] = []
+        """Groups that stay gathered between forward and backward."""
         self._step_hooks: dict[nn.Module, StepHooks] = {}
         self._ignored: list[nn.Parameter] = []
         self._replaced = ReplacedParameters()
         self._values = Values()
-        self._syncs, self._averages = True, False
-        self._exchanges: Exchanges | None = None
-        """Counts those of a pass that may run out of memory; None where nobody asks."""
+        self._syncs, self._average_pending = True, False
+        self._collectives: CollectiveCounter | None = None
+        """Counts the collectives of a pass that may run out of memory; None until `begin_pass` is called."""
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> FSDPStrategy:
-        """The strategy that the `fsdp_config` of an Accelerate YAML file describes.
+        """Returns the strategy described by the `fsdp_config` of an Accelerate YAML file.
 
         Args:
-            config: the mapping under `fsdp_config`, as the file has it.
-            **kwargs: further arguments of ours.
+            config: the mapping under `fsdp_config`, unchanged.
+            **kwargs: further arguments of this class.
 
         Example:
             >>> config = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "NO_WRAP"}
             >>> FSDPStrategy.from_accelerate(config).settings["reshard_after_forward"]
             False
         """
-        # A key without a value leaves it open.
+        # A YAML key without a value means the default.
         return cls(**{name: value for name, value in config.items() if value is not None}, **kwargs)
 
     # environment ------------------------------------------------------------------------------------------------------
@@ -145,15 +146,15 @@ class FSDPStrategy(ProcessGroupStrategy):
         backend = dist.get_backend()
         if self.root_device.type == "cuda" and self.settings["cpu_offload"] and "gloo" not in backend:
             raise ConfigurationError(
-                "cpu_offload reduces on the CPU what waits there, and the process group has the backend "
-                f"{str(backend)!r} alone: leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
+                "cpu_offload needs a gloo backend for CPU tensors, and the process group has only "
+                f"{str(backend)!r}: leave out process_group_backend, or use 'cpu:gloo,cuda:nccl'."
             )
         if self.shard_mesh is None:
             self.shard_mesh = self.make_mesh()
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of all ranks; None before they have joined."""
+        """The mesh of all ranks; None until the process group exists."""
         return self.shard_mesh
 
     @property
@@ -166,20 +167,20 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @property
     def copies_along(self) -> int | None:
-        """The dimension of `device_mesh` along which the model is copied; None without one."""
+        """The dimension of `device_mesh` along which the model is replicated; None if it is not."""
         return 0 if self.shard_mesh is not None and self.shard_mesh.ndim == 2 else None
 
     def make_mesh(self) -> DeviceMesh | None:
-        """The mesh over which parameters are sharded; None if each rank keeps what it has."""
-        shape = self._shape()
+        """Returns the mesh over which parameters are sharded; None if nothing is sharded."""
+        shape = self._resolved_mesh_shape()
         names = ("replicate", "shard")[-len(shape) :]
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
-    def _shape(self) -> tuple[int, ...]:
-        """The sizes of the mesh.
+    def _resolved_mesh_shape(self) -> tuple[int, ...]:
+        """Returns the sizes of the mesh's dimensions.
 
         Raises:
-            ConfigurationError: if they do not make up the world.
+            ConfigurationError: if their product is not the world size.
         """
         world, shape = self.ranks.world_size, self._mesh_shape
         if shape is None:
@@ -189,21 +190,22 @@ class FSDPStrategy(ProcessGroupStrategy):
             replicas = 2 if per_machine == world else world // per_machine
             if world < 4 or world % replicas:
                 raise ConfigurationError(
-                    f"strategy='hsdp' replicates over machines or over two halves of one, and this run has {world} "
-                    f"rank(s) of {per_machine} per machine: use 'fsdp', or FSDPStrategy(device_mesh=(replicate, "
-                    "shard))."
+                    "strategy='hsdp' replicates across machines, or across two halves of a single machine. This run "
+                    f"has {world} rank(s), {per_machine} per machine: use 'fsdp', or "
+                    "FSDPStrategy(device_mesh=(replicate, shard))."
                 )
             return (replicas, world // replicas)
         if len(shape) != 2 or shape[0] * shape[1] != world:
             raise ConfigurationError(
-                f"device_mesh={shape} does not make up {world} ranks: give (replicate, shard) whose product is {world}."
+                f"device_mesh={shape} does not match {world} ranks: pass (replicate, shard) whose product is {world}."
             )
         return tuple(shape)
 
     def teardown(self) -> None:
         for hooks in self._step_hooks.values():
             hooks.remove()
-        self._roots, self._lasting, self._ignored, self._step_hooks, self._exchanges = [], [], [], {}, None
+        self._roots, self._kept_gathered, self._ignored, self._step_hooks = [], [], [], {}
+        self._collectives = None
         self._replaced, self.before_forward = ReplacedParameters(), None
         super().teardown()
 
@@ -222,18 +224,18 @@ class FSDPStrategy(ProcessGroupStrategy):
         guard_shards()
         self.before_forward = self._follow_window
         self.modules = [self._shard(module) for module in modules]
-        # A run that failed inside a window has left its modules without reductions.
+        # A run that failed inside an accumulation window has left gradient sync off.
         self._set_sync(True)
         return self.modules
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        # In the modules' order, in which every rank averages their gradients.
+        # A dict keeps the modules' order, so every rank averages the gradients in the same order.
         averaged = dict.fromkeys(p for part in self.settings["ignored_modules"] for p in part.parameters())
         ignored = set(averaged)
-        # In manual optimisation backward runs inside of training_step, before the module's own forward has ended: its
-        # gradients would never be reduced. So each child is a root of its own there.
+        # In manual optimization, backward runs inside training_step, before the module's own forward has returned: FSDP
+        # would never reduce a root's gradients. So each child becomes a root of its own.
         manual = not getattr(module, "automatic_optimization", True)
-        roots = list(_children(module)) if manual else [module]
+        roots = list(_root_candidates(module)) if manual else [module]
         policy = self.settings["mp_policy"] or policy_of(self.precision)
         earlier = module.__dict__.get("_leyden_record")
         if earlier is not None:
@@ -241,39 +243,43 @@ class FSDPStrategy(ProcessGroupStrategy):
             self.record = earlier
             restart(roots)
         else:
-            self._shard_anew(module, roots, ignored, policy)
+            self._shard_unsharded(module, roots, ignored, policy)
         averaged.update(dict.fromkeys(map(module.get_parameter, self.record.scalars)))
-        # Frozen ones, too, which may be trained later, as those in shards may.
+        # Frozen parameters are included: they may be unfrozen later.
         self._ignored += averaged
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
-        every = self.settings["reshard_after_forward"] not in (None, True)
-        self._lasting += [
-            part for root in roots for part in (root.modules() if every else (root,)) if isinstance(part, FSDPModule)
+        every_group = self.settings["reshard_after_forward"] not in (None, True)
+        self._kept_gathered += [
+            part
+            for root in roots
+            for part in (root.modules() if every_group else (root,))
+            if isinstance(part, FSDPModule)
         ]
         self._reshard()
         return module
 
-    def _shard_anew(
+    def _shard_unsharded(
         self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
+        """Shards a module that no earlier run has sharded."""
         settings, split = self.settings, self.split_for(module, ignored)
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
         self.precision.convert_for_shards(module)
         groups = choose(module, settings["auto_wrap_policy"], ignored)
-        again = settings["activation_checkpointing_policy"]
-        checkpointed = checkpoint_activations(module, groups if again is True else again)
+        recomputed = settings["activation_checkpointing_policy"]
+        checkpointed = checkpoint_activations(module, groups if recomputed is True else recomputed)
         if settings["compile"]:
             compile_blocks(module, groups, {} if settings["compile"] is True else settings["compile"])
-        before = self._replaced.before(module)
+        old_parameters = self._replaced.before(module)
         parts = [module.get_submodule(name) for name in groups.names]
         sharding = Sharding(
             mesh=self.shard_mesh,
             device=self.root_device,
             policy=policy,
             offload=offload_of(settings["cpu_offload"], self.root_device),
-            # In manual optimisation a part may run without backward, and then change its weights or its requires_grad.
+            # In manual optimization, a child may run without backward, and then change its weights or requires_grad.
             reshard=settings["reshard_after_forward"] if roots == [module] else True,
             ignored=ignored,
             values=self._values,
@@ -289,26 +295,26 @@ class FSDPStrategy(ProcessGroupStrategy):
             part.to(self.root_device)
         if settings["forward_prefetch"]:
             prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
-        self._replaced.after(module, before)
+        self._replaced.after(module, old_parameters)
         guard_exports(module)
         shape, form = tuple(self.shard_mesh.shape) if self.shard_mesh is not None else (), self.precision.form
         self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form, sharding.scalars)
         module.__dict__["_leyden_record"] = self.record
 
     def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
-        """What splits the layers of each group before it is sharded, and adds to `ignored`; None for nothing."""
+        """Returns a function that splits each group's layers before sharding and may extend `ignored`; None to skip."""
         return None
 
     def _reshard(self) -> None:
-        """Frees what a pass without backward left gathered: `parameters()` gives the shards again."""
-        for part in self._lasting:
+        """Frees parameters that a forward without backward left gathered, so `parameters()` returns shards again."""
+        for part in self._kept_gathered:
             part.reshard()
 
     def end_evaluation(self) -> None:
         self._reshard()
 
     def local_weights(self, module: nn.Module) -> LocalWeights:
-        # An evaluation leaves groups gathered: what is written to their shards would not be seen.
+        # An evaluation leaves groups gathered. They would not see values written to their shards.
         self._reshard()
         return super().local_weights(module)
 
@@ -323,13 +329,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         return super().setup_optimizers(modules, optimizers)
 
     def _repoint(self, optimizer: Optimizer) -> None:
-        """Gives an optimizer that was made before the module was sharded the parameters that it has now."""
+        """Points an optimizer that was created before sharding at the sharded parameters."""
         for group in optimizer.param_groups:
-            for place, old in enumerate(group["params"]):
+            for index, old in enumerate(group["params"]):
                 new = self._replaced.find(old)
                 if new is None:
                     continue
-                group["params"][place] = new
+                group["params"][index] = new
                 state = optimizer.state.pop(old, None)
                 if state is not None:
                     optimizer.state[new] = {
@@ -348,26 +354,26 @@ class FSDPStrategy(ProcessGroupStrategy):
         if FREED in str(error):
             return (
                 "FSDP frees weights after backward, and the gradient of a gradient (create_graph=True, as in a "
-                "gradient penalty) needs them again: use strategy='ddp' for such a loss."
+                "gradient penalty) needs them again. Use strategy='ddp' for such a loss."
             )
         if MIXED not in str(error):
             return super().explain(error)
         return (
-            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it "
-            "from training_step, validation_step, … or forward of the module itself."
+            "A submodule of the sharded module ran outside its steps, where its parameters are not gathered. Run it "
+            "from training_step, validation_step, … or the module's own forward."
         )
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _follow_window(self, window: Window) -> None:
         if self._syncs is not window.closes:
             self._set_sync(window.closes)
-        self._averages = window.closes and bool(self._ignored)
+        self._average_pending = window.closes and bool(self._ignored)
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
             raise ConfigurationError(
-                "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters "
-                "for each batch: use a larger data set, a smaller batch_size or fewer ranks."
+                "a rank has no sample of its own, and FSDP needs every rank in every batch to gather parameters: use a "
+                "larger data set, a smaller batch_size or fewer ranks."
             )
         self._follow_window(window)
         zero = zeroed(read_loss(self.forward(step_fn, filler, extra))[0])
@@ -379,20 +385,20 @@ class FSDPStrategy(ProcessGroupStrategy):
         found = super().refusals
         if self.copies_along is not None:
             found["micro_batches"] = (
-                "it exchanges gradients in two ways, of which one cannot be counted. Use strategy='fsdp' or 'ddp'"
+                "it reduces gradients in two steps, and only one of them can be counted. Use strategy='fsdp' or 'ddp'"
             )
         return found
 
     def begin_pass(self) -> None:
-        if self._exchanges is None:
-            self._exchanges = Exchanges(self.modules)
-        self._exchanges.begin()
+        if self._collectives is None:
+            self._collectives = CollectiveCounter(self.modules)
+        self._collectives.begin()
 
     def abandon_pass(self, rest: Callable[[], None]) -> None:
-        assert self._exchanges is not None
+        assert self._collectives is not None
         restart(self.modules)
         if self.ranks.world_size > 1:
-            self._exchanges.begin_again()
+            self._collectives.begin_replay()
             rest()
 
     def _set_sync(self, enabled: bool) -> None:
@@ -401,8 +407,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             root.set_requires_gradient_sync(enabled)
 
     def _average_ignored(self) -> None:
-        """Averages the gradients of whole parameters over the ranks, which `fully_shard` leaves alone."""
-        self._averages = False
+        """Averages the gradients of unsharded parameters over the ranks; `fully_shard` does not reduce them."""
+        self._average_pending = False
         grads = [p.grad for p in self._ignored if p.grad is not None]
         scalars = [grad for grad in grads if grad.dim() == 0]
         if scalars:
@@ -419,15 +425,15 @@ class FSDPStrategy(ProcessGroupStrategy):
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._syncs:
             raise LeydenError(
-                "the accumulation window was closed without a batch that closes it, so its gradients were not reduced "
-                "over the ranks: give the loader its right length, or none at all."
+                "the loader ended before the last batch of its accumulation window, so the gradients were never "
+                "reduced over the ranks: correct the loader's __len__, or remove it."
             )
-        if self._averages:
+        if self._average_pending:
             self._average_ignored()
         super().before_step(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        # A group that has run without backward, as in a hook, would keep its old values in the next forward pass.
+        # A group that ran without backward, as in a hook, would reuse its old gathered values in the next forward.
         self._reshard()
         return super().step(optimizer, closure, **kwargs)
 
@@ -449,24 +455,25 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     # state ------------------------------------------------------------------------------------------------------------
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-        """The module's state with whole tensors; every rank must call it.
+        """Returns the module's state dict with unsharded tensors. Every rank must call it.
 
         Returns:
-            A state dict that torch.save or safetensors can write. With `rank0_only`, on rank 0's CPU, and an empty one
-            on the others: tensors are gathered one at a time, so that no other rank holds more than one of them.
+            A state dict that torch.save or safetensors can write. With `rank0_only`, rank 0 gets the tensors on its CPU
+            and other ranks get an empty dict. Tensors are gathered one at a time, so other ranks never hold more than
+            one.
         """
         if not rank0_only:
             everywhere = module.state_dict()
             everywhere.update({name: whole(t) for name, t in everywhere.items() if isinstance(t, Tensor)})
             return everywhere
         state: dict[str, Tensor] = {}
-        done: dict[int, Tensor] = {}
+        gathered: dict[int, Tensor] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            full = done.get(id(tensor))
+            full = gathered.get(id(tensor))
             if full is None:
                 full = whole(tensor.detach())
-                # What stands here twice (tied weights) is one tensor there too.
-                full = done[id(tensor)] = full.cpu() if self.ranks.is_global_zero else full.new_empty(0)
+                # Tied weights stay one tensor in the result.
+                full = gathered[id(tensor)] = full.cpu() if self.ranks.is_global_zero else full.new_empty(0)
             if self.ranks.is_global_zero:
                 state[name] = full
         return state
@@ -481,10 +488,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._set_sync(before)
 
 
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """The children that can be roots: those with a forward, in place of lists their entries."""
+def _root_candidates(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the children that can be FSDP roots: those with a forward. A list or dict yields its entries instead."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _children(child)
+            yield from _root_candidates(child)
         elif any(True for _ in child.parameters()):
             yield child

@@ -1,1 +1,1 @@
-"""The mesh of ranks: tensor and sequence parallel, alone or with FSDP and HSDP."""
+"""A mesh of ranks: tensor, sequence and pipeline parallelism, alone or combined with FSDP and HSDP."""

@@ -1,7 +1,8 @@
-"""Adapters (LoRA) around split layers: the plan names the layer, and its adapters are placed to match.
+"""LoRA adapters around split layers: the plan names the layer, and its adapters get matching styles.
 
-LoRA adds `B A x` to a layer's output (Hu et al., 2021, arXiv:2106.09685). Where the layer splits its outputs, so does
-B; where it splits its inputs, so does A, whose outputs are summed over the ranks before B reads them.
+LoRA adds `B A x` to a layer's output (Hu et al., 2021, arXiv:2106.09685). If the layer splits its outputs, B splits its
+outputs too. If the layer splits its inputs, A splits its inputs too, and A's outputs are summed over the ranks before B
+reads them.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from torch import nn
 from leyden.strategies.errors import ConfigurationError, kind_of
 
 BASE, FIRST, SECOND = "base_layer", "lora_A", "lora_B"
-"""The names of peft: the layer, and by an adapter's name its two matrices."""
+"""Names in peft: the wrapped layer, and the containers of the two matrices of each adapter."""
 OF_STYLE = {
     "colwise": ("replicate", "colwise"),
     "gather": ("replicate", "gather"),
     "rowwise": ("rowwise", "replicate"),
 }
-"""The styles of A and B beside a layer's own."""
+"""Style of the layer → styles of A and B."""
 
 
 def with_adapters(found: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """The styles of a plan, where those of layers with adapters are given to the layer and to the adapters.
+    """Replaces the style of each layer with adapters by styles for the wrapped layer and its adapters.
 
     Args:
-        found: styles by the modules' names.
-        modules: by name.
+        found: module name → style.
+        modules: module name → module.
 
     Raises:
-        ConfigurationError: for an adapter that does not fit the layer's style; names it.
+        ConfigurationError: for an adapter that does not support the layer's style; names the layer.
     """
     styles: dict[str, Any] = {}
     for name, style in found.items():
@@ -53,7 +54,7 @@ def _pair(name: str, module: nn.Module, style: Any) -> tuple[str, str]:
     if not isinstance(style, str) or style not in OF_STYLE or others or not known <= parts.keys():
         raise ConfigurationError(
             f"the plan makes {name!r} {style!r}, which is {kind_of(module)} around a layer"
-            f"{f' with {others[0]!r}' if others else ''}: only LoRA beside {', '.join(OF_STYLE)} is placed by itself. "
-            f"Name the layers in it, '{name}.{BASE}' and its adapters, in a plan of your own."
+            f"{f' with {others[0]!r}' if others else ''}: adapters are placed automatically only for LoRA with the "
+            f"styles {', '.join(OF_STYLE)}. Name the inner layers in the plan: '{name}.{BASE}' and its adapters."
         )
     return OF_STYLE[style]

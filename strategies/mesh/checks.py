@@ -1,4 +1,4 @@
-"""Checks what a plan asks of a model, before any weight is touched."""
+"""Checks that a plan fits a model, before any weight changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leyden.strategies.mesh.styles import HEADS, Colwise, Heads, Rowwise, heads_
 
 
 def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
-    """Refuses a layer that a style cannot split, or not over so many ranks.
+    """Refuses a layer that its style cannot split, or cannot split over that many ranks.
 
     Raises:
         ConfigurationError: names the layer.
@@ -27,13 +27,13 @@ def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -
     word = "colwise" if isinstance(style, Colwise) else "rowwise"
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise ConfigurationError(
-            f"the plan makes {name!r} {word}, and it is {kind_of(module)}: only Linear and Embedding layers are split. "
-            "Name the layers in it."
+            f"the plan makes {name!r} {word}, and it is {kind_of(module)}: only Linear and Embedding layers can be "
+            "split. Name the layers inside it instead."
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         raise ConfigurationError(
             f"{name!r} has {'sparse=True' if module.sparse else 'max_norm'}, which works on whole rows of gradients or "
-            "weights: leave it out, or leave the embedding out of the plan."
+            "weights: remove this option, or leave the embedding out of the plan."
         )
     for parameter, placement in style.placements(module).items():
         dim = placement.dim if isinstance(placement, Shard) else None
@@ -46,7 +46,7 @@ def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -
 
 
 def check_whole(root: nn.Module) -> None:
-    """Refuses layers that read their weights past the module, and so would go on with those from before.
+    """Refuses layers that read their weights from a private list, where replaced parameters have no effect.
 
     Raises:
         ConfigurationError: names the layer.
@@ -60,7 +60,7 @@ def check_whole(root: nn.Module) -> None:
 
 
 def check_loaded(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuses a model that came here split, over other ranks than the strategy's or without values.
+    """Refuses a model that was split before setup, if it was split over other ranks or has no values.
 
     Args:
         root: the model.
@@ -72,15 +72,15 @@ def check_loaded(root: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in root.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        own = parameter.device_mesh
-        if own.ndim == 1 and own.mesh_dim_names == mesh.mesh_dim_names and own != mesh:
+        loaded = parameter.device_mesh
+        if loaded.ndim == 1 and loaded.mesh_dim_names == mesh.mesh_dim_names and loaded != mesh:
             raise ConfigurationError(
-                f"{name!r} is split over {own.size()} ranks, and the strategy splits layers over {mesh.size()}: load "
-                "the model whole, without tp_plan, and the strategy splits it by the model's own plan."
+                f"{name!r} is split over {loaded.size()} ranks, and the strategy splits layers over {mesh.size()}: "
+                "load the model whole, without tp_plan. The strategy then splits it by the model's own plan."
             )
         if parameter.is_meta:
             raise ConfigurationError(
-                f"{name!r} was split on the meta device, so that it has no values: build the model on the CPU, or give "
+                f"{name!r} was split on the meta device, so it has no values: build the model on the CPU, or use "
                 "MeshStrategy(plan={pattern: style}), which fills one layer at a time."
             )
 
@@ -89,7 +89,7 @@ def _check_heads(name: str, module: nn.Module, size: int) -> None:
     found = heads_of(module)
     if not found:
         raise ConfigurationError(
-            f"the plan makes {name!r} 'heads', and it counts none: it has no attribute of {', '.join(HEADS)}."
+            f"the plan makes {name!r} 'heads', and it counts none: it has none of the attributes {', '.join(HEADS)}."
         )
     for attribute, count in found.items():
         if count % size:
@@ -99,17 +99,20 @@ def _check_heads(name: str, module: nn.Module, size: int) -> None:
 
 
 def check_counted(root: nn.Module, styles: dict[nn.Module, ParallelStyle], size: int) -> None:
-    """Finds layers that count their heads and would go on with all of them, where a rank has a share.
+    """Refuses layers that store a head count and are not marked 'heads': they would compute with too many heads.
 
-    Models of `transformers` take the number from the activation, and only have to divide.
+    Models of `transformers` infer the head count from the activation, so their counts only need to be divisible.
 
     Raises:
-        ConfigurationError: names the layer and what to add to the plan.
+        ConfigurationError: names the layer and the entry to add to the plan.
     """
-    for name, module in root.named_modules():
+
+    def stays_split(module: nn.Module) -> bool:
         style = styles.get(module)
-        splits = any(isinstance(own := styles.get(child), Colwise) and not own.gathers for child in module.children())
-        if not splits or isinstance(style, Heads):
+        return isinstance(style, Colwise) and not style.gathers
+
+    for name, module in root.named_modules():
+        if isinstance(styles.get(module), Heads) or not any(map(stays_split, module.children())):
             continue
         if type(module).__module__.startswith("transformers."):
             _check_config(name, module, size)
@@ -117,7 +120,7 @@ def check_counted(root: nn.Module, styles: dict[nn.Module, ParallelStyle], size:
             counts = ", ".join(f"{attribute}={count}" for attribute, count in found.items())
             raise ConfigurationError(
                 f"{name!r} has {counts}, and under tp={size} each rank has a share of its heads: add "
-                f"{pattern_of(name)!r}: 'heads' to the plan, which divides them."
+                f"{pattern_of(name)!r}: 'heads' to the plan, which divides the counts."
             )
 
 
@@ -132,25 +135,26 @@ def _check_config(name: str, module: nn.Module, size: int) -> None:
 
 
 def check_tied(root: nn.Module, placement: Callable[[nn.Module, str], Placement | None]) -> None:
-    """Refuses a plan that splits one tensor in two ways.
+    """Refuses a plan that splits a tied parameter in two ways.
 
     Raises:
-        ConfigurationError: names both places.
+        ConfigurationError: names both occurrences of the parameter.
     """
     seen: dict[int, tuple[str, Placement | None]] = {}
     for prefix, module in root.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            own, here = placement(module, name), f"{prefix}.{name}" if prefix else name
-            first, other = seen.setdefault(id(parameter), (here, own))
-            if None not in (own, other) and own != other:
+            full_name, own = f"{prefix}.{name}" if prefix else name, placement(module, name)
+            first_name, first = seen.setdefault(id(parameter), (full_name, own))
+            if None not in (own, first) and own != first:
                 raise ConfigurationError(
-                    f"{first!r} and {here!r} are one tensor, and the plan splits it in two ways ({other} and {own}). "
-                    "Give both the same: an embedding 'rowwise' and a head 'gather' or 'loss' split the entries."
+                    f"{first_name!r} and {full_name!r} are one tensor, and the plan splits it in two ways ({first} and "
+                    f"{own}). Split both along the vocabulary: the embedding as 'rowwise', the head as 'gather' or "
+                    "'loss'."
                 )
 
 
 def pattern_of(name: str) -> str:
-    """The pattern by which a plan names a module, and those that repeat it."""
+    """Returns the plan pattern that matches a module and its repetitions: numbers become *."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,4 +1,4 @@
-"""Experts: a mixture's experts, the weights of one module, split over the ranks of the `tp` dimension."""
+"""Experts: the style that splits the experts of a mixture, stored as weights of one module, over the `tp` dimension."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.mesh.styles import Style
 
 GATE_AND_UP = 2
-"""The matrices that a packed weight stacks, each of which is split by itself."""
+"""The number of matrices stacked in a packed weight. Each is split separately."""
 
 
 def split_of(word: str, parameter: Tensor) -> Placement:
-    """How a weight (…, outputs, inputs) that a plan names by itself is placed."""
+    """Returns the placement of a single weight (…, outputs, inputs), from the plan's word for it."""
     outputs = parameter.ndim - 2
     if word == "packed_colwise":
         return _StridedShard(outputs, split_factor=GATE_AND_UP)
@@ -28,7 +28,7 @@ def split_of(word: str, parameter: Tensor) -> Placement:
 
 
 SPLITS = ("colwise", "rowwise", "packed_colwise")
-"""A plan's words for a single parameter."""
+"""Words of a plan for single parameters."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Experts(Style):
     """Runs a module on this rank's part of each of its weights. The ranks' outputs are summed.
 
     Attributes:
-        splits: the plan's word for each parameter.
+        splits: parameter name → the plan's word for it.
     """
 
     splits: Mapping[str, str] = field(default_factory=dict)
@@ -48,45 +48,46 @@ class Experts(Style):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def enter(tensor: Tensor) -> Tensor:
-            # Hidden states and the router's weights: each rank has a part of their gradients' sum.
+            # Hidden states and router weights have partial gradients, which are summed over the ranks.
             if not tensor.requires_grad:
                 return tensor
-            plain: Tensor = self.entrance.enter(tensor, mesh).to_local(grad_placements=[Partial()])
+            plain: Tensor = self.shared_input.enter(tensor, mesh).to_local(grad_placements=[Partial()])
             return plain
 
-        self.draws(True)
+        self.switch_rng(True)
         entered: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), enter)
         return entered
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         whole = DTensor.from_local(outputs, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
-        self.draws(False)
+        self.switch_rng(False)
         return whole.to_local()
 
 
 def check_experts(name: str, module: nn.Module, style: Experts, size: int) -> None:
-    """Refuses experts that a plan splits in part, or not evenly.
+    """Refuses experts if the plan leaves a parameter whole, or splits one unevenly.
 
     Raises:
         ConfigurationError: names the parameter.
     """
-    own = {key: p for key, p in module._parameters.items() if p is not None}
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
     if style.sequence:
         raise ConfigurationError(
-            f"the plan makes {name!r} 'experts' and has 'sequence' layers, which this version does not join: leave "
+            f"the plan makes {name!r} 'experts' and has 'sequence' layers, which this version does not combine: leave "
             "'sequence' out of the plan."
         )
-    for key in own:
+    for key in parameters:
         if key not in style.splits:
             raise ConfigurationError(
                 f"the plan makes {name!r} 'experts', whose outputs are summed over the ranks, and does not split "
-                f"{name}.{key}, which would count {size} times: add '{name}.{key}' to it as one of {', '.join(SPLITS)}."
+                f"{name}.{key}, which would count {size} times. Add '{name}.{key}' to the plan with one of "
+                f"{', '.join(SPLITS)}."
             )
     for key, word in style.splits.items():
-        placement = split_of(word, own[key])
+        placement = split_of(word, parameters[key])
         assert isinstance(placement, (Shard, _StridedShard))
         parts = size * (GATE_AND_UP if word == "packed_colwise" else 1)
-        count = own[key].shape[placement.dim]
+        count = parameters[key].shape[placement.dim]
         if count % parts:
             raise ConfigurationError(
                 f"{name}.{key} has {count} {'inputs' if word == 'rowwise' else 'outputs'}, which tp={size} does not "
@@ -94,18 +95,24 @@ def check_experts(name: str, module: nn.Module, style: Experts, size: int) -> No
             )
 
 
-def check_split(name: str, owner: nn.Module, word: object, owns: object) -> str:
-    """The word of a plan for a parameter, which its module must be ready for.
+def check_split(name: str, owner: nn.Module, word: object, owner_style: object) -> str:
+    """Returns the plan's word for a single parameter, after checking it.
+
+    Args:
+        name: full name of the parameter.
+        owner: the module that it belongs to.
+        word: the plan's word for the parameter.
+        owner_style: the plan's style for the module; None if it has none.
 
     Raises:
-        ConfigurationError: names the parameter.
+        ConfigurationError: for an unknown word, or a module whose style is not 'experts'; names the parameter.
     """
     if not isinstance(word, str) or word not in SPLITS:
         raise ConfigurationError(f"the plan makes the parameter {name!r} {word!r}. {nearest(str(word), SPLITS)}")
-    if owns != "experts":
+    if owner_style != "experts":
         module = name.rpartition(".")[0]
         raise ConfigurationError(
-            f"the plan splits the parameter {name!r} of {kind_of(owner)}, and nothing sums what the ranks compute with "
-            f"it: add {module!r}: 'experts' to the plan, or name a layer."
+            f"the plan splits the parameter {name!r} of {kind_of(owner)}, and nothing sums the ranks' partial outputs: "
+            f"add {module!r}: 'experts' to the plan, or name a layer."
         )
     return word

@@ -1,4 +1,4 @@
-"""Values of models that hand-written code has split on the meta device."""
+"""Fills models that hand-written code split on the meta device."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from leyden.strategies.errors import kind_of
 
 @torch.no_grad()
 def fill(root: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Gives the tensors of a model that are on the meta device their memory, and their values by `reset_parameters`.
+    """Allocates the tensors of a model that are on the meta device, and fills them by `reset_parameters`.
 
-    One layer after the other is drawn whole, of which each rank keeps its part: drawn by themselves, all parts of a
-    parameter would be the same. Every rank must call this.
+    Each layer is drawn whole, one at a time, and each rank keeps its part. If ranks drew only their parts, all parts of
+    a parameter would be identical. Every rank must call this.
 
     Args:
         root: the model.
-        device: of this rank.
-        group: in which rank 0's values are given to all, on the CPU; None for one rank.
+        device: the device of this rank.
+        group: the process group in which rank 0 broadcasts its values, on the CPU; None for a single rank.
     """
-    left = []
+    unfilled = []
     for module in root.modules():
         if not any(tensor.is_meta for _, tensor in _own(module)):
             continue
         module.to_empty(device=device, recurse=False)
         reset: Any = getattr(module, "reset_parameters", None)
         if reset is None:
-            left.append(kind_of(module))
+            unfilled.append(kind_of(module))
         else:
             _draw(module, reset, group)
-    if left:
+    if unfilled:
         warnings.warn(
-            f"{', '.join(sorted(set(left)))} was built on the meta device, and has no reset_parameters() for its "
-            "values: they are arbitrary until your own code sets them, such as on_train_start.",
+            f"{', '.join(sorted(set(unfilled)))} was built on the meta device and has no reset_parameters(): its "
+            "values are arbitrary until your code sets them, for example in on_train_start.",
             stacklevel=2,
         )
 
@@ -51,6 +51,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _draw(module: nn.Module, reset: Any, group: dist.ProcessGroup | None) -> None:
+    """Draws whole parameters by `reset`, and copies this rank's part of each into the module's parameter."""
     parts = dict(module._parameters)
     whole = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items() if part is not None}
     module._parameters.update({name: nn.Parameter(tensor) for name, tensor in whole.items()})
@@ -65,7 +66,7 @@ def _draw(module: nn.Module, reset: Any, group: dist.ProcessGroup | None) -> Non
         assert part is not None
         if isinstance(part, DTensor):
             sizes, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
-            cut = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-            part.to_local().copy_(tensor[cut])
+            own = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            part.to_local().copy_(tensor[own])
         else:
             part.copy_(tensor)

@@ -1,4 +1,4 @@
-"""Layout: how the ranks of a run are laid out in a mesh, and what each of its dimensions is for."""
+"""Layout: the dimensions of a mesh of ranks, and their sizes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LATER = {"cp": "context"}
-"""Dimensions that have a place in the mesh and nothing yet that runs them."""
+"""Dimensions that are reserved for a later version."""
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbours on one machine."""
+"""From the outermost dimension, which spans machines, to the innermost, whose ranks are neighbors on one machine."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a mesh of ranks. Their product is the number of ranks.
+    """The sizes of a mesh's dimensions. Their product is the number of ranks.
 
-    Ranks are counted with tp fastest: in a mesh of dp_shard 2 × tp 2, ranks 0 and 1 share their batches.
+    Rank numbers vary fastest along tp: in a mesh of dp_shard 2 × tp 2, ranks 0 and 1 share their batches.
 
     Attributes:
-        dp_replicate: copies of the model, whose gradients are averaged.
-        dp_shard: ranks over which each copy is sharded, as FSDP does. -1 fills the world.
-        tp: ranks over which layers are split, which share their batches.
-        pp: ranks over which the blocks of a model are dealt out, as stages of a pipeline. They share their batches.
-        cp: ranks over which a sequence is split: 1 in this version.
+        dp_replicate: number of replicas of the model; their gradients are averaged.
+        dp_shard: ranks over which each replica is sharded, as by FSDP. -1 fills the world.
+        tp: ranks over which layers are split. They share their batches.
+        pp: ranks over which the model's blocks are divided, as stages of a pipeline. They share their batches.
+        cp: ranks over which a sequence is split; must be 1 in this version.
 
     Raises:
-        ConfigurationError: for sizes that are no sizes; names the one.
+        ConfigurationError: for an invalid size; names the dimension.
 
     Example:
         >>> layout = Layout(dp_shard=-1, tp=2).filled(8)
@@ -50,9 +50,9 @@ class Layout:
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             if type(size) is not int or (size < 1 and size != -1):
-                raise ConfigurationError(f"{name}={size!r}: give a number of ranks from 1, or -1 to fill the world.")
+                raise ConfigurationError(f"{name}={size!r}: use a number of ranks from 1, or -1 to fill the world.")
         if len(self.open) > 1:
-            raise ConfigurationError(f"{' and '.join(self.open)} are both -1: only one of them can fill the world.")
+            raise ConfigurationError(f"{' and '.join(self.open)} are both -1: only one dimension can fill the world.")
         for name, kind in LATER.items():
             if self.sizes[name] != 1:
                 raise ConfigurationError(
@@ -61,12 +61,12 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every dimension's size by its name."""
+        """Sizes by dimension name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def open(self) -> list[str]:
-        """The dimensions that fill the world."""
+        """The dimensions with size -1, which fill the world."""
         return [name for name, size in self.sizes.items() if size == -1]
 
     @property
@@ -76,18 +76,18 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """The number of ranks that see different samples."""
+        """The number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """The number of a rank among those that see different samples; ranks of one pp or tp group share it."""
+        """Returns a rank's number among those that read different samples. Ranks of a pp or tp group share it."""
         return rank // (self.cp * self.tp) % self.data_size
 
     def filled(self, world: int) -> Layout:
-        """This layout for a number of ranks.
+        """Returns this layout with -1 replaced by a size, for a world of that many ranks.
 
         Raises:
-            ConfigurationError: if the sizes do not make up the world; names the nearest that do.
+            ConfigurationError: if the product of the sizes is not the world size; suggests the nearest sizes that fit.
         """
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         if not self.open and fixed == world:
@@ -96,20 +96,20 @@ class Layout:
             return replace(self, **{self.open[0]: world // fixed})
         named = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if size != 1)
         raise ConfigurationError(
-            f"a mesh of {named} does not make up {world} rank{'s'[: world != 1]}: {_nearest(self, world)}."
+            f"a mesh of {named} does not match {world} rank{'s'[: world != 1]}: {_nearest(self, world)}."
         )
 
     def mesh(self, device: str) -> DeviceMesh:
-        """The DeviceMesh, with the names `pp`, `dp_replicate`, `dp_shard` and `tp`; every rank must call it.
+        """Returns the DeviceMesh, with dimensions named `pp`, `dp_replicate`, `dp_shard` and `tp`.
 
-        A dimension of one rank is left out, but for dp_shard beside dp_replicate, which torch asks for.
+        Every rank must call it. Dimensions of size 1 are omitted, except dp_shard next to dp_replicate: torch needs it.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        names = tuple(name for name in ORDER if self._is_there(name))
+        names = tuple(name for name in ORDER if self._is_in_mesh(name))
         return init_device_mesh(device, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
 
-    def _is_there(self, name: str) -> bool:
+    def _is_in_mesh(self, name: str) -> bool:
         return self.sizes[name] > 1 or (name == "dp_shard" and (self.dp_replicate > 1 or self.size == 1))
 
     def __str__(self) -> str:
@@ -117,11 +117,11 @@ class Layout:
 
 
 def _nearest(layout: Layout, world: int) -> str:
-    """The sizes closest to those of a layout that make up the world, as arguments."""
+    """Returns the closest sizes whose product is the world size, written as arguments."""
 
     def distance(sizes: tuple[int, ...]) -> float:
         pairs = zip(sizes, (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp), strict=False)
-        return sum(abs(math.log(here / there)) for here, there in pairs if there != -1)
+        return sum(abs(math.log(size / given)) for size, given in pairs if given != -1)
 
     names = ("dp_replicate", "dp_shard", "tp", *(("pp",) if layout.pp > 1 else ()))
     sizes = min(_factors(world, len(names)), key=distance)
@@ -129,7 +129,7 @@ def _nearest(layout: Layout, world: int) -> str:
 
 
 def layouts_of(world: int) -> list[Layout]:
-    """Every layout of a number of ranks, from the one that only shards to the one that only replicates.
+    """Returns every layout of a number of ranks, from pure sharding to pure replication.
 
     Example:
         >>> [str(layout) for layout in layouts_of(2)]
@@ -140,6 +140,7 @@ def layouts_of(world: int) -> list[Layout]:
 
 
 def _factors(world: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yields every way to write `world` as an ordered product of `count` sizes."""
     divisors = [size for size in range(1, world + 1) if world % size == 0]
     for sizes in itertools.product(divisors, repeat=count - 1):
         if world % math.prod(sizes) == 0:

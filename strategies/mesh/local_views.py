@@ -1,4 +1,4 @@
-"""LocalViews: in a step a module reads its whole parameters as plain tensors, to mix with its other tensors."""
+"""LocalViews: within a step, modules read replicated parameters as plain tensors, which mix with their activations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class LocalViews:
-    """Which modules read which of their parameters as plain tensors.
+    """Lets modules read some of their parameters as plain tensors while a step runs.
 
-    Parameters that no style splits are DTensors all the same, replicated on the mesh of the others, so that one
-    optimizer steps all of them together. A forward written for plain tensors could not mix them with its activations.
-    So `module.weight` is this rank's tensor while a step runs, with the DTensor's gradient, and the parameter itself
-    at any other time.
+    Parameters that no style splits are replicated DTensors on the same mesh as the split ones, so one optimizer can
+    step all of them together. A forward written for plain tensors could not mix a DTensor with its activations. So
+    while a step runs, `module.weight` is the local tensor, whose gradient flows to the DTensor; at any other time it is
+    the parameter itself.
 
     Args:
         mesh: the `tp` dimension.
@@ -36,15 +36,20 @@ class LocalViews:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """In this context modules read plain tensors."""
+        """Makes modules read plain tensors within this context."""
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
 
-    def give(self, module: nn.Module, gradients: dict[str, Placement]) -> None:
-        """Lets a module read the named parameters as plain tensors; their gradients are placed as given."""
+    def add(self, module: nn.Module, gradients: dict[str, Placement]) -> None:
+        """Makes a module read some parameters as plain tensors.
+
+        Args:
+            module: the module; its class is replaced by a subclass.
+            gradients: parameter name → placement of its gradient.
+        """
         kind = type(module)
         key = (kind, *((name, str(placement)) for name, placement in gradients.items()))
         if key not in self._kinds:
@@ -56,7 +61,7 @@ class LocalViews:
     def _reader(self, name: str, placement: Placement) -> Any:
         def read(module: nn.Module) -> Any:
             parameter: Any = module._parameters[name]
-            # A shard of FSDP's, outside of its group's forward, is left for torch to refuse.
+            # An FSDP shard that is read outside its group's forward is on another mesh; torch refuses it.
             if self._depth and isinstance(parameter, DTensor) and parameter.device_mesh == self._mesh:
                 return parameter.to_local(grad_placements=[placement])
             return parameter

@@ -1,4 +1,4 @@
-"""ModelParallelStrategy: a mesh for models that their own `configure_model` splits and shards, as in Lightning."""
+"""ModelParallelStrategy: a mesh for models that `configure_model` splits and shards itself, as in Lightning."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from leyden.strategies.window import BackwardHooks, Window
 
 
 class ModelParallelStrategy(MeshStrategy):
-    """Tensor parallelism and FSDP that the module's `configure_model` writes itself, with Lightning's names.
+    """Tensor parallelism and FSDP, applied by the module's own `configure_model` under Lightning's names.
 
-    There `self.device_mesh["tensor_parallel"]` and `self.device_mesh["data_parallel"]` are for torch's
-    `parallelize_module` and `fully_shard`; each is there if its size is 1, too. Parameters that they leave alone are
-    replicated over the one and sharded over the other, so that one process's numbers hold for them as well. What was
-    built on the meta device is filled by `reset_parameters`, as one process would draw it.
+    `configure_model` passes `self.device_mesh["tensor_parallel"]` to torch's `parallelize_module`, and
+    `self.device_mesh["data_parallel"]` to `fully_shard`. Both dimensions exist even if their size is 1. Parameters that
+    it neither splits nor shards are replicated over the first and sharded over the second, so their numbers are those
+    of a single process. Tensors built on the meta device are filled by `reset_parameters`, as in a single process.
 
     Args:
-        data_parallel_size: ranks with different batches; "auto" for the number of machines.
-        tensor_parallel_size: ranks that share a batch; "auto" for those of a machine. Beside a given size, "auto" is
-            what is left.
-        save_distributed_checkpoint: checkpoints are sharded in any case, and load under every strategy; `leyden merge`
-            makes one file of them.
-        **kwargs: those of `ProcessGroupStrategy`: `process_group_backend`, `timeout`, …
+        data_parallel_size: number of ranks with different batches; "auto" for the number of machines.
+        tensor_parallel_size: number of ranks that share a batch; "auto" for the ranks of one machine. If only the other
+            size is given, "auto" fills the world.
+        save_distributed_checkpoint: accepted for compatibility. Checkpoints are always sharded and load under every
+            strategy; `leyden merge` joins one into a single file.
+        **kwargs: arguments of `ProcessGroupStrategy`: `process_group_backend`, `timeout`, …
 
     Raises:
-        ConfigurationError: for sizes that do not make up the world.
+        ConfigurationError: for sizes whose product is not the world size.
 
     Example:
         >>> ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=4).layout.size
@@ -59,7 +59,7 @@ class ModelParallelStrategy(MeshStrategy):
         if not save_distributed_checkpoint:
             warnings.warn(
                 "save_distributed_checkpoint=False has no effect: a checkpoint loads under every strategy, and `leyden "
-                "merge` makes one file of it.",
+                "merge` joins it into one file.",
                 stacklevel=2,
             )
 
@@ -71,7 +71,7 @@ class ModelParallelStrategy(MeshStrategy):
         self.layout, self._splits_by_machine = self.filled, False
         sizes, names = (self.layout.dp_shard, self.layout.tp), ("data_parallel", "tensor_parallel")
         self.mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
-        # So that a norm over all gradients is one message: torch looks for a group of both dimensions.
+        # torch finds this flattened group and reduces a norm over both dimensions in one all-reduce.
         self.mesh._flatten("data_tensor_parallel")
         return self.mesh["data_parallel"] if self.layout.dp_shard > 1 else None
 
@@ -82,7 +82,7 @@ class ModelParallelStrategy(MeshStrategy):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Hand-written code splits what is built, where it says.
+        # No deferred build: the module's own code splits its layers as it builds them.
         with Strategy.init_module(self, empty_init):
             yield
 
@@ -98,14 +98,14 @@ class ModelParallelStrategy(MeshStrategy):
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
-        # A loss is a DTensor where the script's own loss_parallel computed it.
+        # A loss computed under the script's own loss_parallel is a DTensor.
         return map_tensors(super().forward_backward(step_fn, batch, extra, window, hooks), whole)
 
     def plan_for(self, module: nn.Module) -> Plan:
         if not is_split(module):
             raise ConfigurationError(
                 f"tensor_parallel_size={self.layout.tp}, and {type(module).__name__}.configure_model splits no layer: "
-                'call parallelize_module in it, with self.device_mesh["tensor_parallel"], or use MeshStrategy with a '
+                'call parallelize_module(…, self.device_mesh["tensor_parallel"], …) in it, or use MeshStrategy with a '
                 "plan."
             )
         check_loaded(module, self.tensor_mesh)

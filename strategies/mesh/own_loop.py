@@ -1,4 +1,4 @@
-"""Models under a loop that the user writes: each forward pass is a step of the mesh by itself."""
+"""Models in a custom training loop: every forward runs as a step of the mesh."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from leyden.strategies.mesh.styles import gathered
 
 
 def run_in_steps(module: nn.Module, step: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
-    """Lets a model's forward run within a step, whoever calls it. Outputs that are split by class come whole.
+    """Wraps a model's forward in the context of a step. Split outputs, such as logits, are gathered.
 
-    A loss that the model computes itself is computed of what is split.
+    A loss that the model computes itself is computed from the split logits, before they are gathered.
 
     Args:
         module: the model.
-        step: makes the context of one forward, of its inputs, for training or not.
+        step: returns the context of one forward, given its inputs and whether the model trains.
     """
-    own = vars(module).get("forward")
-    if getattr(own, "_leyden_step", False):
+    instance_forward = vars(module).get("forward")
+    if getattr(instance_forward, "_leyden_step", False):
         return
 
-    @functools.wraps(type(module).forward if own is None else own)
+    @functools.wraps(type(module).forward if instance_forward is None else instance_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with step((args, kwargs), self.training):
-            outputs = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            if instance_forward is None:
+                outputs = type(self).forward(self, *args, **kwargs)
+            else:
+                outputs = instance_forward(*args, **kwargs)
             return map_tensors(outputs, gathered)
 
     forward._leyden_step = True  # type: ignore[attr-defined]
-    # A method, so that a copy of the model has one of its own.
+    # A bound method, so that a deep copy of the model is bound to the copy.
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]

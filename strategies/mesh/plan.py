@@ -1,4 +1,4 @@
-"""Plan: which layers of a model are split over the ranks of the `tp` dimension, and how."""
+"""Plan: the layers of a model that are split over the `tp` dimension, and how. TensorParallel applies it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.mesh.adapters import with_adapters
-from leyden.strategies.mesh.alike import check_batch
 from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole, pattern_of
-from leyden.strategies.mesh.draws import Draws
+from leyden.strategies.mesh.consistency import check_batch
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
+from leyden.strategies.mesh.rng import TensorParallelRNG
 from leyden.strategies.mesh.styles import (
     Colwise,
-    Entrance,
     Heads,
     Replicated,
     Rowwise,
     Sequence,
+    SharedInput,
     Style,
     grad_placement,
     placed,
@@ -50,7 +50,7 @@ STYLES: dict[str, tuple[type[Style], dict[str, Any]]] = {
     "rowwise_split_input": (Rowwise, {"takes_whole": True}),
     "experts": (Experts, {}),
 }
-"""A plan's words, each with the class and the arguments of its style."""
+"""Style words of a plan → the class and arguments of the style."""
 OF_TRANSFORMERS = {
     "colwise_rep": "gather",
     "colwise_gather_output": "gather",
@@ -61,29 +61,29 @@ OF_TRANSFORMERS = {
     "replicated_with_grad_allreduce": "replicate_sum",
     "moe_tp_experts": "experts",
 }
-"""What the plans of `transformers` models call them."""
+"""Style words of `transformers` plans → Leyden's."""
 UNSUPPORTED = {
     "mla_kv_a_proj": "for the compressed keys of multi-head latent attention",
-    "packed_rowwise": "for weights that stack their inputs",
-    "local_params": "for parameters that a layer reads without a module of their own",
-    "all_reduce": "for modules that sum by themselves",
+    "packed_rowwise": "for weights stacked along their inputs",
+    "local_params": "for parameters that belong to no submodule",
+    "all_reduce": "for modules that reduce their own outputs",
     "moe_identity_expert": "for experts without weights",
     "grouped_gemm": "for expert parallelism",
     "ep_dispatch_experts": "for expert parallelism",
 }
-"""Styles of `transformers` that are not part of this version, each with what it is for."""
+"""Styles of `transformers` that this version does not support → their purpose."""
 
 
 class Plan:
-    """Which modules of a model have which style.
+    """The parallel style of each module that is split.
 
     Args:
-        entries: pattern → style. A pattern is a module's name as `named_modules` gives it, in which * stands for
-            any one part: "layers.*.attention.query". A style is a word of `STYLES`, or a ParallelStyle of torch.
-            A parameter of a module of 'experts' is named in the same way, with a word of `SPLITS`.
+        entries: pattern → style. A pattern is a module's name in `named_modules`, in which * stands for any single
+            component: "layers.*.attention.query". A style is a word from `STYLES`, or a ParallelStyle of torch. A
+            parameter of an 'experts' module is named in the same way, with a word from `SPLITS`.
 
     Raises:
-        ConfigurationError: for a word that is no style.
+        ConfigurationError: for an unknown style.
 
     Example:
         >>> Plan({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}).is_sequence
@@ -101,20 +101,20 @@ class Plan:
         word = OF_TRANSFORMERS.get(style, style)
         if word in UNSUPPORTED:
             raise ConfigurationError(
-                f"the plan has the style {style!r} of transformers, {UNSUPPORTED[word]}, which is not part of this "
-                f"version: give MeshStrategy(plan={{…}}) a plan of {', '.join(STYLES)}; or use FSDP, with tp=1."
+                f"the plan has the style {style!r} of transformers, {UNSUPPORTED[word]}. This version does not support "
+                f"it: pass MeshStrategy(plan={{…}}) with styles {', '.join(STYLES)}, or use FSDP with tp=1."
             )
         if word not in STYLES and word not in SPLITS:
             raise ConfigurationError(f"the plan has the style {style!r}. {nearest(style, STYLES)}")
         return word
 
     def matched(self, root: nn.Module) -> dict[str, str | ParallelStyle]:
-        """The modules and parameters that the plan names, each with its style; a later pattern wins.
+        """Returns the style of each module and parameter that the plan names. Later patterns win.
 
-        A layer with adapters gives its style to the layer within, and theirs to the adapters.
+        If a layer has adapters, its style applies to the wrapped layer, and the adapters get matching styles.
 
         Raises:
-            ConfigurationError: if a pattern matches neither.
+            ConfigurationError: if a pattern matches neither a module nor a parameter.
         """
         names, parameters = _names(root)
         found: dict[str, Any] = {}
@@ -130,7 +130,7 @@ class Plan:
 
 
 def _names(root: nn.Module) -> tuple[list[str], list[str]]:
-    """The names of the modules and of the parameters in a module."""
+    """Returns the names of a model's modules, and those of its parameters."""
     modules = [name for name, _ in root.named_modules() if name]
     return modules, [name for name, _ in root.named_parameters(remove_duplicate=False)]
 
@@ -143,30 +143,30 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def is_split(root: nn.Module) -> bool:
-    """True for a model with parameters that are split already: by hand, or by `from_pretrained(tp_plan="auto")`."""
+    """Returns True if parameters are already split: by hand, or by `from_pretrained(tp_plan="auto")`."""
     return any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
 def plan_of(root: nn.Module) -> Plan | None:
-    """The plan that a module brings: its `parallel_plan()`, or those of the modules in it; None where there is none.
+    """Returns the plan that a module defines: its `parallel_plan()`, or those of its submodules; None if none does.
 
-    A `transformers` model brings one as `tp_plan`, written for all models of its class: what matches nothing in this
-    one is left out.
+    A `transformers` model defines its plan as `tp_plan`, for all models of its class. Patterns without a match in this
+    model are dropped.
     """
     entries: dict[str, Any] = {}
-    taken: list[str] = []
+    planned: list[str] = []
     for name, module in root.named_modules():
-        if any(name.startswith(f"{outer}.") or not outer for outer in taken):
+        if any(name.startswith(f"{outer}.") or not outer for outer in planned):
             continue
-        own: Any = getattr(module, "parallel_plan", None)
-        found = own() if callable(own) else _of_transformers(module)
+        parallel_plan: Any = getattr(module, "parallel_plan", None)
+        found = parallel_plan() if callable(parallel_plan) else _transformers_plan(module)
         if isinstance(found, Mapping) and found:
-            taken.append(name)
+            planned.append(name)
             entries |= {f"{name}.{pattern}" if name else pattern: style for pattern, style in found.items()}
     return Plan(entries) if entries else None
 
 
-def _of_transformers(model: nn.Module) -> dict[str, str]:
+def _transformers_plan(model: nn.Module) -> dict[str, str]:
     found: Any = getattr(model, "tp_plan", None)
     if not isinstance(found, Mapping):
         return {}
@@ -175,29 +175,29 @@ def _of_transformers(model: nn.Module) -> dict[str, str]:
 
 
 class TensorParallel:
-    """A plan that is applied to a model, part by part.
+    """Applies a plan to a model, one FSDP group at a time, and sets up its steps.
 
     Args:
-        plan: what is split, and how.
+        plan: the layers to split, and how.
         mesh: the `tp` dimension.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(self, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
         self.plan, self.mesh = plan, mesh
         self._views = LocalViews(mesh)
-        self._entrance = Entrance()
-        self._draws = Draws(mesh, device, plan.is_sequence)
+        self._shared_input = SharedInput()
+        self._rng = TensorParallelRNG(mesh, device, plan.is_sequence)
         self._styles: dict[nn.Module, ParallelStyle] = {}
 
     def start(self, ranks: GroupRanks, batch: Any) -> None:
-        """Begins a run with its first batch: the ranks of the group have the same, and the same random numbers.
+        """Prepares the first step: checks that the ranks share the batch, and synchronizes their random generators.
 
         Raises:
-            ConfigurationError: if they were given different batches.
+            ConfigurationError: if the ranks of the group have different batches.
         """
         check_batch(ranks, self.mesh, batch)
-        self._draws.agree()
+        self._rng.synchronize()
 
     @property
     def is_running(self) -> bool:
@@ -209,38 +209,41 @@ class TensorParallel:
         """The context in which the model runs forward and backward.
 
         Args:
-            trains: random numbers differ between ranks where activations do.
+            trains: True gives ranks different random numbers while their activations differ; False leaves the
+                generators alone.
         """
         with ExitStack() as stack:
-            stack.callback(self._entrance.clear)
+            stack.callback(self._shared_input.clear)
             stack.enter_context(self._views.active())
             if trains:
-                stack.enter_context(self._draws.active())
+                stack.enter_context(self._rng.active())
             if self.plan.splits_loss:
                 stack.enter_context(loss_parallel())
             yield
 
     def begin(self, root: nn.Module) -> None:
-        """Takes a model whose parameters are still whole.
+        """Checks the plan against a model whose parameters are still whole, and chooses the style of each module.
 
         Raises:
-            ConfigurationError: if the plan does not fit it; names the layer.
+            ConfigurationError: if the plan does not fit the model; names the layer.
         """
         modules, matched = dict(root.named_modules()), self.plan.matched(root)
         splits: dict[str, dict[str, str]] = {}
         for name in [name for name in matched if name not in modules]:
-            owner, _, own = name.rpartition(".")
-            splits.setdefault(owner, {})[own] = check_split(name, modules[owner], matched.pop(name), matched.get(owner))
-        found = {name: self._style(name, style, splits.get(name, {})) for name, style in matched.items()}
-        self._styles |= {modules[name]: style for name, style in found.items()}
-        for name, style in found.items():
+            owner, _, parameter = name.rpartition(".")
+            word = check_split(name, modules[owner], matched.pop(name), matched.get(owner))
+            splits.setdefault(owner, {})[parameter] = word
+        styles = {name: self._style(name, style, splits.get(name, {})) for name, style in matched.items()}
+        self._styles |= {modules[name]: style for name, style in styles.items()}
+        for name, style in styles.items():
             check_layer(name, modules[name], style, self.mesh.size())
             if isinstance(style, Experts):
                 check_experts(name, modules[name], style, self.mesh.size())
         check_whole(root)
         check_counted(root, self._styles, self.mesh.size())
         check_tied(root, self.placement)
-        for name, style in found.items():
+        # `split` applies the styles of modules with parameters; the others only need their hooks.
+        for name, style in styles.items():
             if not any(p is not None for p in modules[name]._parameters.values()):
                 style._apply(modules[name], self.mesh)
 
@@ -249,23 +252,28 @@ class TensorParallel:
             return style
         if style not in STYLES:
             raise ConfigurationError(
-                f"the plan makes the module {name!r} {style!r}, which is for single parameters of a module of "
-                f"'experts'. {nearest(style, STYLES)}"
+                f"the plan makes the module {name!r} {style!r}, which is for single parameters of an 'experts' module. "
+                f"{nearest(style, STYLES)}"
             )
         kind, arguments = STYLES[style]
         if kind is Experts:
             arguments = {"splits": splits}
-        return kind(entrance=self._entrance, sequence=self.plan.is_sequence, draws=self._draws.switch, **arguments)
+        return kind(
+            shared_input=self._shared_input,
+            sequence=self.plan.is_sequence,
+            switch_rng=self._rng.switch,
+            **arguments,
+        )
 
     def placement(self, module: nn.Module, name: str) -> Placement | None:
-        """How a parameter is going to be placed; None where a style of torch's decides."""
+        """Returns the placement of a parameter after the split; None if a style of torch's decides it."""
         style = self._styles.get(module)
         if isinstance(style, Style):
             return style.placements(module)[name]
         return Replicate() if style is None else None
 
     def split(self, slots: Iterable[Slot]) -> None:
-        """Splits the parameters at some slots, which every rank has whole, and leaves the others replicated."""
+        """Splits the parameters at some slots, which every rank holds whole. Those without a style are replicated."""
         slots = [(module, name) for module, name in slots if module._parameters.get(name) is not None]
         ties = _ties(slots)
         for module in {id(module): module for module, _ in slots}.values():
@@ -275,24 +283,25 @@ class TensorParallel:
             self._replicate(module, style)
         for tied in ties:
             (first, name), *others = tied
-            for module, other in others:
-                module._parameters[other] = first._parameters[name]
+            for module, other_name in others:
+                module._parameters[other_name] = first._parameters[name]
 
     def _replicate(self, module: nn.Module, style: ParallelStyle | None) -> None:
-        left = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
+        """Replicates the parameters that the style left whole, and makes them readable as plain tensors in a step."""
+        unsplit = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
         gradient = grad_placement(style if isinstance(style, Style) else None)
-        for name, parameter in left.items():
+        for name, parameter in unsplit.items():
             module._parameters[name] = placed(parameter, self.mesh, Replicate())
         if isinstance(style, Experts):
-            self._views.give(module, style.placements(module))
-        # Where no style stands, hand-written code may have split some, which its own hooks read.
-        names = list(left) if style is None else [name for name, p in module._parameters.items() if p is not None]
+            self._views.add(module, style.placements(module))
+        # Without a style, hand-written code may have split some of the parameters; its own hooks read those.
+        names = list(unsplit) if style is None else [name for name, p in module._parameters.items() if p is not None]
         if names and (style is None or isinstance(style, (Replicated, Sequence, Heads))):
-            self._views.give(module, dict.fromkeys(names, gradient))
+            self._views.add(module, dict.fromkeys(names, gradient))
 
 
 def _ties(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """The slots that hold one and the same parameter."""
+    """Returns groups of slots that hold the same parameter."""
     found: dict[int, list[Slot]] = {}
     for module, name in slots:
         found.setdefault(id(module._parameters[name]), []).append((module, name))

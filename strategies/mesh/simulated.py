@@ -1,4 +1,4 @@
-"""A simulated mesh: one process stands for its first rank, and parameters have places but no values."""
+"""A simulated mesh: one process acts as its first rank, and parameters have placements but no values."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ META = torch.device("meta")
 
 
 class SimulatedRanks(GroupRanks):
-    """Simulated ranks, of which this process stands for the first: what they exchange goes nowhere.
+    """Simulated ranks: this process acts as the first, and collectives send nothing.
 
     Args:
-        size: how many there are.
+        size: the number of ranks.
     """
 
     def __init__(self, size: int) -> None:
@@ -39,32 +39,32 @@ class SimulatedRanks(GroupRanks):
 
         if dist.is_initialized():
             raise ConfigurationError(
-                "a mesh is simulated in a process of its own, and this one has joined a process group: start it by "
-                "itself, without torchrun."
+                "a mesh is simulated in a process of its own, and this process has already joined a process group: "
+                "start it without torchrun."
             )
         dist.init_process_group("fake", store=FakeStore(), rank=self.global_rank, world_size=self.world_size)
         self.host_group = dist.group.WORLD
 
     def leave(self) -> None:
-        """Leaves the group, so that this process can stand for a rank of another."""
+        """Leaves the group, so this process can simulate another mesh."""
         self.host_group = None
         dist.destroy_process_group()
 
 
 class NoValues(Values):
-    """Leaves tensors on the meta device, where they take no memory."""
+    """Values that are never filled: tensors stay on the meta device and take no memory."""
 
     def fill(self, slots: Iterable[Slot]) -> None:
         pass
 
 
 class SimulatedMesh(MeshStrategy):
-    """A MeshStrategy that places the parameters of a model as on real ranks; its steps compute shapes, no values.
+    """A MeshStrategy that places parameters as on real ranks, and whose steps compute shapes but no values.
 
     Args:
         layout: the sizes of the mesh.
-        plan: as MeshStrategy's.
-        precision: 32-true if None.
+        plan: as for MeshStrategy.
+        precision: the precision; 32-true if None.
     """
 
     def __init__(self, layout: Layout, plan: Plan | PlanLike | None, precision: Precision | None) -> None:
@@ -75,28 +75,28 @@ class SimulatedMesh(MeshStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of parameters, which have no values; the mesh itself consists of CPUs."""
+        """The device of the parameters: meta, since they have no values. The mesh itself consists of CPUs."""
         return META
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Steps run there.
+        # Simulated steps run on the CPU.
         self.precision.check(self.ranks.device)
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         for module in modules:
-            # One that could not be built without memory.
+            # Moves tensors to the meta device if the module was not built there.
             replace(unsharded(module), lambda owner, name: torch.empty_like(getattr(owner, name), device=META))
         return super().setup_modules(modules)
 
     @contextmanager
     def step_context(self, trains: bool = True) -> Iterator[None]:
-        # There are no random numbers to switch.
+        # Simulated steps draw no random numbers, so there is nothing to switch.
         with super().step_context(trains=False):
             yield
 
     def _start(self, batch: Any) -> None:
-        """Skips the comparison of batches: the other ranks have none."""
+        """Skips the comparison of batches: the other ranks do not exist."""
         self._has_run = True
 
 
@@ -104,10 +104,10 @@ class SimulatedMesh(MeshStrategy):
 def simulated(
     layout: Layout, plan: Plan | PlanLike | None = None, precision: Precision | None = None
 ) -> Iterator[SimulatedMesh]:
-    """The ranks of a layout, of which this process stands for the first in this context.
+    """Simulates a layout within this context; this process acts as its first rank.
 
     Raises:
-        ConfigurationError: if this process has joined real ranks.
+        ConfigurationError: if this process has joined a process group.
     """
     strategy = SimulatedMesh(layout, plan, precision)
     strategy.setup_environment()

@@ -1,4 +1,4 @@
-"""MeshStrategy: tensor, sequence and pipeline parallel on plain modules, alone or with FSDP and HSDP."""
+"""MeshStrategy: tensor, sequence and pipeline parallelism for plain modules, alone or combined with FSDP and HSDP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
-from leyden.strategies.mesh.alike import check_alike, check_batch, sum_partial
 from leyden.strategies.mesh.checks import check_loaded
+from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, sum_partial
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
 from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages
@@ -39,37 +39,40 @@ from leyden.strategies.window import BackwardHooks, Window
 
 T = TypeVar("T")
 DATA = ("dp_replicate", "dp_shard")
-"""The dimensions over which FSDP and HSDP work."""
+"""The mesh dimensions of FSDP and HSDP."""
 
 
 class MeshStrategy(FSDPStrategy):
-    """A mesh of ranks: copies of the model, each sharded as FSDP does, layers split over `tp`, stages over `pp` ranks.
+    """A mesh of ranks that combines data, tensor, sequence and pipeline parallelism.
 
-    The ranks of one tp group share their batches, and so do the stages of a pipeline. One process's numbers hold: the
-    same loss, the same weights.
+    The model is replicated over `dp_replicate`, sharded as by FSDP over `dp_shard`, its layers are split over `tp`, and
+    its blocks are divided into pipeline stages over `pp`. The ranks of a tp group share their batches, and so do the
+    stages of a pipeline. Losses and weights are those of a single process.
 
     Args:
-        dp_replicate: see `Layout`, like the next four.
-        dp_shard: -1 fills the world.
-        tp: over how many ranks layers are split; "auto" for those of a machine, or for two on a single machine.
-        pp: over how many ranks the blocks of the model are dealt out, as stages of a pipeline.
-        cp: 1 in this version.
-        plan: which layers are split, and how: pattern → style (see `Plan`). Left out, the module's `parallel_plan()`,
+        dp_replicate: number of replicas of the model.
+        dp_shard: ranks over which each replica is sharded; -1 fills the world.
+        tp: ranks over which layers are split; "auto" for the ranks of one machine, or 2 if there is only one machine.
+        pp: ranks over which the model's blocks are divided, as stages of a pipeline.
+        cp: ranks over which a sequence is split; must be 1 in this version.
+        plan: the layers to split and how, as pattern → style (see `Plan`). If omitted, the module's `parallel_plan()`
             or the `tp_plan` of a `transformers` model in it.
-        schedule: the order in which a pipeline runs its micro-batches, by torch's names: "GPipe", "1F1B",
+        schedule: order in which a pipeline runs its micro-batches, by torch's name: "GPipe", "1F1B",
             "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
-        microbatches: into how many micro-batches a pipeline cuts each batch; 4 per stage if left out.
-        stages_per_rank: stages that a rank holds: 1 under GPipe and 1F1B, 2 if left out under the others.
-        pipeline_module: name of the list of blocks that is cut, or of a module with it; the largest if left out.
-        split: names of the blocks with which the second and each later stage begins; as even as can be if left out.
-        first_stage: names of modules or parameters beside the blocks that the first stage holds; if left out, what is
-            defined before the list of blocks.
-        last_stage: the same of the last stage; if left out, what is defined after it.
-        auto_wrap_policy: as FSDPStrategy's.
-        **kwargs: FSDPStrategy's other arguments.
+        microbatches: number of micro-batches per batch in a pipeline; 4 per pipeline rank if omitted.
+        stages_per_rank: stages that each rank holds: always 1 under GPipe and 1F1B; 2 under other schedules if omitted.
+        pipeline_module: name of the list of blocks to cut into stages, or of a module that contains it; the largest
+            list if omitted.
+        split: names of the first block of the second and each later stage; an even split if omitted.
+        first_stage: names of further modules or parameters that the first stage holds, in addition to those defined
+            before the list of blocks.
+        last_stage: names of further modules or parameters that the last stage holds, in addition to those defined after
+            the list of blocks.
+        auto_wrap_policy: as for FSDPStrategy.
+        **kwargs: further arguments of FSDPStrategy.
 
     Raises:
-        ConfigurationError: for sizes that do not make up the world, or a plan that does not fit the model.
+        ConfigurationError: for sizes whose product is not the world size, or a plan that does not fit the model.
 
     Example:
         >>> MeshStrategy(tp=2, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}).name
@@ -97,11 +100,11 @@ class MeshStrategy(FSDPStrategy):
     ) -> None:
         if kwargs.get("device_mesh") is not None:
             raise ConfigurationError(
-                f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own of dp_replicate, dp_shard and tp. "
-                "Give their sizes."
+                f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard "
+                "and tp instead."
             )
         if pp == 1:
-            of_pipelines: dict[str, Any] = {
+            pipeline_arguments: dict[str, Any] = {
                 "schedule": None if schedule == "1F1B" else schedule,
                 "microbatches": microbatches,
                 "stages_per_rank": stages_per_rank,
@@ -110,18 +113,18 @@ class MeshStrategy(FSDPStrategy):
                 "first_stage": first_stage or None,
                 "last_stage": last_stage or None,
             }
-            for name, value in of_pipelines.items():
+            for name, value in pipeline_arguments.items():
                 if value is not None:
                     raise ConfigurationError(
-                        f"{name}={value!r} without pp: it is for a pipeline, and this mesh has none. Give pp=2 or "
-                        f"more, or leave out {name}."
+                        f"{name}={value!r} without pp: only a pipeline uses it. Set pp to 2 or more, or leave out "
+                        f"{name}."
                     )
         super().__init__(auto_wrap_policy, **kwargs)
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
         self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
         self.mesh: DeviceMesh | None = None
-        """The mesh of all ranks, with a name for each dimension; None before the ranks have joined."""
+        """The mesh of all ranks, with named dimensions; None until the process group exists."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensors: list[TensorParallel] = []
         self._has_run = False
@@ -135,21 +138,21 @@ class MeshStrategy(FSDPStrategy):
         self._pipeline: PipelineSteps | None = None
         self.outputs: PipelineOutputs = PipelineOutputs(self)
         self._checked: set[Optimizer] = set()
-        """Optimizers whose first gradients were compared between the ranks of a tp group."""
+        """Optimizers whose first gradients have been compared across the ranks of a tp group."""
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> MeshStrategy:
-        """The strategy that an Accelerate YAML file describes.
+        """Returns the strategy described by an Accelerate YAML file.
 
         Args:
-            config: the mapping under `parallelism_config`, with that under `fsdp_config` where copies are sharded.
-            **kwargs: further arguments of ours.
+            config: the mapping under `parallelism_config`, merged with the one under `fsdp_config` if there is one.
+            **kwargs: further arguments of this class.
 
         Example:
             >>> MeshStrategy.from_accelerate({"parallelism_config_tp_size": 2, "fsdp_offload_params": True}).layout.tp
             2
         """
-        # A key without a value leaves it open.
+        # A YAML key without a value means the default.
         given = {name: value for name, value in config.items() if value is not None}
         sizes = {name: given.pop(f"parallelism_config_{name}_size", None) for name in ORDER}
         sizes = {name: size for name, size in sizes.items() if size is not None}
@@ -172,7 +175,7 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def filled(self) -> Layout:
-        """The layout for the ranks of this run."""
+        """The layout with every -1 replaced by its size in this run."""
         if self.mesh is not None:
             return self.layout
         layout = replace(self.layout, tp=self.tp_by_machine) if self._splits_by_machine else self.layout
@@ -180,27 +183,27 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def tp_by_machine(self) -> int:
-        """What tp="auto" means: the ranks of a machine, or two of a single one."""
+        """The value of tp="auto": the ranks per machine, or 2 if there is only one machine."""
         return self.ranks.local_size if self.ranks.local_size < self.ranks.world_size else 2
 
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.layout.tp > 1 and self.precision.form:
             raise ConfigurationError(
-                f"tp={self.layout.tp} splits layers, and precision {self.precision.form!r} replaces them by its own: "
+                f"tp={self.layout.tp} splits layers, and precision {self.precision.form!r} replaces them with its own: "
                 "use precision='bf16-mixed', or tp=1."
             )
         if self.shard_mesh is None:
             self._check_unsharded()
 
     def _check_unsharded(self) -> None:
-        """Refuses arguments about shards, of which this mesh has none."""
+        """Refuses arguments that apply to shards only, on a mesh without any."""
         offloads = isinstance(offload_of(self.settings["cpu_offload"], self.root_device), CPUOffloadPolicy)
         for name, is_given in {"cpu_offload": offloads, "mp_policy": self.settings["mp_policy"] is not None}.items():
             if is_given:
                 raise ConfigurationError(
-                    f"{name} is for shards, and {self.layout} leaves none on {self.ranks.world_size} ranks: give "
-                    f"dp_shard=2 or more its share of the ranks, or leave {name} out (precision sets the dtypes)."
+                    f"{name} is for shards, and {self.layout} leaves none on {self.ranks.world_size} ranks: use "
+                    f"dp_shard=2 or more, or leave out {name} (precision sets the dtypes)."
                 )
 
     def make_mesh(self) -> DeviceMesh | None:
@@ -208,7 +211,7 @@ class MeshStrategy(FSDPStrategy):
         self.mesh = self.layout.mesh(self.ranks.device.type)
         names = tuple(name for name in DATA if name in (self.mesh.mesh_dim_names or ()))
         if names and self.layout.tp > 1:
-            # So that a norm over all gradients is one message: torch looks for a group of both dimensions.
+            # torch finds this flattened group and reduces a norm over both dimensions in one all-reduce.
             self.mesh[("dp_shard", "tp")]._flatten("dp_shard_tp")
         return self.mesh[names] if names else None
 
@@ -223,7 +226,7 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
-        """The dimension over which layers are split."""
+        """The submesh over which layers are split."""
         assert self.mesh is not None
         return self.mesh["tp"]
 
@@ -241,7 +244,7 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is not None:
             self._pipeline.remove()
             self._pipeline = None
-            self.outputs.come_from(None)
+            self.outputs.follow(None)
 
     @property
     def details(self) -> str:
@@ -255,13 +258,13 @@ class MeshStrategy(FSDPStrategy):
             check_modules([*self.modules, module])
             if not moves:
                 raise ConfigurationError(
-                    f"device_placement=False leaves a model as it is, and pp={self.layout.pp} leaves on each rank what "
-                    "its stages hold: let prepare move it, or use a mesh without pp."
+                    f"device_placement=False leaves a model as it is, and pp={self.layout.pp} must drop from each rank "
+                    "what other stages hold. Let prepare place the model, or use a mesh without pp."
                 )
             return super().add_module(module)
         added = super().add_module(module, moves)
         if self._tensors:
-            run_in_steps(added, self._step_of_own_loop)
+            run_in_steps(added, self._custom_loop_step)
         return added
 
     def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
@@ -280,15 +283,15 @@ class MeshStrategy(FSDPStrategy):
         return None if holdings is None and tensor is None else split
 
     def _hold(self, module: nn.Module, ignored: set[nn.Parameter]) -> Holdings:
-        """Decides what the stages of this rank hold of a module that is still whole.
+        """Decides which parts of a module, still whole, the stages of this rank hold.
 
         Raises:
-            ConfigurationError: if it cannot be cut, or has parts that a pipeline cannot run.
+            ConfigurationError: if the module cannot be cut, or has parts that a pipeline cannot run.
         """
         if ignored:
             raise ConfigurationError(
                 f"ignored_modules with pp={self.layout.pp}: their gradients are averaged over all ranks, and a stage "
-                "of the pipeline has only its own. Leave them out, or use a mesh without pp."
+                "has gradients of its own modules only. Leave out ignored_modules, or use a mesh without pp."
             )
         schedule = self.schedule
         cut = find_cut(module, schedule.stages, **self._cut)
@@ -299,42 +302,42 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def pipeline_mesh(self) -> DeviceMesh:
-        """The dimension over which the stages of a pipeline are dealt out."""
+        """The submesh over which pipeline stages are distributed."""
         assert self.mesh is not None
         return self.mesh["pp"]
 
     @property
     def schedule(self) -> Schedule:
-        """The order in which the pipeline runs its micro-batches."""
+        """The pipeline's schedule for this run."""
         name, count, stages_per_rank = self._schedule
         ranks = self.filled.pp
         schedule = Schedule(name, 4 * ranks if count is None else count, ranks, stages_per_rank)
         if schedule.name in ZERO_BUBBLE and self.filled.size > ranks:
             raise ConfigurationError(
-                f"schedule={schedule.name!r} computes the gradients of weights by themselves, which goes silently "
-                "wrong where they are sharded or split: use '1F1B' or 'Interleaved1F1B', or pp alone."
+                f"schedule={schedule.name!r} computes weight gradients in separate passes, which is silently wrong in "
+                "torch for sharded or split weights. Use '1F1B' or 'Interleaved1F1B', or pp alone."
             )
         return schedule
 
     def plan_for(self, module: nn.Module) -> Plan:
-        """What is split in a module; nothing more in one that is split already, by hand or as it was loaded.
+        """Returns the plan for a module; an empty one if its layers are split already, by hand or on loading.
 
         Raises:
-            ConfigurationError: if nothing says what, or it is split otherwise.
+            ConfigurationError: if there is no plan, or the layers are split over other ranks.
         """
         if is_split(module):
             if self._plan is not None:
                 raise ConfigurationError(
                     f"{type(module).__name__} has parameters that are split already, and the strategy has a plan: "
-                    "leave out one of the two."
+                    "drop the plan, or load the model whole."
                 )
             check_loaded(module, self.tensor_mesh)
             return Plan({})
         plan = self._plan or plan_of(module)
         if plan is None:
             raise ConfigurationError(
-                f"tp={self.layout.tp} needs a plan of what is split: give MeshStrategy(plan={{pattern: style}}), or "
-                "the module a parallel_plan()."
+                f"tp={self.layout.tp} needs a plan of the layers to split: pass MeshStrategy(plan={{pattern: style}}), "
+                "or define parallel_plan() on the module."
             )
         return plan
 
@@ -350,7 +353,7 @@ class MeshStrategy(FSDPStrategy):
         return self.modules
 
     def _check_cut(self) -> None:
-        """Checks that models are cut as this run cuts them, which an earlier run may have set up."""
+        """Checks that models set up by an earlier run are cut in the same way as in this run."""
         for module in self.modules:
             holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
             if self.layout.pp > 1:
@@ -364,25 +367,24 @@ class MeshStrategy(FSDPStrategy):
         if MIXED not in str(error) or self.layout.tp == 1:
             return super().explain(error)
         return (
-            "A plain tensor met a DTensor. A split layer returns one under use_local_output=False (the default of "
-            "torch's SequenceParallel), as does a head that is 'loss'; and a split parameter is one, read outside of "
-            "its own layer's forward. Let the layer return plain tensors (use_local_output=True), take "
-            "tensor.to_local() for this rank's part or tensor.full_tensor() for the whole, and read parameters in "
-            "their layers, within a step."
+            "An operation mixed a plain tensor and a DTensor. A split layer with use_local_output=False (the default "
+            "of torch's SequenceParallel) or with the style 'loss' returns a DTensor, and so does reading a split "
+            "parameter outside its layer's forward. Set use_local_output=True, read parameters in their layers within "
+            "a step, or convert by tensor.to_local() (this rank's part) or tensor.full_tensor() (the whole)."
         )
 
     def _make_pipeline(self) -> None:
         [module] = self.modules
         self._leave_pipeline()
         for root in self._roots:
-            # torch does this in the first forward pass, in which it would find the blocks of one stage alone.
+            # torch does this lazily in the first forward, where it would find the blocks of a single stage only.
             root._get_fsdp_state()._lazy_init()
         group = self.pipeline_mesh.get_group()
         holdings: Holdings = module.__dict__["_leyden_holdings"]
         holdings.watch(module)
         self.master_weights = StageWeights(group, holdings.absent)
         self._pipeline = PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward)
-        self.outputs.come_from(self._pipeline)
+        self.outputs.follow(self._pipeline)
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if self._pipeline is not None and module is self._pipeline.root:
@@ -392,16 +394,16 @@ class MeshStrategy(FSDPStrategy):
     # the step ---------------------------------------------------------------------------------------------------------
     @contextmanager
     def step_context(self, trains: bool = True) -> Iterator[None]:
-        """The context of forward and backward passes, in which modules read plain tensors of this rank's.
+        """The context of forward and backward passes, in which modules read this rank's parameters as plain tensors.
 
-        A forward pass of the module, a loss of logits that are split, and backward belong in it. `forward_backward`,
-        `forward` and `backward` enter it by themselves, as does the forward of a model that an Accelerator prepared.
+        Forward passes, losses of split logits and backward passes must run inside it. `forward_backward`, `forward` and
+        `backward` enter it automatically, and so does the forward of a model prepared by an Accelerator.
 
         Args:
-            trains: False for evaluation, whose random numbers are left alone.
+            trains: False for evaluation, which leaves the random generators alone.
         """
         with ExitStack() as stack:
-            # Entered once: a loop of the user's own enters it for backward, inside of which a forward may run again.
+            # Already running if a custom loop entered it for backward, and activation checkpointing reruns a forward.
             for tensor in self._tensors:
                 if not tensor.is_running:
                     stack.enter_context(tensor.running(trains))
@@ -441,14 +443,14 @@ class MeshStrategy(FSDPStrategy):
         return self._whole(outputs)
 
     def _begin_backward(self, is_last: bool) -> None:
-        """Begins a pipeline's backward pass: gradients are exchanged in the last one of a window only."""
+        """Configures FSDP for the next backward of a pipeline: only the last one of a window reduces gradients."""
         self._set_backward(is_last, is_last and self._syncs)
 
-    def _set_backward(self, is_last: bool, exchanges: bool) -> None:
+    def _set_backward(self, is_last: bool, reduces_gradients: bool) -> None:
         for root in self._roots:
             root.set_is_last_backward(is_last)
             root.set_reshard_after_backward(is_last)
-            root.set_requires_gradient_sync(exchanges)
+            root.set_requires_gradient_sync(reduces_gradients)
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         if self._pipeline is not None:
@@ -457,7 +459,7 @@ class MeshStrategy(FSDPStrategy):
         return self._whole(super().evaluate(step_fn, batch, extra))
 
     def _whole(self, outputs: T) -> T:
-        """Returns a step's outputs as whole tensors: split logits, and losses of them, are DTensors."""
+        """Returns a step's outputs with full tensors in place of DTensors, such as split logits and their losses."""
         return map_tensors(outputs, whole) if any(tensor.plan.splits_loss for tensor in self._tensors) else outputs
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
@@ -470,8 +472,8 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is not None:
             if filler is None:
                 raise ConfigurationError(
-                    "a rank without a single sample of its own cannot take part in a pipeline, which exchanges "
-                    "activations for each batch: use a larger data set, a smaller batch_size or fewer data ranks."
+                    "a rank has no sample of its own, and a pipeline needs every stage in every batch: use a larger "
+                    "data set, a smaller batch_size or fewer data ranks."
                 )
             self._run_pipeline(step_fn, filler, extra, window, None, counts=False)
             return
@@ -483,7 +485,7 @@ class MeshStrategy(FSDPStrategy):
             super().backward(loss, *args, **kwargs)
 
     @contextmanager
-    def _step_of_own_loop(self, batch: Any, trains: bool) -> Iterator[None]:
+    def _custom_loop_step(self, batch: Any, trains: bool) -> Iterator[None]:
         if trains and not self._has_run:
             self._start(batch)
         with self.step_context(trains):
@@ -493,7 +495,7 @@ class MeshStrategy(FSDPStrategy):
         self._has_run = True
         if self._pipeline is not None:
             check_batch(self.ranks, self.pipeline_mesh, batch)
-            # A scaler makes its scale as it scales the first loss, which the last stage alone has.
+            # A gradient scaler creates its scale with the first loss, and only the last stage has a loss.
             self.precision.scale_loss(torch.zeros((), device=self.root_device))
         for tensor in self._tensors:
             tensor.start(self.ranks, batch)
@@ -503,7 +505,7 @@ class MeshStrategy(FSDPStrategy):
             parameters = parameters_of(optimizer)
             sum_partial(parameters)
             if optimizer not in self._checked:
-                check_alike(self.tensor_mesh, self.modules, parameters)
+                check_replicated_gradients(self.tensor_mesh, self.modules, parameters)
                 self._checked.add(optimizer)
         super().before_step(optimizer)
 

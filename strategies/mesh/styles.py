@@ -1,10 +1,11 @@
-"""Styles: how a layer is split over the ranks of the `tp` dimension, and what its activations exchange.
+"""Styles: how a layer is split over the `tp` dimension, and which collectives its activations need.
 
-They build on DTensor, as torch.distributed.tensor.parallel's styles do, whose objects a plan takes too. What differs:
-layers that read one activation (query, key and value) share a single exchange of its gradient, as the hand-written
-`PrepareModuleInput` around them would; and the sequence dimension is the last but one, with or without a batch.
+They build on DTensor, like the styles of torch.distributed.tensor.parallel, which a plan accepts too. Two things
+differ. Layers that read the same activation (query, key and value) share one all-reduce of its gradient, as under a
+hand-written `PrepareModuleInput` around them. And the sequence dimension is the second to last, with or without a batch
+dimension.
 
-The exchanges are those of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053); those of sequence parallelism are from
+The collectives are those of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053), and for sequence parallelism those of
 Korthikanti et al., 2022 (arXiv:2205.05198).
 """
 
@@ -32,25 +33,25 @@ HEADS = (
     *("n_heads", "n_head", "num_heads", "nhead", "num_attention_heads"),
     *("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads"),
 )
-"""Attributes in which a layer counts its heads, of which each rank has a share."""
+"""Attributes in which a layer stores its number of heads. Each rank has a share of them."""
 
 
-class Entrance:
-    """The last activation that entered split layers, so that the next layer that reads it shares its exchange.
+class SharedInput:
+    """The last activation that entered a split layer, cached so that layers with the same input share one DTensor.
 
-    An activation enters as a replicated DTensor. In backward the layers' gradients of it, of which each rank has a part
-    of the sum, are added up on the rank, and exchanged once.
+    The activation becomes a replicated DTensor. In backward, each layer contributes a partial gradient; the gradients
+    of all layers that share the DTensor are added on the rank and reduced over the ranks once.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[weakref.ref[Tensor], DTensor, bool] | None = None
+        self._cached: tuple[weakref.ref[Tensor], DTensor, bool] | None = None
 
     def enter(self, activation: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The replicated DTensor of an activation that every rank has whole."""
+        """Returns the replicated DTensor of an activation that every rank holds whole."""
         if isinstance(activation, DTensor):
             return activation.redistribute(placements=[Replicate()])
-        if self._known is not None:
-            reference, entered, with_grad = self._known
+        if self._cached is not None:
+            reference, entered, with_grad = self._cached
             if reference() is activation and with_grad is torch.is_grad_enabled():
                 return entered
         entered = DTensor.from_local(activation, mesh, [Replicate()], run_check=False)
@@ -58,25 +59,26 @@ class Entrance:
         return entered
 
     def remember(self, activation: Tensor, entered: DTensor) -> None:
-        self._known = (weakref.ref(activation), entered, torch.is_grad_enabled())
+        """Caches the DTensor of an activation."""
+        self._cached = (weakref.ref(activation), entered, torch.is_grad_enabled())
 
     def clear(self) -> None:
-        """Drops what is remembered: a step is over."""
-        self._known = None
+        """Drops the cached activation, at the end of a step."""
+        self._cached = None
 
 
-class Exchange(torch.autograd.Function):
-    """Places a split layer's output anew, and gives this rank's plain tensor of it.
+class Redistribute(torch.autograd.Function):
+    """Redistributes a split layer's output, and returns this rank's part as a plain tensor.
 
-    `redistribute` and `to_local` do the same in two steps, of which the second returns a view. FSDP warns of a view
-    where it is a group's output, since an operation in place would lose its backward hook.
+    `redistribute` followed by `to_local` would return a view. FSDP warns if a group's output is a view, because an
+    in-place operation on it would lose its backward hook.
     """
 
     @staticmethod
     def forward(ctx: Any, output: DTensor, after: Placement) -> Tensor:
         [before] = output.placements
         ctx.mesh, ctx.after = output.device_mesh, after
-        # The gradient of a sum is whole on each rank that has a part of it.
+        # Every rank receives the whole gradient of a sum, even though it contributed only a partial output.
         ctx.before = Replicate() if before.is_partial() else before
         ctx.set_materialize_grads(False)
         return output.redistribute(placements=[after]).to_local()
@@ -91,32 +93,33 @@ class Exchange(torch.autograd.Function):
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of an activation that is split over the ranks, or the tensor itself; every rank must call it."""
+    """Gathers an activation that is split over the ranks; returns any other as it is. Every rank must call it."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim > 1 or tensor.placements[0].is_replicate():
         return whole(tensor)
-    return Exchange.apply(tensor, Replicate())  # type: ignore[no-untyped-call,no-any-return]
+    return Redistribute.apply(tensor, Replicate())  # type: ignore[no-untyped-call,no-any-return]
 
 
 @dataclass
 class Style(ParallelStyle):
-    """The base of Leyden's own styles: how one kind of layer is split.
+    """The base class of Leyden's own styles. Each splits one kind of layer.
 
     Attributes:
-        entrance: of the model that the plan is applied to.
-        sequence: activations outside of the split layers are sharded along the sequence.
-        draws: called with True where activations begin to differ between ranks, False where they are alike again.
+        shared_input: cache of the last activation, shared by all styles of a model.
+        sequence: True if activations between the split layers are sharded along the sequence.
+        switch_rng: called with True when activations begin to differ between ranks, and with False when they are
+            identical again.
     """
 
-    entrance: Entrance = field(default_factory=Entrance)
+    shared_input: SharedInput = field(default_factory=SharedInput)
     sequence: bool = False
-    draws: Callable[[bool], None] = lambda differ: None
+    switch_rng: Callable[[bool], None] = lambda differ: None
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """How each of the module's own parameters is placed."""
+        """Returns the placement of each of the module's own parameters, by name."""
         return {name: Replicate() for name, p in module._parameters.items() if p is not None}
 
     def split(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Puts this rank's part in the place of each of the module's parameters."""
+        """Replaces the module's own parameters by DTensors that hold this rank's part."""
         for name, placement in self.placements(module).items():
             parameter = module._parameters[name]
             if parameter is not None and not isinstance(parameter, DTensor):
@@ -133,7 +136,7 @@ class Style(ParallelStyle):
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that the module's forward takes in place of those it was called with."""
+        """Returns the arguments for the module's forward, with the first one converted by `_input`."""
         if args:
             return (self._input(module, args[0], mesh), *args[1:]), kwargs
         first, *_ = kwargs
@@ -148,11 +151,11 @@ class Style(ParallelStyle):
 
 @dataclass
 class Colwise(Style):
-    """Splits a Linear's outputs, or an Embedding's features. Its output stays split, for a rowwise layer.
+    """Splits a Linear's outputs, or an Embedding's features. By default the output stays split, for a rowwise layer.
 
     Attributes:
-        gathers: every rank gets the whole output.
-        loss: the output is left a DTensor, for `loss_parallel`.
+        gathers: gathers the whole output on every rank.
+        loss: leaves the output a DTensor, for `loss_parallel`.
     """
 
     gathers: bool = False
@@ -163,14 +166,14 @@ class Colwise(Style):
         return {name: Shard(dim) for name, p in module._parameters.items() if p is not None}
 
     def _input(self, module: nn.Module, activation: Any, mesh: DeviceMesh) -> Any:
-        return self.entrance.enter(activation, mesh)
+        return self.shared_input.enter(activation, mesh)
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self.loss:
             return outputs
-        self.draws(not self.gathers)
+        self.switch_rng(not self.gathers)
         if self.gathers:
-            return Exchange.apply(outputs, Replicate())  # type: ignore[no-untyped-call]
+            return Redistribute.apply(outputs, Replicate())  # type: ignore[no-untyped-call]
         return outputs.to_local()
 
 
@@ -179,7 +182,7 @@ class Rowwise(Style):
     """Splits a Linear's inputs, or an Embedding's entries. The ranks' outputs are summed.
 
     Attributes:
-        takes_whole: every rank has the whole input of a Linear, and takes its part.
+        takes_whole: True if every rank holds the whole input of a Linear, which is then split.
     """
 
     takes_whole: bool = False
@@ -196,7 +199,7 @@ class Rowwise(Style):
             return DTensor.from_local(activation, mesh, [Replicate()], run_check=False)
         split = Shard(activation.ndim - 1)
         if self.takes_whole:
-            return self.entrance.enter(activation, mesh).redistribute(placements=[split])
+            return self.shared_input.enter(activation, mesh).redistribute(placements=[split])
         return DTensor.from_local(activation, mesh, [split], run_check=False)
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -204,8 +207,8 @@ class Rowwise(Style):
         if self.sequence:
             check_sequence(outputs, mesh)
             after = Shard(outputs.ndim + SEQUENCE)
-        self.draws(self.sequence)
-        return Exchange.apply(outputs, after)  # type: ignore[no-untyped-call]
+        self.switch_rng(self.sequence)
+        return Redistribute.apply(outputs, after)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -216,19 +219,19 @@ class Sequence(Style):
         part = DTensor.from_local(outputs, mesh, [Shard(outputs.ndim + SEQUENCE)], run_check=False)
         whole = part.redistribute(placements=[Replicate()])
         plain = whole.to_local()
-        # A split layer takes the DTensor: the parts of its gradient are then summed where they are scattered again.
-        self.entrance.remember(plain, whole)
-        self.draws(False)
+        # The next split layer reads the cached DTensor, so one reduce-scatter sums and shards its partial gradients.
+        self.shared_input.remember(plain, whole)
+        self.switch_rng(False)
         return plain
 
 
 @dataclass
 class Replicated(Style):
-    """Leaves a layer whole on every rank.
+    """Keeps a layer whole on every rank.
 
     Attributes:
-        differs: the layer works on what differs between ranks (a norm of the heads that a rank has), so that its
-            gradients are summed over the ranks.
+        differs: True if the layer's inputs differ between ranks, as for a norm over this rank's heads. Its gradients
+            are then summed over the ranks.
     """
 
     differs: bool = False
@@ -236,7 +239,7 @@ class Replicated(Style):
 
 @dataclass
 class Heads(Style):
-    """Divides the numbers of heads in which a layer counts, of which each rank has a share."""
+    """Divides a layer's head counts by the number of ranks, since each rank has a share of the heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, count in heads_of(module).items():
@@ -245,33 +248,33 @@ class Heads(Style):
 
 
 def heads_of(module: nn.Module) -> dict[str, int]:
-    """The attributes in which a module counts its heads."""
+    """Returns a module's head counts, by attribute name."""
     return {name: vars(module)[name] for name in HEADS if type(vars(module).get(name)) is int}
 
 
 def placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter that every rank has whole, as a DTensor that holds this rank's part; nothing is exchanged."""
-    split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    made = nn.Parameter(split, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    """Returns a DTensor parameter with this rank's part of a whole parameter, without communication."""
+    distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    new = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
 
 
 def check_sequence(activation: DTensor, mesh: DeviceMesh) -> None:
-    """Refuses a sequence that the ranks cannot share evenly.
+    """Refuses a sequence whose length is not divisible by the number of ranks.
 
     Raises:
-        ConfigurationError: names its length.
+        ConfigurationError: gives the length.
     """
     tokens = activation.shape[SEQUENCE]
     if tokens % mesh.size():
         raise ConfigurationError(
-            f"sequence parallelism over tp={mesh.size()} needs sequences whose length it divides, and this one has "
-            f"{tokens} tokens: pad them, or leave 'sequence' out of the plan."
+            f"sequence parallelism over tp={mesh.size()} needs a sequence length divisible by {mesh.size()}, and this "
+            f"sequence has {tokens} tokens: pad it, or leave 'sequence' out of the plan."
         )
 
 
 def grad_placement(style: Style | None) -> Placement:
-    """How the gradient of a whole parameter is placed: what a rank has of it is a part of the sum, or all of it."""
+    """Returns the placement of a whole parameter's gradient: Partial if each rank has a part of the sum."""
     partial = isinstance(style, Sequence) or (isinstance(style, Replicated) and style.differs)
     return Partial() if partial else Replicate()

@@ -1,4 +1,4 @@
-"""A training step of a simulated rank, on tensors that have a shape and no memory: what it keeps, in bytes."""
+"""Measures the memory of a training step on a simulated rank, with tensors that have shapes but no storage."""
 
 from __future__ import annotations
 
@@ -19,95 +19,96 @@ from leyden.strategies.mesh.simulated import SimulatedMesh
 from leyden.strategies.window import Window
 
 
-class Saved:
-    """The storages that autograd saves for backward, in the context of this object, until backward begins."""
+class SavedActivations:
+    """A context that collects the storages that autograd saves for backward, until backward begins."""
 
     def __init__(self) -> None:
         self._found: dict[int, UntypedStorage] = {}
-        self._is_open = True
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+        self._is_recording = True
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._record, lambda tensor: tensor)
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> SavedActivations:
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
 
-    def close(self) -> None:
-        """Begins backward: what a recomputed block saves there is not kept beside the rest."""
-        self._is_open = False
+    def stop(self) -> None:
+        """Stops recording when backward begins: tensors that a recomputed block saves there live only briefly."""
+        self._is_recording = False
 
-    def _note(self, tensor: Tensor) -> Tensor:
-        if self._is_open:
+    def _record(self, tensor: Tensor) -> Tensor:
+        if self._is_recording:
             self._found.update((storage._cdata, storage) for storage in storages(tensor))
         return tensor
 
-    def size(self, apart_from: Iterable[Tensor]) -> int:
-        """Bytes of all saved storages, each counted once, without those of some tensors."""
-        known = {storage._cdata for tensor in apart_from for storage in storages(tensor)}
-        return sum(storage.nbytes() for key, storage in self._found.items() if key not in known)
+    def size(self, excluding: Iterable[Tensor]) -> int:
+        """Returns the bytes of all saved storages, each counted once, except those of some tensors."""
+        excluded = {storage._cdata for tensor in excluding for storage in storages(tensor)}
+        return sum(storage.nbytes() for key, storage in self._found.items() if key not in excluded)
 
 
 def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
-    """What a tensor of any kind has on this rank: a DTensor its part."""
-    kind: Any = tensor
-    if is_traceable_wrapper_subclass(kind):
-        # A DTensor names its mesh, too.
-        parts = [getattr(kind, name) for name in kind.__tensor_flatten__()[0]]
+    """Yields the storages of a tensor on this rank; for a DTensor, those of its local part."""
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        # A DTensor's attributes include its mesh, which is no tensor.
+        parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
         yield from (storage for part in parts if isinstance(part, Tensor) for storage in storages(part))
     else:
         yield tensor.untyped_storage()
 
 
 @dataclass(frozen=True, slots=True)
-class _Closing:
-    """The hooks around a backward that ends the count of what is saved."""
+class _StopAtBackward:
+    """Backward hooks that stop recording when backward begins."""
 
-    saved: Saved
+    saved: SavedActivations
     on_after_backward: tuple[Callable[[], Any], ...] = ()
     backward: None = None
 
     @property
     def on_before_backward(self) -> tuple[Callable[[Tensor], Any], ...]:
-        return (lambda loss: self.saved.close(),)
+        return (lambda loss: self.saved.stop(),)
 
 
 @contextmanager
 def shapes_only(module: nn.Module) -> Iterator[None]:
-    """In this context a module that a simulated mesh has placed runs: operations compute shapes, and no values."""
+    """Lets a module placed by a simulated mesh run within this context: operations compute shapes, but no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         slots = [(part, name) for part in module.modules() for name, p in part._parameters.items() if p is not None]
-        first: dict[int, tuple[nn.Module, str]] = {}
-        firsts = [first.setdefault(id(part._parameters[name]), (part, name)) for part, name in slots]
+        # `to_empty` unties parameters: each slot then takes the parameter of the first slot that it was tied to.
+        first_slots: dict[int, tuple[nn.Module, str]] = {}
+        sources = [first_slots.setdefault(id(part._parameters[name]), (part, name)) for part, name in slots]
         module.to_empty(device="cpu")
-        for (part, name), (owner, own) in zip(slots, firsts, strict=True):
-            part._parameters[name] = owner._parameters[own]
+        for (part, name), (source, source_name) in zip(slots, sources, strict=True):
+            part._parameters[name] = source._parameters[source_name]
         yield
 
 
 def activations(strategy: SimulatedMesh, step_fn: Callable[..., Any], batch: Any) -> int:
-    """Runs a training step in the context of `shapes_only`, which leaves gradients.
+    """Runs a training step within `shapes_only`. It leaves gradients.
 
     Args:
-        strategy: has set up the one module whose step it is.
-        step_fn: takes the batch and its index, and returns what a training step does.
-        batch: of one data rank; its values are not read.
+        strategy: the strategy, with exactly one module set up.
+        step_fn: the training step, called with a batch and its index.
+        batch: a batch of one data rank; its values are not read.
 
     Returns:
-        Bytes that the step has saved when backward begins: no parameters, whole or gathered, and no buffers.
+        Bytes saved for backward when backward begins, without parameters (sharded or gathered) and buffers.
     """
     [module] = strategy.modules
     batch = strategy.precision.convert_input(map_tensors(batch, torch.empty_like))
-    with Saved() as saved:
-        strategy.forward_backward(strategy.setup_step(step_fn, module), batch, (0,), Window(), _Closing(saved))
+    with SavedActivations() as saved:
+        strategy.forward_backward(strategy.setup_step(step_fn, module), batch, (0,), Window(), _StopAtBackward(saved))
     return saved.size([*module.parameters(), *module.buffers(), *_gathered(module)])
 
 
 def _gathered(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters of FSDP's groups as they are gathered."""
+    """Yields the gathered parameters of FSDP's groups."""
     for group in _groups(module):
         yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
@@ -119,10 +120,10 @@ def _groups(module: nn.Module) -> Iterator[Any]:
 
 
 def group_sizes(module: nn.Module) -> tuple[int, list[int]]:
-    """Bytes of the parameters that FSDP gathers at once.
+    """Returns the bytes of each FSDP group when it is gathered.
 
     Returns:
-        Those of the root, which stay gathered from forward to backward, and of each other group.
+        The bytes of the root, which stays gathered between forward and backward, and those of each other group.
     """
     sizes = {id(group): sum(_whole_bytes(group, p) for p in group.fsdp_params) for group in _groups(module)}
     own = parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ()
@@ -131,7 +132,7 @@ def group_sizes(module: nn.Module) -> tuple[int, list[int]]:
 
 
 def _whole_bytes(group: Any, parameter: Any) -> int:
-    """Bytes of a parameter when its group has gathered it; what tp splits stays split."""
+    """Returns the bytes of a parameter once gathered. A parameter split by tp stays split."""
     dtype = parameter.sharded_param.dtype
     if dtype.is_floating_point:
         dtype = group.mp_policy.param_dtype or dtype
@@ -139,10 +140,10 @@ def _whole_bytes(group: Any, parameter: Any) -> int:
 
 
 def state_size(optimizers: Iterable[Optimizer]) -> int:
-    """Steps optimizers once by the gradients there are, in the context of `shapes_only`.
+    """Steps optimizers once with the present gradients, within `shapes_only`.
 
     Returns:
-        Bytes of the state that they keep.
+        Bytes of the optimizers' state.
     """
     found: dict[int, UntypedStorage] = {}
     for optimizer in optimizers:

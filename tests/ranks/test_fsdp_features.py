@@ -377,7 +377,7 @@ def manual_with_a_parameter() -> None:
 def test_manual_optimisation_steps_two_optimizers(answers: Answers) -> None:
     assert answers("manual") == [[], []]
     with pytest.raises(
-        AssertionError, match="'scale' stands in the module itself, and in manual optimisation each child"
+        AssertionError, match="'scale' belongs to the module itself, and in manual optimization FSDP shards each child"
     ):
         run_world(2, manual_with_a_parameter)
 
@@ -477,7 +477,7 @@ def tied() -> tuple[list[str], bool, str]:
 def test_tied_blocks_stay_tied(answers: Answers) -> None:
     for differ, still, details in answers("tied"):
         assert differ == [] and still
-        assert details.startswith("1 Block + root") and "2 left in the root, being tied" in details
+        assert details.startswith("1 Block + root") and "2 tied, kept in the root" in details
 
 
 # ranks without samples ------------------------------------------------------------------------------------------------
@@ -513,16 +513,16 @@ def test_a_rank_without_samples_stays_in_step(answers: Answers, accumulate: int,
 
 # what is refused ------------------------------------------------------------------------------------------------------
 REFUSED = {
-    "Adafactor": "Adafactor takes means over rows and columns",
-    "Muon": "Muon orthogonalises whole matrices",
+    "Adafactor": "Adafactor takes means over whole rows and columns",
+    "Muon": "Muon orthogonalizes whole matrices",
     "Rprop": "Rprop writes to single elements",
-    "LBFGS": "LBFGS takes products over all parameters",
+    "LBFGS": "LBFGS takes dot products over all parameters",
     "dtypes": "have several dtypes: LayerNorm.weight is float32, Linear.weight is bfloat16",
-    "mesh": "device_mesh=(2, 2) does not make up 2 ranks",
-    "hsdp": "has 2 rank(s) of 2 per machine: use 'fsdp'",
+    "mesh": "device_mesh=(2, 2) does not match 2 ranks",
+    "hsdp": "has 2 rank(s), 2 per machine: use 'fsdp'",
     "precision": "sharded by an earlier run",
-    "window": "closed without a batch that closes it",
-    "filler": "a rank without a single sample of its own",
+    "window": "before the last batch of its accumulation window",
+    "filler": "a rank has no sample of its own",
 }
 
 

@@ -185,5 +185,5 @@ def penalise() -> None:
 
 
 def test_a_gradient_of_a_gradient_is_refused_by_name() -> None:
-    with pytest.raises(AssertionError, match="the gradient of a gradient .* use strategy='ddp'"):
+    with pytest.raises(AssertionError, match="the gradient of a gradient .* Use strategy='ddp'"):
         run_world(2, penalise)

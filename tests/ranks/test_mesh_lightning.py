@@ -216,7 +216,7 @@ class Mixed(Split):
 def test_tensors_that_hand_written_code_mixes_are_named_with_the_fix() -> None:
     found = run_world(2, train_split, Mixed, {}, may_fail=True)
     assert any(
-        "A plain tensor met a DTensor. A split layer returns one under use_local_output=False" in str(failure)
+        "An operation mixed a plain tensor and a DTensor. A split layer with use_local_output=False" in str(failure)
         and "use_local_output=True" in str(failure)
         and "got mixed torch.Tensor and DTensor" in str(failure)
         for failure in found

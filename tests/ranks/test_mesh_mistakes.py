@@ -29,22 +29,22 @@ def mistake(message: str) -> Callable[[Mistake], Mistake]:
     return noted
 
 
-@mistake("a mesh of dp_shard=-1, tp=3 does not make up 2 ranks: use dp_replicate=1, dp_shard=1, tp=2.")
+@mistake("a mesh of dp_shard=-1, tp=3 does not match 2 ranks: use dp_replicate=1, dp_shard=1, tp=2.")
 def sizes_that_do_not_make_up_the_world(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=3, plan=PLAN)
 
 
-@mistake("dp_shard and tp are both -1: only one of them can fill the world.")
+@mistake("dp_shard and tp are both -1: only one dimension can fill the world.")
 def two_sizes_left_open(module: GPT) -> MeshStrategy:
     return MeshStrategy(dp_shard=-1, tp=-1, plan=PLAN)
 
 
-@mistake("device_mesh=(1, 2): MeshStrategy makes its own of dp_replicate, dp_shard and tp. Give their sizes.")
+@mistake("device_mesh=(1, 2): MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard and tp instead.")
 def a_mesh_of_its_own(module: GPT) -> MeshStrategy:
     return MeshStrategy(device_mesh=(1, 2), plan=PLAN)
 
 
-@mistake("tp=0: give a number of ranks from 1, or -1 to fill the world.")
+@mistake("tp=0: use a number of ranks from 1, or -1 to fill the world.")
 def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
 
@@ -55,7 +55,7 @@ def context_parallel(module: GPT) -> MeshStrategy:
 
 
 @mistake(
-    "tp=2 needs a plan of what is split: give MeshStrategy(plan={pattern: style}), or the module a parallel_plan()."
+    "tp=2 needs a plan of the layers to split: pass MeshStrategy(plan={pattern: style}), or define parallel_plan() on "
 )
 def no_plan(module: GPT) -> MeshStrategy:
     return TP2()
@@ -71,7 +71,7 @@ def a_pattern_that_matches_nothing(module: GPT) -> MeshStrategy:
     return TP2(plan={**PLAN, "blocks.*.upp": "colwise"})
 
 
-@mistake("the plan makes 'norm' colwise, and it is a LayerNorm: only Linear and Embedding layers are split.")
+@mistake("the plan makes 'norm' colwise, and it is a LayerNorm: only Linear and Embedding layers can be split.")
 def a_norm_that_is_split(module: GPT) -> MeshStrategy:
     return TP2(plan={**PLAN, "norm": "colwise"})
 
@@ -115,7 +115,7 @@ def layers_that_a_precision_replaces(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, precision=Float8Precision())
 
 
-@mistake("cpu_offload is for shards, and tp 2 leaves none on 2 ranks: give dp_shard=2 or more")
+@mistake("cpu_offload is for shards, and tp 2 leaves none on 2 ranks: use dp_shard=2 or more")
 def shards_that_wait_on_the_cpu_where_there_are_none(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, cpu_offload=True)
 
@@ -125,33 +125,33 @@ def dtypes_of_shards_where_there_are_none(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-@mistake("Muon orthogonalises whole matrices, of which a rank has only some rows: use AdamW")
+@mistake("Muon orthogonalizes whole matrices, and a rank holds only some rows: use an elementwise optimizer")
 def an_optimizer_of_whole_matrices(module: GPT) -> MeshStrategy:
     module.make = lambda: torch.optim.Muon([p for p in module.parameters() if p.ndim == 2])  # type: ignore[assignment]
     return TP2(plan=PLAN)
 
 
-@mistake("the ranks of a tp group were given different batches, and they share one model")
+@mistake("the ranks of a tp group received different batches, and they share one model")
 def a_batch_of_its_own_for_each_rank(module: GPT) -> MeshStrategy:
     strategy = TP2(plan=PLAN)
     module.batch = lambda: torch.full((2, 16), strategy.ranks.global_rank)  # type: ignore[assignment]
     return strategy
 
 
-@mistake("needs sequences whose length it divides, and this one has 15 tokens: pad them")
+@mistake("needs a sequence length divisible by 2, and this sequence has 15 tokens: pad it")
 def a_sequence_that_does_not_divide(module: GPT) -> MeshStrategy:
     module.batch = lambda: torch.zeros(2, 15, dtype=torch.long)  # type: ignore[assignment]
     return TP2(plan=SEQUENCE_PLAN)
 
 
-@mistake("a block with dropout is run again in backward, and under a plan with 'sequence' layers it would drop others")
+@mistake("a block with dropout is rerun in backward, and under a plan with 'sequence' layers it would drop other")
 def dropout_that_cannot_be_repeated(module: GPT) -> MeshStrategy:
     for block in module.blocks:
         block.dropout.p = 0.2
     return TP2(plan=SEQUENCE_PLAN, activation_checkpointing_policy={"Block"})
 
 
-@mistake("the gradients of 'blocks.0.up.1.weight' differ between the ranks of a tp group, which have it whole")
+@mistake("the gradients of 'blocks.0.up.1.weight' differ between the ranks of a tp group, although each rank")
 def a_whole_layer_that_works_on_a_part(module: GPT) -> MeshStrategy:
     plan = {name: style for name, style in PLAN.items() if name != "blocks.*.up"}
     for block in module.blocks:

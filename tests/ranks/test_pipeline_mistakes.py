@@ -149,12 +149,12 @@ def micro_batches_that_do_not_divide_into_rounds(module: GPT) -> MeshStrategy:
     return PP2(schedule="Interleaved1F1B", microbatches=5)
 
 
-@mistake("microbatches=4 without pp: it is for a pipeline, and this mesh has none. Give pp=2 or more, or leave out")
+@mistake("microbatches=4 without pp: only a pipeline uses it. Set pp to 2 or more, or leave out")
 def micro_batches_without_a_pipeline(module: GPT) -> MeshStrategy:
     return MeshStrategy(microbatches=4)
 
 
-@mistake("first_stage=['places'] without pp: it is for a pipeline, and this mesh has none.")
+@mistake("first_stage=['places'] without pp: only a pipeline uses it.")
 def a_first_stage_without_a_pipeline(module: GPT) -> MeshStrategy:
     return MeshStrategy(dp_shard=2, first_stage=["places"])
 
@@ -430,7 +430,7 @@ def errors_of_four() -> list[str]:
 @pytest.mark.full
 def test_mistakes_beside_other_dimensions_are_refused_on_all_ranks() -> None:
     for bubble, residual in run_world(4, errors_of_four):
-        assert "schedule='ZBVZeroBubble' computes the gradients of weights by themselves, which goes silently" in bubble
+        assert "schedule='ZBVZeroBubble' computes weight gradients in separate passes, which is silently" in bubble
         assert "computes with 'tokens' of another stage" in residual
 
 

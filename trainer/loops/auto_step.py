@@ -122,7 +122,7 @@ class AutoStep(AutomaticStep):
 
     On several ranks all must do so together, and a rank in a collective cannot be reached. Under DDP no pass waits for
     another rank: the ranks agree when all have their gradients, and exchange them then. Under FSDP passes do wait, so
-    that a rank whose pass has failed ends it with one sample, for the others (`strategies/fsdp/exchanges.py`).
+    that a rank whose pass has failed ends it with one sample, for the others (`strategies/fsdp/collectives.py`).
 
     Args:
         run: of the fit.

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model cut into stages, each on its own ranks, through which micro-batches pass."""
+"""Pipeline parallelism: a model is split into stages on different ranks, and micro-batches flow through them."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from leyden.strategies.mesh.draws import generators_of
+from leyden.strategies.mesh.rng import generators_of
 
 NEVER_DRAW = (nn.Embedding, nn.Linear, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d)
 """Layers whose forward draws no random number."""

@@ -28,7 +28,7 @@ class PipelineOutputs(StepOutputs):
         self._strategy = strategy
         self._steps: PipelineSteps | None = None
 
-    def come_from(self, steps: PipelineSteps | None) -> None:
+    def follow(self, steps: PipelineSteps | None) -> None:
         """Takes the steps of a pipeline to follow; None ends that."""
         self._steps = steps
 

@@ -39,4 +39,4 @@ def on_a_group_without_the_cpu() -> str:
 
 def test_a_group_that_cannot_reduce_on_the_cpu_is_refused() -> None:
     [message] = run_world(1, on_a_group_without_the_cpu)
-    assert "has the backend 'fake' alone: leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'" in message
+    assert "has only 'fake': leave out process_group_backend, or use 'cpu:gloo,cuda:nccl'" in message

@@ -120,7 +120,7 @@ def draw_by_values() -> Any:
 
 
 def test_draws_that_depend_on_values_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="draws random numbers by values"), Deferred().recording():
+    with pytest.raises(ConfigurationError, match="draws random numbers that depend on values"), Deferred().recording():
         draw_by_values()
 
 

@@ -70,18 +70,18 @@ def test_fsdp1_names_become_settings_of_fsdp2(given: dict[str, Any], expected: d
 def test_fsdp1s_mixed_precision_becomes_a_policy() -> None:
     policy = settings(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))["mp_policy"]
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(ConfigurationError, match="FSDP2 leaves buffers as they are"):
+    with pytest.raises(ConfigurationError, match="FSDP2 does not convert buffers"):
         FSDPStrategy(mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.float16))
 
 
 @pytest.mark.parametrize(
     ("given", "note"),
     [
-        ({"fsdp_backward_prefetch": "NO_PREFETCH"}, "as BACKWARD_PRE does"),
-        ({"fsdp_state_dict_type": "FULL_STATE_DICT"}, r"strategy.full_state_dict\(module\) gives whole tensors"),
+        ({"fsdp_backward_prefetch": "NO_PREFETCH"}, "as under BACKWARD_PRE"),
+        ({"fsdp_state_dict_type": "FULL_STATE_DICT"}, r"strategy.full_state_dict\(module\) returns unsharded tensors"),
         ({"fsdp_use_orig_params": False}, "no flat parameters"),
-        ({"limit_all_gathers": "false"}, "has none to lift"),
-        ({"fsdp_version": 1}, "FSDP2 is what runs"),
+        ({"limit_all_gathers": "false"}, "without such a limit"),
+        ({"fsdp_version": 1}, "FSDP2 runs instead"),
     ],
 )
 def test_fsdp1_names_without_effect_are_warned_of(given: dict[str, Any], note: str) -> None:
@@ -95,7 +95,7 @@ def test_fsdp1_names_without_effect_are_warned_of(given: dict[str, Any], note: s
         ({"sharding_strategy": "NO_SHARD"}, "use strategy='ddp'"),
         ({"sharding_strategy": "FULL_SHRAD"}, "Did you mean 'FULL_SHARD'"),
         ({"sharding_strategy": 6}, "sharding_strategy=6 is not known"),
-        ({"sharding_strategy": 2, "reshard_after_forward": True}, "say two things"),
+        ({"sharding_strategy": 2, "reshard_after_forward": True}, "contradict each other"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "flat shards, which FSDP2 does not have"),
         ({"state_dict_type": "whole"}, "state_dict_type='whole' is not known"),
         ({"backward_prefetch": "BACKWARD_PER"}, "Did you mean 'BACKWARD_PRE'"),
@@ -103,7 +103,7 @@ def test_fsdp1_names_without_effect_are_warned_of(given: dict[str, Any], note: s
         ({"param_init_fn": print}, "has no counterpart in FSDP2: build the module in configure_model"),
         ({"process_group": 1}, r"device_mesh=\(replicate, shard\)"),
         ({"device_id": 0}, "accelerator and devices"),
-        ({"fsdp_version": 3}, "there are 1 and 2"),
+        ({"fsdp_version": 3}, "use 1 or 2"),
         ({"fsdp_offload_params": "perhaps"}, "use true or false"),
         ({"fsdp_shading_strategy": 1}, "has no argument 'shading_strategy'. Did you mean 'sharding_strategy'"),
         ({"auto_wrap_policies": 1}, "Did you mean 'auto_wrap_policy'"),

@@ -57,8 +57,8 @@ def test_classes_and_their_names_choose_groups(policy: Any) -> None:
     [
         ({"Blocks"}, r"names Blocks, and the model has no such module. Did you mean 'Block'\?"),
         ({nn.Conv2d}, "names Conv2d"),
-        ([3], "holds 3: give classes of modules"),
-        (True, "auto_wrap_policy=True: give 'auto'"),
+        ([3], "contains 3: use classes of modules"),
+        (True, "auto_wrap_policy=True: use 'auto'"),
         ({nn.ModuleList}, "'encoder', a ModuleList, which has no forward"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_minimum_size_groups_as_fsdp1_does(least: int) -> None:
     if least == 30:
         assert set(ours) == {"embed", "head", "decoder"}
     assert sorted(ours) == sorted(theirs)
-    with pytest.raises(ConfigurationError, match="give at least 1"):
+    with pytest.raises(ConfigurationError, match="of at least 1"):
         choose(Model(), 0)
 
 
@@ -100,14 +100,14 @@ def test_tied_parameters_stay_in_the_group_that_has_both() -> None:
     model.encoder[1].layer.weight = model.encoder[0].layer.weight
     groups = choose(model, "auto")
     assert groups.names == ["encoder.2", "decoder.0", "decoder.1"]
-    assert groups.left == {
+    assert groups.tied == {
         "encoder.0": "tied to encoder.1.layer.weight",
         "encoder.1": "tied to encoder.0.layer.weight",
     }
     shared = Model()
     shared.encoder.append(shared.encoder[0])
     # A module that stands in the model twice is one group, and is called twice.
-    assert choose(shared, "auto").names == BLOCKS and not choose(shared, "auto").left
+    assert choose(shared, "auto").names == BLOCKS and not choose(shared, "auto").tied
 
 
 def test_parameters_tied_within_a_group_stay_there() -> None:
@@ -117,14 +117,14 @@ def test_parameters_tied_within_a_group_stay_there() -> None:
     assert choose(model, "auto").names == BLOCKS
     # Tied from an inner group to its outer one: only the inner one dissolves.
     groups = choose(model, {Block, nn.Linear})
-    assert {"encoder.0.layer", "encoder.0.other"} == set(groups.left) and "encoder.0" in groups.names
+    assert {"encoder.0.layer", "encoder.0.other"} == set(groups.tied) and "encoder.0" in groups.names
 
 
 def test_torchs_own_classes_cannot_be_compiled_in_place() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match="'0' is a Linear of torch.nn itself"):
+    with pytest.raises(ConfigurationError, match="'0' is a Linear from torch.nn"):
         compile_blocks(model, choose(model, "auto"), {})
     with pytest.raises(
-        ConfigurationError, match="compile=True means the groups of auto_wrap_policy, and it found none"
+        ConfigurationError, match="compile=True applies to the groups of auto_wrap_policy, which found none"
     ):
         compile_blocks(nn.Linear(2, 2), choose(nn.Linear(2, 2), "auto"), {})

@@ -42,7 +42,7 @@ def test_adapters_are_placed_to_match_their_layer(style: str, first: str, second
 
 
 def test_adapters_of_another_kind_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"an Adapted around a layer with 'lora_magnitude_vector': only LoRA"):
+    with pytest.raises(ConfigurationError, match=r"an Adapted around a layer with 'lora_magnitude_vector': adapters"):
         found("colwise", lora_magnitude_vector=nn.Linear(1, 8))
-    with pytest.raises(ConfigurationError, match=r"'up' 'sequence', .* Name the layers in it, 'up\.base_layer'"):
+    with pytest.raises(ConfigurationError, match=r"'up' 'sequence', .* Name the inner layers .*: 'up\.base_layer'"):
         found("sequence")

@@ -46,9 +46,9 @@ def test_experts_that_cannot_be_split_are_refused_by_name(
 
 def test_a_parameter_is_split_only_in_a_module_of_experts() -> None:
     with pytest.raises(ConfigurationError, match="nothing sums .* add 'mlp': 'experts'"):
-        check_split("mlp.up", Mixture(), "packed_colwise", owns=None)
+        check_split("mlp.up", Mixture(), "packed_colwise", owner_style=None)
     with pytest.raises(ConfigurationError, match="makes the parameter 'mlp.up' 'sequence'"):
-        check_split("mlp.up", Mixture(), "sequence", owns="experts")
+        check_split("mlp.up", Mixture(), "sequence", owner_style="experts")
 
 
 @pytest.mark.parametrize("style", ["mla_kv_a_proj", "packed_rowwise", "local_params", "ep_dispatch_experts"])

@@ -256,7 +256,7 @@ def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], nam
     ("name", "words"),
     [
         ("rows", "which tp=3 does not divide"),
-        ("sizes", "a mesh of dp_shard=-1, tp=3 does not make up 4 ranks: use"),
+        ("sizes", "a mesh of dp_shard=-1, tp=3 does not match 4 ranks: use"),
         ("words", "--tp two: give sizes, such as 1,2,4"),
         ("layouts without ranks", "--layouts tries all sizes of --ranks"),
         ("a strategy", "--strategy ddp has no layouts of a mesh"),

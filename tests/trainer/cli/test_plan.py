@@ -143,7 +143,7 @@ def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
         ({"rdzv_backend": "gossip"}, CPU, "use static or c10d"),
         ({"num_machines": 2, "rdzv_backend": "static", "max_restarts": 1}, CPU, "use rdzv_backend: c10d"),
         ({"compute_environment": "SLURM"}, CPU, "srun --ntasks-per-node=1 leyden launch"),
-        ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "tp=3 does not make up 4"),
+        ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "tp=3 does not match 4"),
         ({"num_processes": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}, CPU, "context parallelism is"),
         ({"num_processes": 2, "parallelism_config": {"parallelism_config_sp_size": 2}}, CPU, "Ulysses is not part"),
         ({"tp_config": {"tp_size": 2, "tp_plan": "auto"}}, CPU, "give tp_size below it"),
