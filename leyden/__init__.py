@@ -64,9 +64,9 @@ _MODULES = (
     *("utils", "utils.constants", "utils.dataclasses", "utils.deepspeed", "utils.imports", "utils.memory"),
     *("utils.modeling", "utils.operations", "utils.other", "utils.random"),
 )
-"""The modules of Accelerate's names, below `leyden`. Scripts reach them as attributes too."""
+"""Submodules of `leyden` with Accelerate's names. Scripts also access them as attributes."""
 _ROOMS = ("callbacks", "strategies", "trainer")
-"""Scripts of Lightning reach `callbacks` and `strategies` as attributes of their package."""
+"""Leyden's subpackages. Scripts written for Lightning access `callbacks` and `strategies` as attributes."""
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
@@ -122,7 +122,7 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `import leyden` costs next to nothing."""
+    """Imports a public name lazily, on first use, so that `import leyden` stays fast."""
     if name in (*_ROOMS, *_MODULES):
         return importlib.import_module(f"leyden.{name}")
     if name.startswith("_"):
@@ -134,7 +134,8 @@ def __getattr__(name: str) -> Any:
         if name in callbacks or name == "loggers":
             what = "*" if name == "loggers" else name
             text = f"leyden has no {name}: use `from leyden.callbacks import {what}`."
-            # An import drops an AttributeError's message; `getattr`, by which libraries try names out, needs one.
+            # An import statement drops the message of an AttributeError, but libraries probe with `getattr`, which
+            # needs one.
             if sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise ImportError(text, name=name)
             raise AttributeError(text)

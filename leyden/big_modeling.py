@@ -1,4 +1,4 @@
-"""The names of `accelerate.big_modeling`, for scripts that import from there: an import of one says what to use."""
+"""The names of `accelerate.big_modeling`, for scripts that import from there; importing one names the alternative."""
 
 from leyden.trainer.accelerator.absent import lacking
 

@@ -1,4 +1,4 @@
-"""The names of `accelerate.utils`, for scripts that import from there: only the import's first word changes."""
+"""The names of `accelerate.utils`, for scripts that import from there: replace `accelerate` by `leyden`."""
 
 from leyden.strategies.batch import batch_size_of as find_batch_size
 from leyden.trainer.accelerator.absent import lacking

@@ -1,4 +1,4 @@
-"""The names of `accelerate.utils.deepspeed`, for scripts that import from there: all those of `leyden.utils`."""
+"""The names of `accelerate.utils.deepspeed`, for scripts that import from there: all names of `leyden.utils`."""
 
 from leyden.trainer.accelerator.absent import lacking
 from leyden.utils import *  # noqa: F403

@@ -104,7 +104,7 @@ def exchanged() -> list[dict[str, Any]]:
         ("gather a number for metrics", "TypeError: "),
         ("gather other shapes", "rank 0 has (2,) float32, and rank 1 has (3,) float32"),
         ("reduce other shapes", "ConfigurationError: "),
-        ("save elsewhere", "save_state was given 'run-0' on rank 0 and 'run-1' on rank 1"),
+        ("save elsewhere", "save_state got 'run-0' on rank 0 and 'run-1' on rank 1"),
     ],
 )
 def test_a_mistake_in_an_exchange_is_an_error_on_every_rank(
@@ -190,5 +190,5 @@ def test_a_reduction_of_what_is_no_tensor_is_refused_on_one_process_too(value: A
     """As Accelerate does, since a scale would be left out."""
     from leyden import Accelerator
 
-    with pytest.raises(TypeError, match=r"give torch\.tensor"):
+    with pytest.raises(TypeError, match=r"Pass torch\.tensor"):
         Accelerator(cpu=True).reduce(value)

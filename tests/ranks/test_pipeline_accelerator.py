@@ -226,13 +226,13 @@ def test_the_checkpoint_loads_on_one_process(two: list[dict[str, Any]], folder: 
 
 
 REFUSED = {
-    "no loss": "returned a SimpleNamespace without a loss in it",
-    "another loss": "backward was given another loss than the last step's",
+    "no loss": "returned a SimpleNamespace without a loss",
+    "another loss": "backward got a different loss than the last step's",
     "items too late": "backward(num_items=…) comes too late in a pipeline",
-    "twice": "backward was given another loss than the last step's",
+    "twice": "backward got a different loss than the last step's",
     "second model": "a pipeline cuts one model into stages, and 2 were set up",
     "left in place": "device_placement=False leaves a model as it is, and pp=2",
-    "each batch": "sync_each_batch=True cannot go with a pipeline",
+    "each batch": "sync_each_batch=True cannot be combined with a pipeline",
 }
 
 
@@ -363,11 +363,11 @@ def run_plugin(section: dict[str, Any]) -> dict[str, Any]:
     ("settings", "words"),
     [
         ({"tp_degree": 0}, "tp_degree=0"),
-        ({"gradient_clipping": -1.0}, "give a norm"),
+        ({"gradient_clipping": -1.0}, "use a positive norm"),
         ({"num_layers_per_virtual_pipeline_stage": 2}, "stages_per_rank"),
         ({"train_iters": 100}, "how long to train"),
         ({"custom_train_step_class": object}, "pipeline_step"),
-        ({"other_megatron_args": {"vocab_size": 8}}, "trained as it is"),
+        ({"other_megatron_args": {"vocab_size": 8}}, "trained unchanged"),
     ],
 )
 def test_a_setting_of_megatrons_own_is_refused_by_name(settings: dict[str, Any], words: str) -> None:

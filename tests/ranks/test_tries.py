@@ -162,4 +162,4 @@ def tried() -> str:
 
 def test_ranks_that_nobody_starts_again_are_refused_with_the_way_to_do_it() -> None:
     for message in run_world(2, tried):
-        assert "on 2 ranks of torchrun" in message and "leyden launch --num_processes 2 script.py" in message
+        assert "2 ranks that torchrun started" in message and "leyden launch --num_processes 2 script.py" in message

@@ -1,1 +1,1 @@
-"""The `Accelerator` and its parts: a training loop of the user's own, with the names of Hugging Face Accelerate."""
+"""The `Accelerator` and its parts, for custom training loops, under Hugging Face Accelerate's names."""

@@ -1,4 +1,4 @@
-"""The names of Accelerate that Leyden lacks: importing one raises an error that suggests what to use instead."""
+"""Names of Accelerate that Leyden lacks: importing one raises an error that names the alternative."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import importlib.util
 from collections.abc import Callable
 
 BIG_MODELS = (
-    "Leyden trains models, and loads none for inference that exceed a device's memory: use transformers' "
-    "from_pretrained(..., device_map='auto') for that, and train one with strategy='fsdp' and configure_model or "
-    "from_pretrained (docs/fsdp.md), or with DeepSpeed's stage 3"
+    "Leyden has no inference of models that exceed a device's memory. Use transformers' from_pretrained(..., "
+    "device_map='auto') for that. To train one, use strategy='fsdp' with configure_model or from_pretrained "
+    "(docs/fsdp.md), or DeepSpeed's stage 3"
 )
 ON_META = (
-    "use `with torch.device('meta'):`, or the Trainer's configure_model, which builds on it where the strategy shards"
+    "use `with torch.device('meta'):`, or the Trainer's configure_model, which builds on it if the strategy shards"
 )
 
-# What to use -> the names.
+# Alternative -> the names that it replaces, separated by spaces.
 INSTEAD = {
     BIG_MODELS: (
         "load_checkpoint_and_dispatch load_checkpoint_in_model infer_auto_device_map dispatch_model cpu_offload "
@@ -31,25 +31,25 @@ INSTEAD = {
         "get_module_size_with_ties fallback_allocate get_state_dict_offloaded_model get_state_dict_from_offload"
     ),
     ON_META: "init_empty_weights init_on_device",
-    "quantise by transformers' from_pretrained(..., quantization_config=BitsAndBytesConfig(…)), or torchao": (
+    "quantize with transformers' from_pretrained(..., quantization_config=BitsAndBytesConfig(…)), or torchao": (
         "BnbQuantizationConfig load_and_quantize_model has_4bit_bnb_layers"
     ),
-    "models and data are the script's own, and accelerator.pipeline_step(model, batch, step=…) runs a step of yours": (
+    "use your own model and data; accelerator.pipeline_step(model, batch, step=…) runs your own step": (
         "MegatronLMDummyDataLoader AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep "
         "add_model_config_to_megatron_parser"
     ),
-    "Accelerator(strategy=MeshStrategy(pp=…)).prepare(model) cuts a model into stages, which evaluation runs too": (
+    "Accelerator(strategy=MeshStrategy(pp=…)).prepare(model) splits a model into stages, also for evaluation": (
         "prepare_pippy build_pipeline pippy_forward find_pippy_batch_size"
     ),
     "context parallelism and Ulysses are not part of this version; ParallelismConfig(tp_size=…) splits layers": (
         "TorchContextParallelConfig DeepSpeedSequenceParallelConfig"
     ),
     "read accelerator.parallelism_config.tp_size": "get_model_tp_size",
-    "loaders are prepared by an Accelerator: accelerator.prepare_data_loader(loader)": (
+    "use accelerator.prepare_data_loader(loader)": (
         "prepare_data_loader DataLoaderShard DataLoaderDispatcher DataLoaderAdapter DataLoaderStateMixin "
         "BatchSamplerShard IterableDatasetShard SkipBatchSampler SkipDataLoader get_sampler"
     ),
-    "Accelerator(log_with=…) finds trackers by itself": (
+    "Accelerator(log_with=…) finds trackers automatically": (
         "filter_trackers get_available_trackers register_tracker_class LOGGER_TYPE_TO_CLASS"
     ),
     "use `leyden merge <checkpoint> <folder>`": "merge_fsdp_weights",
@@ -59,7 +59,7 @@ INSTEAD = {
     "use accelerator.save_model and safetensors.torch.load_file": (
         "load_state_dict load clean_state_dict_for_safetensors"
     ),
-    "give dynamo_backend or a TorchDynamoPlugin, or FSDPStrategy(compile=True) for each block": (
+    "use dynamo_backend or a TorchDynamoPlugin, or FSDPStrategy(compile=True) to compile block by block": (
         "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions is_compiled_module"
     ),
     "use mixed_precision='fp8' with kwargs_handlers=[AORecipeKwargs()] or [TERecipeKwargs()]": (
@@ -88,7 +88,7 @@ INSTEAD = {
         "get_int_from_env parse_flag_from_env parse_choice_from_env str_to_bool convert_dict_to_env_variables "
         "are_libraries_initialized"
     ),
-    "ask torch.cuda, torch.backends or torch.accelerator": (
+    "use torch.cuda, torch.backends or torch.accelerator": (
         "is_bf16_available is_fp16_available is_fp8_available check_cuda_fp8_capability check_cuda_p2p_ib_support "
         "get_gpu_info get_current_device_type get_cpu_distributed_information is_rocm_available is_habana_gaudi1 "
         "is_xccl_available"
@@ -99,7 +99,7 @@ INSTEAD = {
         "is_weights_only_available deepspeed_required torchao_required is_torchdata_stateful_dataloader_available "
         "is_transformer_engine_mxfp8_available"
     ),
-    "save_state writes files of other names (docs/checkpoints.md)": (
+    "save_state uses other file names (docs/checkpoints.md)": (
         "MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME SCALER_NAME RNG_STATE_NAME PROFILE_PATTERN_NAME "
         "WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME "
         "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_PATTERN_NAME"
@@ -109,7 +109,7 @@ INSTEAD = {
         "convert_outputs_to_fp32 ConvertOutputsToFp32"
     ),
     "use find_batch_size": "ignorant_find_batch_size",
-    "every rank reads the weights in from_pretrained, without such a setting": (
+    "leave it out: from_pretrained reads the weights on every rank": (
         "enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading ensure_weights_retied"
     ),
     "use accelerator.prepare with an fsdp_plugin": (
@@ -127,20 +127,20 @@ INSTEAD = {
         "save_accelerator_state load_accelerator_state save_custom_state load_custom_state"
     ),
     "use release_memory, which empties the device's cache": "clear_device_cache",
-    "use find_executable_batch_size, which knows what running out of memory looks like": "should_reduce_batch_size",
-    "an engine of DeepSpeed's is accelerator.strategy.engine, and its plugin accelerator.deepspeed_plugin": (
+    "use find_executable_batch_size, which recognizes out-of-memory errors": "should_reduce_batch_size",
+    "DeepSpeed's engine is accelerator.strategy.engine, and its plugin accelerator.deepspeed_plugin": (
         "map_pytorch_optim_to_deepspeed get_active_deepspeed_plugin HfDeepSpeedConfig DeepSpeedEngineWrapper "
         "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
     ),
-    "write the words out; docs/from-accelerate.md lists what each argument takes": (
+    "write the values out; docs/from-accelerate.md lists those of each argument": (
         "FSDP_SHARDING_STRATEGY FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_STATE_DICT_TYPE FSDP_MODEL_NAME "
         "TORCH_DYNAMO_MODES DEEPSPEED_MULTINODE_LAUNCHERS FP8BackendType CustomDtype BaseEnum EnumWithContains"
     ),
-    "write a line of your own": (
+    "write your own line of code": (
         "convert_bytes merge_dicts get_pretty_name get_free_port has_repeated_blocks is_repeated_blocks "
         "get_module_class_from_name"
     ),
-    "debug mode (LEYDEN_DEBUG=1) checks collectives, and gather has the error of mismatched shapes": (
+    "debug mode (LEYDEN_DEBUG=1) checks collectives, and gather reports mismatched shapes": (
         "DistributedOperationException verify_operation chained_operation gather_tensor_shape get_shape"
     ),
 }
@@ -149,38 +149,39 @@ PACKAGES = (
     "pytest rich schedulefree swanlab tensorboard timm torch_xla torchao torchdata torchvision trackio "
     "transformer_engine transformers triton wandb"
 )
-"""Accelerate's words in `is_<word>_available`; a package's name, but for bnb."""
+"""Accelerate's words in `is_<word>_available`: package names, except bnb."""
 DEVICES = ("cuda", "mps", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "neuron")
 
 
 def lacking(module: str) -> Callable[[str], Callable[[], bool]]:
-    """Returns the `__getattr__` of a module of Accelerate's names: see `attribute`."""
+    """Returns the `__getattr__` of a module with Accelerate's names; see `attribute`."""
     return functools.partial(attribute, module)
 
 
 def attribute(module: str, name: str) -> Callable[[], bool]:
-    """Answers for a name that a module of Accelerate's names lacks.
+    """Resolves a name that a module with Accelerate's names does not define.
 
     Args:
-        module: such as `leyden.utils`.
-        name: perhaps one of Accelerate's.
+        module: name of the module, such as `leyden.utils`.
+        name: the missing name.
 
     Returns:
-        The function itself for `is_<package>_available` and `is_<device>_available`.
+        A working function for `is_<package>_available` and `is_<device>_available`.
 
     Raises:
-        ImportError: for a name that Accelerate has, with what to use. (An import drops an AttributeError's message.)
-        AttributeError: for all others.
+        ImportError: for a name that Accelerate has, with the alternative. (An import statement drops the message of an
+            AttributeError.)
+        AttributeError: for all other names.
     """
     if name.startswith("is_") and name.endswith("_available"):
-        what = name[3:-10]
-        if what in PACKAGES.split():
-            return functools.partial(_is_installed, "bitsandbytes" if what == "bnb" else what)
-        if what in DEVICES:
-            return functools.partial(_has_device, what)
+        subject = name.removeprefix("is_").removesuffix("_available")
+        if subject in PACKAGES.split():
+            return functools.partial(_is_installed, "bitsandbytes" if subject == "bnb" else subject)
+        if subject in DEVICES:
+            return functools.partial(_has_device, subject)
     for instead, names in INSTEAD.items():
         if name in names.split():
-            raise ImportError(f"{module} has no {name}, which Accelerate has: {instead}.", name=name)
+            raise ImportError(f"{module} does not have Accelerate's {name}: {instead}.", name=name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""Loads a folder of Accelerate's own `save_state`, which holds pickles, if the caller trusts it."""
+"""Loading of folders that Accelerate's own `save_state` wrote: pickles, read only if the caller trusts them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIGNS = (
 
 
 def is_folder(path: Path) -> bool:
-    """Returns True for a folder of Accelerate's `save_state`, judged by the names of its files."""
+    """Returns True for a folder of Accelerate's `save_state`, recognized by its file names."""
     return path.is_dir() and not is_checkpoint(path) and any(any(path.glob(sign)) for sign in SIGNS)
 
 
@@ -39,12 +39,12 @@ class AccelerateFolder:
 
     Args:
         path: the folder.
-        accelerator: with the same things prepared and registered, in the same order.
-        strict: names of weights must fit.
+        accelerator: the Accelerator to load into, with the same objects prepared and registered in the same order.
+        strict: require the names of the weights to match.
 
     Raises:
-        CheckpointError: if a file is missing, or cannot be read.
-        ConfigurationError: if it does not fit.
+        CheckpointError: if a file is missing or unreadable.
+        ConfigurationError: if its contents do not match the Accelerator's objects.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, strict: bool) -> None:
@@ -52,8 +52,8 @@ class AccelerateFolder:
         if not accelerator.strategy.replicates or accelerator.strategy.drives_one:
             raise CheckpointError(
                 path,
-                f"was written by Accelerate, and {accelerator.strategy.name} has no whole model to read it into: "
-                f"`leyden convert {path} OUT` makes a checkpoint of it, which every strategy loads.",
+                f"was written by Accelerate, and {accelerator.strategy.name} has no whole model to load it into. Run "
+                f"`leyden convert {path} OUT` to get a checkpoint that every strategy loads.",
             )
         self._weights = self._all("model", accelerator.bare_models, ("model{}.safetensors", "pytorch_model{}.bin"))
         self._optimizers = self._all("optimizer", accelerator.optimizers, ("optimizer{}.bin",))
@@ -68,12 +68,13 @@ class AccelerateFolder:
         for number, (model, weights) in enumerate(zip(accelerator.bare_models, self._weights, strict=True)):
             self._check_weights(number, model, weights)
         for number, (optimizer, state) in enumerate(zip(accelerator.optimizers, self._optimizers, strict=True)):
-            there, here = (
+            saved, own = (
                 [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
             )
-            if there != here:
+            if saved != own:
                 raise ConfigurationError(
-                    f"{path}: optimizer {number} has groups of {there} parameters there, and of {here} here."
+                    f"{path}: optimizer {number} was saved with groups of {saved} parameters, but now has {own}. "
+                    "Create it with the same parameter groups."
                 )
 
     def _all(self, kind: str, own: list[Any], patterns: tuple[str, ...]) -> list[Any]:
@@ -84,13 +85,13 @@ class AccelerateFolder:
             return next((name for name in names if (self.path / name).is_file()), None)
 
         files = [named(number) for number in range(len(own) + 1)]
-        there = files.index(None) if None in files else len(files)
-        if there != len(own):
-            count = f"more than {len(own)}" if there > len(own) else str(there)
+        saved = files.index(None) if None in files else len(files)
+        if saved != len(own):
+            count = f"more than {len(own)}" if saved > len(own) else str(saved)
             raise ConfigurationError(
-                f"{self.path} has {count} {kind}s in single files, and this Accelerator has {len(own)}: prepare the "
-                "same, in the same order, before load_state. What FSDP or DeepSpeed saved in shards is taken "
-                "by `leyden convert`."
+                f"{self.path} has {count} {kind}s in single files, but this Accelerator has {len(own)}. Prepare the "
+                "same objects, in the same order, before load_state. For shards of FSDP or DeepSpeed, use "
+                "`leyden convert`."
             )
         return [self._read(str(name)) for name in files[: len(own)]]
 
@@ -99,26 +100,26 @@ class AccelerateFolder:
 
     def _check_weights(self, number: int, model: nn.Module, weights: Mapping[str, Any]) -> None:
         own = model.state_dict()
-        # Accelerate leaves out the second name of tied weights.
+        # Accelerate omits the second name of tied weights.
         loaded = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
         missing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in loaded]
         extra = [name for name in weights if name not in own]
         if self._strict and (missing or extra):
             what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which the model lacks"
-            raise ConfigurationError(f"{self.path}: model {number} {what}: load_state(strict=False) passes over it.")
+            raise ConfigurationError(f"{self.path}: model {number} {what}. load_state(strict=False) ignores it.")
         for name, tensor in own.items():
             if name in weights and weights[name].shape != tensor.shape:
-                there, here = tuple(weights[name].shape), tuple(tensor.shape)
                 raise ConfigurationError(
-                    f"{self.path}: {name} of model {number} has the shape {there} there, and {here} here."
+                    f"{self.path}: {name} of model {number} was saved with shape {tuple(weights[name].shape)}, but now "
+                    f"has {tuple(tensor.shape)}."
                 )
 
     def load(self) -> None:
-        """Loads everything, random numbers last. Data starts from the beginning, or at `skip_first_batches`."""
+        """Loads everything, random states last. Loaders start from the beginning, or at `skip_first_batches`."""
         accelerator = self._accelerator
-        left = accelerator.state_hooks.run_before_load(accelerator.bare_models, self.path)
+        remaining = accelerator.state_hooks.run_before_load(accelerator.bare_models, self.path)
         for model, weights in zip(accelerator.bare_models, self._weights, strict=True):
-            if any(model is other for other in left):
+            if any(model is other for other in remaining):
                 model.load_state_dict(weights, strict=False)
         for optimizer, state in zip(accelerator.optimizers, self._optimizers, strict=True):
             optimizer.load_state_dict(state)
@@ -126,8 +127,8 @@ class AccelerateFolder:
             scheduler.load_state_dict(state)
         if self._schedulers and self._ranks > 1:
             warnings.warn(
-                f"{self.path} is of {self._ranks} ranks: Accelerate's schedulers count {self._ranks} steps for each of "
-                "the optimizer's unless split_batches was set, and Leyden's count one.",
+                f"{self.path} was saved on {self._ranks} ranks. Without split_batches, Accelerate's schedulers count "
+                f"{self._ranks} steps per optimizer step; Leyden's count one.",
                 stacklevel=5,
             )
         if self._scaler is not None and accelerator.scaler is not None:
@@ -142,7 +143,7 @@ class AccelerateFolder:
 
 
 def set_host_random(states: Mapping[str, Any]) -> None:
-    """Sets the random numbers of Python, torch's CPU and NumPy to those of a file `random_states_<rank>.pkl`."""
+    """Sets the generators of Python, torch on the CPU and NumPy to the states of a file `random_states_<rank>.pkl`."""
     found = {"python": states["random_state"], "torch": states["torch_manual_seed"]}
     if "numpy_random_seed" in states:
         found["numpy"] = states["numpy_random_seed"]

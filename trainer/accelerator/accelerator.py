@@ -1,4 +1,4 @@
-"""Accelerator: the engine of a run under a loop that the user writes, with the names of Hugging Face Accelerate."""
+"""Accelerator: Leyden's engine for a training loop that you write, under Hugging Face Accelerate's names."""
 
 from __future__ import annotations
 
@@ -53,46 +53,46 @@ class Accelerator:
     """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
     Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face
-    Accelerate's, except where it says so (`docs/from-accelerate.md`). The Trainer drives the same engine.
+    Accelerate's, except for the differences listed in `docs/from-accelerate.md`. The Trainer drives the same engine.
 
-    Each method calls the part that does the work: `Stepping` (windows, backward, clipping, steps), `Preparing`,
-    `PartialState` (which rank this is), `Collectives`, `Trackers`, and `saving` for checkpoints.
+    Each method delegates to one part: `Stepping` (windows, backward, clipping, steps), `Preparing`, `PartialState`
+    (rank and world size), `Collectives`, `Trackers`, and `saving` for checkpoints.
 
     Args:
-        device_placement: bring models, batches and optimizers to `device`; False leaves that to you.
+        device_placement: move models, batches and optimizer state to `device`; False leaves that to you.
         split_batches: see `DataLoaderConfiguration`.
         mixed_precision: "no", "fp16", "bf16", any name that the Trainer's `precision` takes, or a `Precision`.
-        gradient_accumulation_steps: batches of one optimizer step.
-        cpu: run on the CPU though there is a GPU.
+        gradient_accumulation_steps: batches per optimizer step.
+        cpu: run on the CPU even if a GPU is available.
         dataloader_config: a `DataLoaderConfiguration`.
-        deepspeed_plugin: trains by DeepSpeed's ZeRO: a `DeepSpeedPlugin`.
-        fsdp_plugin: shards models: a `FullyShardedDataParallelPlugin`.
-        torch_tp_plugin: a `TorchTensorParallelPlugin`: the same as `ParallelismConfig(tp_size=…)`.
-        megatron_lm_plugin: a `MegatronLMPlugin`: layers are split and blocks dealt out, on a mesh of Leyden's own.
-        rng_types: "torch", "cuda", "numpy", "python": set to rank 0's at the start of each pass. "generator" needs
-            nothing: all ranks share one order of samples.
-        log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "aim", "clearml", "dvclive", "swanlab",
-            "trackio", "all", a logger of Leyden's, an object of a `GeneralTracker`, or several.
+        deepspeed_plugin: a `DeepSpeedPlugin`, to train with DeepSpeed's ZeRO.
+        fsdp_plugin: a `FullyShardedDataParallelPlugin`, to shard models.
+        torch_tp_plugin: a `TorchTensorParallelPlugin`, equivalent to `ParallelismConfig(tp_size=…)`.
+        megatron_lm_plugin: a `MegatronLMPlugin`, which runs tensor and pipeline parallelism on Leyden's own mesh.
+        rng_types: generators set to rank 0's state at the start of each pass: "torch", "cuda", "numpy", "python".
+            "generator" has no effect: all ranks already share one order of samples.
+        log_with: one or several trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "aim", "clearml",
+            "dvclive", "swanlab", "trackio", "all", a Leyden logger, or a `GeneralTracker`.
         project_dir: folder of the run.
         project_config: a `ProjectConfiguration`.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`, in place of `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False: at every call.
+        step_scheduler_with_optimizer: step prepared schedulers when their optimizer steps; False steps at every call.
         kwargs_handlers: objects such as `GradScalerKwargs(init_scale=1024.0)`.
-        dynamo_backend: compile prepared models with this backend of torch.compile.
-        dynamo_plugin: a `TorchDynamoPlugin`: the same, with torch.compile's other arguments.
+        dynamo_backend: torch.compile backend for prepared models.
+        dynamo_plugin: a `TorchDynamoPlugin`, for the backend and torch.compile's other arguments.
         deepspeed_plugins: a dict with one `DeepSpeedPlugin`; several are refused, since one engine drives one model.
-        parallelism_config: a `ParallelismConfig`: how many ranks replicate, and how many share, a model.
-        strategy: a name or object, as for the Trainer: "auto" is one device, or "ddp" on launched ranks.
+        parallelism_config: a `ParallelismConfig`: the number of ranks that replicate, shard and split a model.
+        strategy: a name or object, as for the Trainer; "auto" means one device, or "ddp" on launched ranks.
         dispatch_batches: see `DataLoaderConfiguration`.
         even_batches: see `DataLoaderConfiguration`.
         use_seedable_sampler: see `DataLoaderConfiguration`.
-        resume: "auto": `load_state()` loads the newest checkpoint in `project_dir`, or begins anew where there is none;
-            `save_state()` names them, and no second run may use the folder (`docs/checkpoints.md`). Ours.
-        preemption: True, or a `Preemption`, has `check_preemption` say when SIGTERM, SIGUSR1 or a notice preempts the
-            loop. Ours.
-        convert_outputs: prepared models return float32 under mixed precision. False leaves outputs in half precision:
-            float32 logits of a language model take twice their memory (8 × 2048 tokens of 50,000 words: 3.3 GB, not
-            1.6), and a loss is computed in float32 under `autocast()` anyway. Ours.
+        resume: "auto" lets `load_state()` load the newest checkpoint in `project_dir`, or start from scratch if there
+            is none. `save_state()` then names checkpoints automatically, and the run locks the folder against others
+            (`docs/checkpoints.md`). Not in Accelerate.
+        preemption: True or a `Preemption`: `check_preemption` reports SIGTERM, SIGUSR1 or a notice. Not in Accelerate.
+        convert_outputs: convert outputs of prepared models to float32 under mixed precision. False halves the memory of
+            a language model's logits (8 × 2048 tokens, 50,000 words: 1.6 GB instead of 3.3); `autocast()` computes
+            losses in float32 anyway. Not in Accelerate.
 
     Raises:
         ConfigurationError: for invalid or contradictory arguments.
@@ -171,17 +171,17 @@ class Accelerator:
 
     @property
     def precision(self) -> Precision:
-        """The precision itself."""
+        """The `Precision` object."""
         return self.strategy.precision
 
     @property
     def device_placement(self) -> bool:
-        """`prepare` brings objects to `device`."""
+        """True if `prepare` moves objects to `device`."""
         return self.options.device_placement
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are split over the ranks; `join_uneven_inputs` changes it within its block."""
+        """How loaders are split across ranks; `join_uneven_inputs` overrides it within its block."""
         return self._preparing.data
 
     @property
@@ -211,37 +211,37 @@ class Accelerator:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """See `DataLoaderConfiguration`: the place of every loader is saved in any case."""
+        """See `DataLoaderConfiguration`; every loader's position is saved in any case."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
     def rng_types(self) -> list[str]:
-        """The random numbers that every rank takes from rank 0 before each pass, as passed to the Accelerator."""
+        """Generators that every rank copies from rank 0 before each pass, as passed to the Accelerator."""
         return list(self.options.rng_types)
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Prepared schedulers step when their optimizer does."""
+        """True if prepared schedulers step when their optimizer steps."""
         return self.options.step_scheduler_with_optimizer
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The plugin of a run under DeepSpeed; None elsewhere."""
+        """The DeepSpeed plugin; None without DeepSpeed."""
         return self.options.deepspeed
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The one passed to the Accelerator."""
+        """The `ParallelismConfig` passed to the Accelerator."""
         return self.options.mesh
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of `parallelism_config`; None without one. A strategy's is `strategy.device_mesh` in any case."""
+        """The mesh of `parallelism_config`; None without one. `strategy.device_mesh` is the strategy's own mesh."""
         return None if self.options.mesh is None else self.options.mesh.device_mesh
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's number among those that split each layer; 0 where none do."""
+        """This rank's index in its tensor-parallel group; 0 without tensor parallelism."""
         mesh = self.torch_device_mesh
         return 0 if mesh is None or "tp" not in mesh.mesh_dim_names else mesh.get_local_rank("tp")
 
@@ -257,13 +257,13 @@ class Accelerator:
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next checkpoint that is named automatically."""
+        """Number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
 
     # ranks ------------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> AcceleratorState:
-        """Ranks, device, precision and plugins alone."""
+        """Ranks, device, precision and plugins, for libraries that read them."""
         return self.options.state(self.strategy)
 
     @property
@@ -273,84 +273,84 @@ class Accelerator:
 
     @property
     def num_processes(self) -> int:
-        """Ranks on all machines."""
+        """Number of ranks on all machines."""
         return self._state.num_processes
 
     @property
     def process_index(self) -> int:
-        """This rank, from 0."""
+        """Global rank, from 0."""
         return self._state.process_index
 
     @property
     def local_process_index(self) -> int:
-        """This rank on its machine, from 0."""
+        """Local rank on this machine, from 0."""
         return self._state.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """This is rank 0."""
+        """True on rank 0."""
         return self._state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """This is the first rank of its machine."""
+        """True on the first rank of each machine."""
         return self._state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """This is the last rank."""
+        """True on the last rank."""
         return self._state.is_last_process
 
     @property
     def use_distributed(self) -> bool:
-        """True with several ranks."""
+        """True if there are several ranks."""
         return self._state.use_distributed
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How this run's ranks work together."""
+        """The kind of parallelism in use."""
         return self._state.distributed_type
 
     @property
     def multi_device(self) -> bool:
-        """Several ranks, each on a device of its own, hold the whole model."""
+        """True if several ranks, each on its own device, hold the whole model."""
         return self.distributed_type is DistributedType.MULTI_GPU
 
     @property
     def is_fsdp2(self) -> bool:
-        """Models are sharded by FSDP, whose second version is the only one here."""
+        """True if FSDP shards the models; Leyden has only FSDP2."""
         return self.distributed_type is DistributedType.FSDP
 
     def wait_for_everyone(self) -> None:
-        """Waits until every rank has called this."""
+        """Blocks until every rank has called this method."""
         self._collectives.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank runs the block before the other ranks do, so that they find what it cached."""
+        """Runs the block on the main rank first, so that the other ranks find what it cached."""
         return self._state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank of each machine runs the block before its other ranks do."""
+        """Runs the block on the main rank of each machine before its other ranks."""
         return self._state.local_main_process_first()
 
     def on_main_process(self, function: F) -> F:
-        """Decorator: only the main rank runs the function; elsewhere it returns None."""
+        """Decorator that runs the function on the main rank only; it returns None on the others."""
         return self._state.on_main_process(function)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator: only the main rank of each machine runs the function."""
+        """Decorator that runs the function on the main rank of each machine only."""
         return self._state.on_local_main_process(function)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: only the last rank runs the function."""
+        """Decorator that runs the function on the last rank only."""
         return self._state.on_last_process(function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: only the rank of that number runs the function."""
+        """Decorator that runs the function on global rank `process_index` only."""
         return self._state.on_process(function, process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: only the rank of that number on each machine runs the function."""
+        """Decorator that runs the function on local rank `local_process_index` of each machine only."""
         return self._state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -358,36 +358,36 @@ class Accelerator:
         self._state.print(*args, **kwargs)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Gives each rank its part of a list, tuple, tensor, data set, or of each value of a dict of these.
+        """Yields this rank's part of a list, tuple, tensor, dataset, or of each value of a dict of these.
 
         Args:
-            inputs: what to split; what does not divide goes to the first ranks.
-            apply_padding: repeat the last entry on ranks that would have fewer, so that results can be gathered.
+            inputs: the entries to split; the first ranks take one more each if the split is uneven.
+            apply_padding: repeat the last entry on ranks with fewer entries, so that results can be gathered.
         """
         return self._state.split_between_processes(inputs, apply_padding)
 
     def refuse_alone(self, name: str) -> None:
-        """Raises if a collective is called inside a function that other ranks do not run."""
+        """Raises ConfigurationError if a collective is called inside a function that other ranks skip."""
         self._state.refuse_alone(name)
 
     # prepare ----------------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Brings models, optimizers, loaders and schedulers to where they run.
+        """Prepares models, optimizers, loaders and schedulers for this run's device, precision and ranks.
 
         Args:
-            *args: in any order and number, in one call or several. Other objects are returned as they are, lists too:
-                `prepare_data_loader` takes a list of batches.
-            device_placement: for each of them, whether it goes to `device`.
+            *args: the objects, in any order, in one call or several. Objects of other types are returned unchanged,
+                including lists: pass a list of batches to `prepare_data_loader`.
+            device_placement: one flag per object: True moves it to `device`.
 
         Returns:
-            The same, prepared, in the same order; one alone by itself.
+            The prepared objects in the same order; a single object instead of a tuple of one.
         """
         return self._preparing.prepare(args, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepares one model; with `evaluation_mode` it is not wrapped for training."""
+        """Prepares one model; `evaluation_mode` skips the wrapping for training."""
         return self._preparing.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -404,35 +404,35 @@ class Accelerator:
 
     @property
     def prepared_models(self) -> list[nn.Module]:
-        """Models as `prepare` returned them."""
+        """The models that `prepare` returned."""
         return self._stepping.prepared_models
 
     @property
     def bare_models(self) -> list[nn.Module]:
-        """The same without what ranks or compilation wrap around them."""
+        """The prepared models without their DDP, engine or torch.compile wrappers."""
         return self._stepping.bare_models
 
     @property
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
-        """Optimizers as `prepare` returned them."""
+        """The optimizers that `prepare` returned."""
         return self._stepping.prepared_optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers themselves, as the strategy holds them."""
+        """The underlying torch optimizers, as the strategy holds them."""
         return self._stepping.optimizers
 
     @property
     def prepared_schedulers(self) -> list[PreparedScheduler]:
-        """Schedulers as `prepare` returned them."""
+        """The schedulers that `prepare` returned."""
         return self._preparing.schedulers
 
     @property
     def prepared_loaders(self) -> list[PreparedLoader]:
-        """Loaders as `prepare` returned them."""
+        """The loaders that `prepare` returned."""
         return self._preparing.loaders
 
-    # The names by which transformers' Trainer and others read the same.
+    # Private names of Accelerate that transformers' Trainer and other libraries read.
     @property
     def _models(self) -> list[nn.Module]:
         return self.prepared_models
@@ -452,28 +452,28 @@ class Accelerator:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The model itself, without what DDP, DataParallel or an engine wrap around it.
+        """Returns the model without its DDP, DataParallel or engine wrapper.
 
         Args:
-            model: prepared or not.
-            keep_fp32_wrapper: False lets its forward run in full precision again, and return what it computes.
-            keep_torch_compile: a compiled model stays compiled; False for the module itself, whose names have no
-                prefix.
+            model: the model, prepared or not.
+            keep_fp32_wrapper: False restores the original forward, without autocast and output conversion.
+            keep_torch_compile: keep a compiled model compiled; False returns the plain module, whose parameter names
+                have no prefix.
         """
         return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose passes begin at a batch, counted from the epoch's start; nothing before it is loaded.
+        """Returns a loader whose passes start at batch `num_batches` of the epoch; earlier batches are not loaded.
 
-        After `load_state` that is the very place at which the checkpoint stands, so nothing is skipped twice.
+        After `load_state`, that batch is the checkpoint's own position, so nothing is skipped twice.
         """
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Releases everything that was prepared, and empties the device's cache.
+        """Releases all prepared objects and empties the device's cache.
 
         Returns:
-            None for each argument: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            One None per argument: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         from leyden.trainer.accelerator.memory import release_memory
 
@@ -488,50 +488,50 @@ class Accelerator:
 
     # the step ---------------------------------------------------------------------------------------------------------
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One batch of an accumulation window.
+        """Returns a context for one batch of an accumulation window.
 
-        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window
-        of a prepared loader is as long as the batches that are left, and is divided by that length.
+        Optimizers and schedulers step, and gradients are synchronized, only in the batch that closes the window. The
+        last window of a prepared loader holds the remaining batches, and its loss is divided by their number.
 
         Args:
-            *models: what is trained; named for readers and for scripts that were written for others.
+            *models: the models being trained; used only to check that they are prepared.
         """
         return self._stepping.accumulate(models)
 
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
-        """Backward of a loss, divided by the window's length and scaled for the precision.
+        """Runs backward on a loss, divided by the window's length and scaled for the precision.
 
-        The loss of a model that is cut into stages has gone backward already, and is taken as it is.
+        No-op for the loss of a pipeline-parallel model: its backward has already run in the forward call.
 
         Args:
             loss: a mean; or a sum, with `num_items`.
-            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the
-                window and all ranks. Ours.
-            **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
+            num_items: number of items (tokens, samples) that the loss sums over. The gradient is divided by their
+                total over the window and all ranks. Not in Accelerate.
+            **kwargs: arguments of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
         """
         self._stepping.backward(loss, num_items, **kwargs)
 
     def pipeline_step(self, model: nn.Module, batch: Any, step: Step = call_with_batch) -> Tensor:
-        """Runs forward and backward of a batch through a model that is cut into stages (`MeshStrategy(pp=…)`). Ours.
+        """Runs forward and backward of one batch through a pipeline (`MeshStrategy(pp=…)`). Not in Accelerate.
 
-        It takes the place of the model's call and of `backward`; optimizers step after it as ever. Every rank calls it.
+        Replaces both the model's call and `backward`; optimizers step after it as usual. Every rank must call it.
 
         Args:
-            model: as `prepare` returned it.
-            batch: of a prepared loader. It is cut into micro-batches, and the step runs for each.
+            model: the model that `prepare` returned.
+            batch: a batch of a prepared loader. It is split into micro-batches, and `step` runs once for each.
             step: `step(model, batch)` returns the loss, a dict with `loss` (a sum) and `num_items`, or an output with a
-                `loss`; left out, the model is called with the batch.
+                `loss`; by default the model is called with the batch.
 
         Returns:
             The loss of the whole batch, on every rank.
 
         Raises:
-            ConfigurationError: without stages, and for a step that returns no loss.
+            ConfigurationError: if the model has no pipeline stages, or the step returns no loss.
         """
         return self._stepping.staged_step(self.unwrap_model(model), batch, step)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips gradients to a total norm, at their true scale and over all shards.
+        """Clips unscaled gradients to a total norm, computed over all shards.
 
         Returns:
             The total norm before clipping. Inside an accumulation window nothing is clipped yet.
@@ -539,60 +539,60 @@ class Accelerator:
         return self._stepping.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips each gradient to ± `clip_value`, at its true scale."""
+        """Clips each element of the unscaled gradients to ± `clip_value`."""
         self._stepping.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Brings gradients to their true scale, for reading or changing them before a step.
+        """Unscales gradients in place, so that you can read or change them before a step.
 
         Args:
-            optimizer: one, or several; all if left out.
+            optimizer: one optimizer or several; all if None.
         """
         self._stepping.unscale(optimizer)
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Within it backward sends no gradients to the other ranks."""
+        """Returns a context in which backward does not synchronize gradients across ranks."""
         return self.strategy.gradient_sync(False)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward sends gradients, though its forward was run under `no_sync`."""
+        """Returns a context in which backward synchronizes gradients, even if its forward ran under `no_sync`."""
         return self._stepping.sync_in_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Ranks with fewer batches than others take part in their exchange of gradients, within the block.
+        """Lets ranks that run out of batches keep taking part in the others' all-reduces, within the block.
 
         Args:
             joinables: the prepared models.
-            even_batches: set for prepared loaders within the block.
+            even_batches: override of `even_batches` for prepared loaders within the block.
         """
         return self._preparing.joining(joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the run's precision.
+        """Returns the context for a forward pass in the run's precision.
 
         Args:
-            autocast_handler: `AutocastKwargs(enabled=False)` for a part in full precision.
+            autocast_handler: other settings for this block, such as `AutocastKwargs(enabled=False)` for full precision.
         """
         if autocast_handler is None:
             return self._stepping.autocast()
         return self.options.autocast(self.precision, self.device, autocast_handler)
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Splits sequences where ranks are arranged for that, which in this version they never are: does nothing."""
+        """Does nothing: this version has no context parallelism."""
         return nullcontext()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
+        """Runs torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
         handler = profile_handler or self.options.handlers.get(ProfileKwargs) or ProfileKwargs()
         return handler.around(f"profile_{self.process_index}.json")
 
     @property
     def sync_gradients(self) -> bool:
-        """The current batch closes its accumulation window: gradients are exchanged and optimizers step.
+        """True if the current batch closes its accumulation window: gradients are synchronized and optimizers step.
 
-        May be set by a loop that counts its batches itself; `accumulate` sets it at each batch.
+        `accumulate` sets it for each batch. A loop that counts its own batches may set it.
         """
         return self._stepping.window.closes
 
@@ -602,7 +602,7 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches of one optimizer step; may be set, for the windows that follow."""
+        """Batches per optimizer step. Setting it affects the windows that follow."""
         return self.accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -611,28 +611,28 @@ class Accelerator:
 
     @property
     def accumulation(self) -> GradientAccumulationPlugin:
-        """How batches make one step."""
+        """The accumulation settings."""
         return self._stepping.accumulation
 
     @property
     def gradient_state(self) -> GradientState:
-        """The window and the loader that is being read, by the names that libraries know."""
+        """The window and the active loader, under the names that libraries read."""
         return GradientState(self._stepping)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """The gradient scaler skipped the last step of an optimizer."""
+        """True if the gradient scaler skipped the last step of any optimizer."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared_optimizers)
 
     @property
     def scaler(self) -> Any:
-        """The gradient scaler of fp16; None elsewhere."""
+        """The gradient scaler of fp16; None in other precisions."""
         self._stepping.flush_scaler()
         return getattr(self.precision, "scaler", None)
 
     @property
     def steps(self) -> int:
-        """Accumulation windows that a step closed."""
+        """Number of accumulation windows that an optimizer step has closed."""
         return self._stepping.steps
 
     @property
@@ -642,89 +642,90 @@ class Accelerator:
 
     @property
     def active_loader(self) -> PreparedLoader | None:
-        """The loader that is being read, the innermost of several."""
+        """The loader being iterated, the innermost if nested; None outside any."""
         return self._stepping.active_loader
 
     # collectives ------------------------------------------------------------------------------------------------------
     def gather(self, tensor: T) -> T:
         """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,).
 
-        Of the ranks of a tp group, which have the same samples, there is one; so it is in all that gathers or reduces.
+        The ranks of a tp group have the same samples, so only one of them contributes. This holds for every method that
+        gathers or reduces.
 
         Args:
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
 
         Raises:
-            TypeError: on several ranks, for a Python number and whatever else is no tensor.
-            ConfigurationError: where shapes differ by rank, and the exchange would read memory that is not theirs.
+            TypeError: on several ranks, for a Python number or any other value that is not a tensor.
+            ConfigurationError: if shapes differ across ranks; the collective would read out of bounds.
         """
         return self._collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers what belongs to the samples of the current batch: each sample once, in the data set's order.
+        """Gathers per-sample results of the current batch: each sample once, in the dataset's order.
 
-        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of
+        In a loader's last batch, duplicates that fill it up are dropped, and ranks may have different numbers of
         samples.
 
         Args:
-            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry
-                for each sample, or a nested structure of these. Scalars become (num_processes,). Of a loss that is
-                repeated for each sample of a full batch as many are kept as the last batch has samples.
-            use_gather_object: gather anything as objects; lists are concatenated.
+            input_data: tensors whose first dimension is the batch size (or a multiple of it), lists with one entry per
+                sample, or a nested structure of these. Scalars become (num_processes,). A loss repeated to the full
+                batch size is cut to the number of samples in a shorter last batch.
+            use_gather_object: gather arbitrary objects; lists are concatenated.
 
         Raises:
-            TypeError: on several ranks, for a Python number or object that stands for no sample.
+            TypeError: on several ranks, for a Python number or another object that is not per-sample.
         """
         return self._collectives.gather_for_metrics(input_data, use_gather_object)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
-        """Concatenates the lists of all ranks, in the order of ranks."""
+        """Concatenates the lists of all ranks, in rank order."""
         return self._collectives.gather_object(obj)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Reduces tensors over the ranks.
+        """Reduces tensors across ranks.
 
         Args:
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
-            reduction: "sum", "mean", "max", "min", or "none" to leave them.
-            scale: what the result is multiplied by.
+            reduction: "sum", "mean", "max", "min", or "none" to return the input unchanged.
+            scale: factor applied to the result.
 
         Raises:
-            TypeError: for a Python number and whatever else is no tensor.
+            TypeError: for a Python number or any other value that is not a tensor.
         """
         return self._collectives.reduce(tensor, reduction, scale)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank `src`."""
+        """Returns rank `src`'s object on every rank."""
         return self._collectives.broadcast(obj, src)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Brings tensors to the same size in one dimension on every rank, so that they can be gathered.
+        """Pads tensors to the largest size of one dimension on any rank, so that they can be gathered.
 
         Args:
             tensor: a tensor, or any nested structure of tensors.
-            dim: the dimension; tensors that have fewer are left.
-            pad_index: value of what is added.
-            pad_first: add it before, not after.
+            dim: the dimension to pad; tensors without it are returned unchanged.
+            pad_index: padding value.
+            pad_first: pad at the start instead of the end.
         """
         return self._collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (num_processes, *shape). Ours.
+        """Stacks the tensors of any nested structure across ranks: (num_processes, *shape). Not in Accelerate.
 
-        Of the ranks of a tp group, which have the same samples, there is one.
+        The ranks of a tp group have the same samples, so only one of them contributes.
 
         Raises:
-            ConfigurationError: where ranks have tensors of different shapes.
+            ConfigurationError: if shapes differ across ranks.
         """
         return self._stepping.all_gather(data, group, sync_grads)
 
     def set_trigger(self) -> None:
-        """Raises a flag that `check_trigger` reports on every rank."""
+        """Sets a flag that `check_trigger` reports on every rank."""
         self._collectives.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Returns True on every rank if one has called `set_trigger` since this last returned True."""
+        """Returns True on every rank if any rank has called `set_trigger` since the last True."""
         return self._collectives.check_trigger()
 
     # checkpoints ------------------------------------------------------------------------------------------------------
@@ -734,16 +735,16 @@ class Accelerator:
         safe_serialization: bool = True,
         asynchronous: bool = False,
     ) -> str:
-        """Writes a checkpoint of all that was prepared and registered, complete or not at all (`docs/checkpoints.md`).
+        """Writes a checkpoint of all prepared and registered objects atomically (`docs/checkpoints.md`).
 
-        Inside an accumulation window it is written when that window's last batch is done with (the loader is asked for
-        the next), so that it never holds half a gradient.
+        Inside an accumulation window the save is deferred until the window's last batch has ended (the loop asks the
+        loader for the next batch), so that no checkpoint holds half a gradient.
 
         Args:
-            output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and
-                not used) with `automatic_checkpoint_naming`.
+            output_dir: the folder. An existing checkpoint there is replaced once the new one is committed. Ignored with
+                `automatic_checkpoint_naming`.
             safe_serialization: accepted for Accelerate's scripts; False is refused.
-            asynchronous: all is copied now, and a thread writes it (`docs/checkpoints.md`). Ours.
+            asynchronous: copy everything now and write it in a background thread. Not in Accelerate.
 
         Returns:
             The folder.
@@ -753,12 +754,12 @@ class Accelerator:
         return str(states.save_in_time(self, self._stepping, output_dir, asynchronous))
 
     def finish_saving(self) -> None:
-        """Waits until an asynchronous save is committed; raises what kept it from being. All ranks call it. Ours."""
+        """Waits for the asynchronous save; raises its error. Every rank must call it. Not in Accelerate."""
         self.saves.wait()
 
     def write_due(self) -> None:
-        """Writes the checkpoint that was asked for inside a window, if the window is closed."""
-        self._stepping.run_waiting()
+        """Writes the checkpoint that `save_state` deferred, if the window has closed."""
+        self._stepping.run_deferred()
 
     def load_state(
         self,
@@ -769,27 +770,27 @@ class Accelerator:
         map_location: str | None = None,
         trust: bool = False,
     ) -> None:
-        """Loads what `save_state` wrote: prepare and register the same things first.
+        """Loads a checkpoint of `save_state`. Prepare and register the same objects first.
 
-        The next pass over each prepared loader continues where it stood, with or without `skip_first_batches`.
+        The next pass over each prepared loader continues from its saved position, with or without `skip_first_batches`.
 
         Args:
-            input_dir: the folder; left out with `automatic_checkpoint_naming` for the newest that is whole.
-            load_kwargs: further arguments, as a dict: `strict`, `map_location`, and `weights_only`, which changes
-                nothing since no pickle is read.
-            strict: names of weights must fit.
-            map_location: "cpu" or "on_device", of Accelerate's scripts: tensors go to where the parameters are in any
-                case.
-            trust: read a folder of Accelerate's own `save_state` too: models, optimizers, schedulers, scaler,
-                registered objects and random numbers. Its files are pickles, which run whatever code they hold. Its
-                data begins anew. Ours.
+            input_dir: the folder; with `automatic_checkpoint_naming`, None means the newest complete checkpoint.
+            load_kwargs: further arguments, as a dict: `strict`, `map_location`, and `weights_only`, which has no effect
+                since no pickle is read.
+            strict: require the names of the weights to match.
+            map_location: "cpu" or "on_device", accepted for Accelerate's scripts. Tensors always go to the device of
+                the parameters.
+            trust: also read a folder of Accelerate's own `save_state`: models, optimizers, schedulers, scaler,
+                registered objects and random states. Its files are pickles, which can run arbitrary code. Loaders start
+                from the beginning. Not in Accelerate.
         """
         self._collectives.announce("load_state")
         strict = states.load_arguments(load_kwargs, strict, map_location)
         states.load(self, input_dir, strict, trust)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints."""
+        """Adds objects with `state_dict` and `load_state_dict` to every checkpoint."""
         states.check_registrable(objects)
         self.registered.extend(objects)
 
@@ -802,7 +803,7 @@ class Accelerator:
         return self.state_hooks.add(self.state_hooks.before_load, hook)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state with its own names and whole tensors, gathered from shards: every rank must call it."""
+        """Returns the model's state dict with original names and full tensors. Every rank must call it."""
         self._collectives.announce("get_state_dict")
         bare = self.unwrap_model(model, True, False) if unwrap else model
         return self.strategy.full_state_dict(bare, rank0_only=False)
@@ -814,13 +815,13 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model's weights as transformers and safetensors load them: every rank must call it.
+        """Writes a model's weights in the layout that transformers loads. Every rank must call it.
 
         Args:
-            model: prepared or not.
-            save_directory: gets `model.safetensors`, or several files and `model.safetensors.index.json`.
-            max_shard_size: a file's most bytes, as "5GB".
-            safe_serialization: False for `pytorch_model.bin`, tensors alone.
+            model: the model, prepared or not.
+            save_directory: folder for `model.safetensors`, or for several files and `model.safetensors.index.json`.
+            max_shard_size: largest file size, such as "5GB".
+            safe_serialization: False writes `pytorch_model.bin`, which holds only tensors.
         """
         writes = self.is_local_main_process if self.project_configuration.save_on_each_node else self.is_main_process
         write_weights(self.get_state_dict(model), save_directory, max_shard_size, safe_serialization, writes)
@@ -832,17 +833,16 @@ class Accelerator:
         save_on_each_node: bool = False,
         safe_serialization: bool | None = None,
     ) -> None:
-        """Writes tensors and plain values, once per run: the suffix of `f` says how (.safetensors, or .bin and .pt).
+        """Writes tensors and plain values, on the main rank only.
 
         Args:
-            obj: as a state dict.
-            f: the file.
-            save_on_each_node: once per machine.
-            safe_serialization: True for safetensors whatever the name.
+            obj: tensors and plain values, such as a state dict.
+            f: the file; its suffix selects the format: .safetensors, or torch's for .bin and .pt.
+            save_on_each_node: write once per machine instead of once per run.
+            safe_serialization: True writes safetensors whatever the suffix.
 
         Raises:
-            LeydenError: on every rank, for what is no tensor or plain value, and for shards: `get_state_dict` gathers
-                them.
+            LeydenError: on every rank, for any other value, and for shards; `get_state_dict` gathers shards.
         """
         check_object(obj)
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
@@ -851,12 +851,12 @@ class Accelerator:
     # trackers ---------------------------------------------------------------------------------------------------------
     @property
     def log_with(self) -> list[Any]:
-        """The names, classes, loggers and trackers that were passed to the Accelerator."""
+        """The names, classes, loggers and trackers passed to the Accelerator."""
         return list(self._trackers.log_with)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers themselves, once `init_trackers` was called."""
+        """The running trackers; empty before `init_trackers`."""
         return self._trackers.running
 
     def init_trackers(
@@ -865,16 +865,16 @@ class Accelerator:
         """Starts the run in every tracker of `log_with`.
 
         Args:
-            project_name: of the run; folder of the trackers that keep one.
+            project_name: name of the run, and of its folder for trackers that write files.
             config: settings to record.
-            init_kwargs: arguments by the trackers' names: `{"wandb": {"tags": ["test"]}}`.
+            init_kwargs: constructor arguments by tracker name: `{"wandb": {"tags": ["test"]}}`.
         """
         self._trackers.begin(project_name, self.logging_dir, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name; with `unwrap` the object that it writes with.
+        """Returns a tracker by name; with `unwrap`, its underlying writer.
 
-        On ranks that do not write, calls on it do nothing.
+        On ranks that do not write, the result accepts every call and does nothing.
         """
         return self._trackers.find(name, unwrap)
 
@@ -885,10 +885,10 @@ class Accelerator:
         self._trackers.log(values, step, log_kwargs or {})
 
     def check_preemption(self) -> bool:
-        """Returns True on every rank if one of them is to make room: save, and `leave`. Ours.
+        """Returns True on every rank once any rank is preempted; then save and call `leave`. Not in Accelerate.
 
-        Every rank calls this after each batch's step, and none waits for the others. Inside an accumulation window it
-        returns False: the step that closes the window comes first.
+        Every rank must call this after each batch's step; no rank waits for the others. Inside an accumulation window
+        it returns False, since the step that closes the window comes first.
 
         Example:
             >>> accelerator = Accelerator(cpu=True, preemption=True)
@@ -901,10 +901,10 @@ class Accelerator:
         return self._end.is_preempted()
 
     def leave(self) -> NoReturn:
-        """Ends the process of a preempted loop as its `Preemption` says, once every rank has come here. Ours.
+        """Ends the process of a preempted loop. Every rank must call it. Not in Accelerate.
 
         Raises:
-            SystemExit: with the exit code of the Preemption, after trackers are closed and all is saved.
+            SystemExit: with the exit code of the Preemption, after trackers are closed and saves are committed.
             ConfigurationError: if `check_preemption` has not returned True.
         """
         self._collectives.announce("leave")
@@ -914,7 +914,7 @@ class Accelerator:
         self._end.leave()
 
     def end_training(self) -> None:
-        """Closes the trackers, once every rank has come here, and gives up the run's folder and signals."""
+        """Closes the trackers, then releases the run's folder and signal handlers. Every rank must call it."""
         self._collectives.announce("end_training")
         self.write_due()
         self._finish()
@@ -925,47 +925,47 @@ class Accelerator:
         self._trackers.finish()
         self.strategy.ranks.barrier()
 
-    # the engine's own methods, for a loop that prepares or counts by itself -------------------------------------------
+    # the engine's own methods, for a loop that does its own preparing or counting -------------------------------------
     def begin_stepping(self) -> None:
         """Resets the counters, before the first batch."""
         self._stepping.begin()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Brings a module to its device; its optimizers are made after that."""
+        """Moves a module to its device. Create its optimizers afterwards."""
         return self._stepping.prepare_module(module)
 
     def prepare_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> list[PreparedOptimizer]:
-        """Prepares the optimizers of modules that are prepared, in place of all others."""
+        """Prepares the optimizers of prepared modules; they replace all earlier ones."""
         return self._stepping.prepare_optimizers(modules, optimizers)
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:
-        """Raises for an optimizer whose parameters no module has: it would step without effect."""
+        """Raises ConfigurationError if an optimizer's parameters are in no module: its steps would have no effect."""
         self._stepping.check_parameters(modules)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
-        """Begins a pass over a loader."""
+        """Starts a pass over a loader."""
         self._stepping.begin_loader(loader)
 
     def synchronise_rng(self) -> None:
-        """Sets the random numbers that `rng_types` names to rank 0's."""
+        """Sets the generators of `rng_types` to rank 0's state."""
         self._stepping.synchronise_rng()
 
     def end_turn(self) -> None:
-        """Ends a batch: runs what waits for its end."""
+        """Ends a batch and runs the actions deferred until then."""
         self._stepping.end_turn()
 
     def end_loader(self, loader: PreparedLoader) -> None:
-        """Ends a pass over a loader, finished or not."""
+        """Ends a pass over a loader, exhausted or not."""
         self._stepping.end_loader(loader)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss as it is, scaled for the precision alone."""
+        """Runs backward on a loss, scaled only for the precision and not divided by the window's length."""
         self._stepping.manual_backward(loss, *args, **kwargs)
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps a prepared optimizer if the window closes; False if the gradient scaler skipped the step."""
+        """Steps a prepared optimizer if the window closes; returns False if the gradient scaler skipped the step."""
         return self._stepping.step(prepared, closure, **kwargs)
 
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
@@ -973,25 +973,25 @@ class Accelerator:
         self._stepping.zero_grad(prepared, set_to_none)
 
     def flush_scaler(self) -> None:
-        """Updates the gradient scaler: once after all steps, before the next loss is scaled."""
+        """Updates the gradient scaler, once after all optimizers have stepped and before the next loss is scaled."""
         self._stepping.flush_scaler()
 
     def close_window(self) -> None:
-        """Brings the window's gradients to their mean: over its true length, or over its items."""
+        """Turns the window's summed gradients into their mean, over its actual length or its items."""
         self._stepping.close_window()
 
     def end_batch(self) -> None:
-        """Counts a batch of the window as done."""
+        """Counts a batch of the window as completed."""
         self._stepping.window.end_batch()
 
     def restore_counters(self, steps: int) -> None:
-        """Continues between two windows, after so many steps."""
+        """Sets the number of completed steps and resets the window."""
         self._stepping.continue_after(steps)
 
     def follow_with(self, log_with: Any) -> None:
-        """Replaces the trackers; none starts before `init_trackers`."""
+        """Replaces the trackers; `init_trackers` starts them."""
         self._trackers = Trackers(log_with, self._state)
 
     def teardown(self) -> None:
-        """Closes the window and leaves the ranks."""
+        """Closes the window and leaves the process group."""
         self._stepping.teardown()

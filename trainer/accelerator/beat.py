@@ -1,4 +1,4 @@
-"""The signs of life of the user's own loop, for the watchdog that `leyden launch --hang_timeout` asks for."""
+"""Heartbeat of a custom training loop, for the watchdog of `leyden launch --hang_timeout`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from leyden.strategies.ranks import Ranks
 
 
 class LoopBeat:
-    """Stores how far the loop is: a batch when a prepared loader has drawn one, and that it goes on when it goes
-    backward. Without a limit nobody reads what it stores.
+    """Records the loop's progress for the watchdog: each batch of a prepared loader, and each backward.
+
+    Without a limit there is no watchdog, and nothing reads these records.
 
     Args:
-        ranks: of the Accelerator.
-        limit: seconds that a batch may take, or "auto"; None for no watchdog.
-        folder: where a report is wanted.
+        ranks: the Accelerator's ranks.
+        limit: seconds allowed per batch, or "auto"; None for no watchdog.
+        folder: folder for the watchdog's report.
     """
 
     def __init__(self, ranks: Ranks, limit: float | str | None, folder: str) -> None:
@@ -27,7 +28,7 @@ class LoopBeat:
         self._words = self._heartbeat.words
 
     def begin(self) -> None:
-        """Watches the loop from here on; once. The ranks are known when something is prepared."""
+        """Starts the watchdog; later calls do nothing. Called once objects are prepared, when the ranks are known."""
         limit, self._limit = self._limit, None
         if limit is not None:
             self._watch.enter_context(watched(self._heartbeat, self._ranks, limit, self._folder))
@@ -36,30 +37,36 @@ class LoopBeat:
             self._heartbeat.mark(Phase.LOOP)
 
     def end(self) -> None:
-        """Ends the watch: the loop is over."""
+        """Stops the watchdog; the loop has ended."""
         self._limit = None
         self._watch.close()
         self._words = self._heartbeat.words
 
     def begin_pass(self, epoch: int, batch: int, steps: int) -> None:
-        """A pass over a loader begins: its number, the batches of it that are done, and the steps of the loop."""
+        """Records the start of a pass over a loader.
+
+        Args:
+            epoch: number of the pass.
+            batch: batches of the pass that are already done.
+            steps: optimizer steps of the loop so far.
+        """
         self._heartbeat.begin_epoch(epoch, batch, self._words[BATCHES], steps)
 
     def batch(self, steps: int) -> None:
-        """A batch is done."""
+        """Records a completed batch."""
         self._words[BATCHES] += 1
         self._words[STEP] = steps
 
     def backward(self) -> None:
-        """The loop goes on, in batches of which no prepared loader knows."""
+        """Records progress in batches that no prepared loader has drawn."""
         self._words[MARKS] += 1
 
     def end_pass(self) -> None:
-        """No loader is read: until the next pass, the loop does what it likes."""
+        """Records that no loader is being iterated: until the next pass, no batches are expected."""
         self._heartbeat.mark(Phase.LOOP)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The loop saves a checkpoint."""
+        """Marks the block as saving a checkpoint."""
         with self._heartbeat.during(Phase.SAVING):
             yield

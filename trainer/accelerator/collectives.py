@@ -1,4 +1,4 @@
-"""Collectives of the user's own loop: on nested structures of tensors, objects, flags and random numbers."""
+"""Collectives of a custom training loop, on nested structures of tensors, objects, flags and random states."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 UNEVEN = (
-    "accelerator.pad_across_processes brings them to one shape; gather_for_metrics takes a batch's rows as they are; "
+    "accelerator.pad_across_processes pads them to one shape; gather_for_metrics accepts batches of different sizes; "
     "Accelerator(even_batches=True), the default, fills last batches."
 )
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 class Collectives:
-    """The collectives of a loop that the user writes. Every rank must call them, and every rank gets the result.
+    """The collectives of a custom training loop. Every rank must call them, and every rank gets the result.
 
-    The methods of the same names of `Accelerator` describe the arguments. What is gathered or reduced belongs to
-    samples: of the ranks of a tp group, which have the same ones, one counts.
+    `Accelerator`'s methods of the same names describe the arguments. The ranks of a tp group have the same samples, so
+    only one of them contributes to what is gathered or reduced.
 
     Args:
-        state: of the rank that calls them.
-        reading: the prepared loaders that are being read, the innermost last; `gather_for_metrics` counts their
-            samples.
-        checker: compares operands over the ranks before each exchange, in debug mode.
+        state: this rank's state.
+        reading: the prepared loaders being iterated, the innermost last; `gather_for_metrics` reads their sample
+            counts.
+        checker: compares operands across ranks before each collective, in debug mode.
     """
 
     def __init__(
@@ -53,14 +53,20 @@ class Collectives:
         self._trigger = False
 
     def announce(self, name: str, operands: Any = None, alike: bool = True) -> None:
-        """Refuses a collective that this rank calls alone; in debug mode, compares what ranks bring to it."""
+        """Refuses a collective that only some ranks call; in debug mode, compares the ranks' operands.
+
+        Args:
+            name: name of the collective.
+            operands: the tensors of this rank.
+            alike: require equal shapes and dtypes on every rank; False compares only the collectives' names.
+        """
         if self._strategy.ranks.world_size > 1:
             self.state.refuse_alone(name)
             if self._checker is not None:
                 self._checker.compare(name, operands, alike)
 
     def wait_for_everyone(self) -> None:
-        """Waits until every rank has called this."""
+        """Blocks until every rank has called this method."""
         self.announce("wait_for_everyone")
         self._strategy.ranks.barrier()
 
@@ -79,12 +85,12 @@ class Collectives:
         return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
-        """Concatenates the lists of all ranks, in the order of ranks."""
+        """Concatenates the lists of all ranks, in rank order."""
         self.announce("gather_object")
         return [entry for part in self._readers.all_gather_object(obj) for entry in part]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers what belongs to the samples of the current batch: each sample once, in the data set's order."""
+        """Gathers per-sample results of the current batch: each sample once, in the dataset's order."""
         self.announce("gather_for_metrics", None if use_gather_object else input_data, alike=False)
         if use_gather_object:
             return self._gather_list(input_data if isinstance(input_data, list) else [input_data])
@@ -126,18 +132,18 @@ class Collectives:
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
 
     def _counts(self, lengths: list[int]) -> list[int]:
-        """Returns, for each rank, how many of its rows belong to samples that are no repeats."""
+        """Returns for each rank how many of its rows belong to samples that are not duplicates."""
         samples = self._reading[-1].samples if self._reading else None
-        if samples is None or any(here and length % here for length, (here, _) in zip(lengths, samples, strict=True)):
+        if samples is None or any(size and length % size for length, (size, _) in zip(lengths, samples, strict=True)):
             return lengths
-        # A model may give several rows for each sample.
-        return [length // here * true if here else 0 for length, (here, true) in zip(lengths, samples, strict=True)]
+        # A model may return several rows per sample.
+        return [length // size * real if size else 0 for length, (size, real) in zip(lengths, samples, strict=True)]
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Reduces tensors over the ranks."""
+        """Reduces tensors across ranks."""
         check_tensors(tensor, "reduce")
         if reduction not in REDUCTIONS:
-            raise ConfigurationError(f"reduce(reduction={reduction!r}) is not known. {nearest(reduction, REDUCTIONS)}")
+            raise ConfigurationError(f"reduce(reduction={reduction!r}) is unknown. {nearest(reduction, REDUCTIONS)}")
         self.announce("reduce", tensor)
         if reduction == "none":
             return tensor
@@ -151,12 +157,12 @@ class Collectives:
         return map_tensors(tensor, one)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank `src`."""
+        """Returns rank `src`'s object on every rank."""
         self.announce("broadcast")
         return self._strategy.ranks.broadcast(obj, src)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Brings tensors to the same size in one dimension on every rank, so that they can be gathered."""
+        """Pads tensors to the largest size of one dimension on any rank, so that they can be gathered."""
         self.announce("pad_across_processes", tensor, alike=False)
 
         def one(part: Tensor) -> Tensor:
@@ -174,11 +180,11 @@ class Collectives:
 
     # triggers ---------------------------------------------------------------------------------------------------------
     def set_trigger(self) -> None:
-        """Raises a flag that `check_trigger` reports on every rank."""
+        """Sets a flag that `check_trigger` reports on every rank."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Returns True on every rank if one has called `set_trigger` since this last returned True."""
+        """Returns True on every rank if any rank has called `set_trigger` since the last True."""
         self.announce("check_trigger")
         raised = self._strategy.ranks.any(self._trigger)
         if raised:
@@ -187,7 +193,7 @@ class Collectives:
 
 
 def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
-    """Sets the random number generators of some kinds to the states of rank 0."""
+    """Sets the random number generators of these kinds to rank 0's states."""
     wanted = [kind for kind in kinds if kind != "generator"]
     if not wanted or strategy.ranks.world_size == 1:
         return
@@ -197,12 +203,12 @@ def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
 
 
 def check_tensors(data: Any, name: str) -> None:
-    """Raises TypeError for anything but tensors in a nested structure: every rank would keep its own value.
+    """Raises TypeError if a nested structure holds anything but tensors: every rank would keep its own value.
 
     Example:
         >>> check_tensors({"loss": 0.5}, "gather")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        TypeError: gather was given a value of type float, and exchanges tensors: give torch.tensor(value, ...
+        TypeError: gather got a value of type float, but takes tensors. Pass torch.tensor(value, ...
     """
     if data is None or isinstance(data, Tensor):
         return
@@ -214,7 +220,7 @@ def check_tensors(data: Any, name: str) -> None:
         entries = vars(data).values()
     else:
         raise TypeError(
-            f"{name} was given a value of type {type(data).__name__}, and exchanges tensors: give "
+            f"{name} got a value of type {type(data).__name__}, but takes tensors. Pass "
             "torch.tensor(value, device=accelerator.device), or use gather_object([value]) for other objects."
         )
     for entry in entries:

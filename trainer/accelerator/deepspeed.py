@@ -1,4 +1,4 @@
-"""DeepSpeed for an Accelerator: the plugin, and stand-ins for what DeepSpeed's config makes; Accelerate's names."""
+"""DeepSpeed for an Accelerator: the plugin, and placeholders for objects that DeepSpeed's config creates."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's ZeRO for an Accelerator; `DeepSpeedStrategy` has the same under its own names.
+    """DeepSpeed's ZeRO for an Accelerator, under Accelerate's names; `DeepSpeedStrategy` has its own names.
 
-    What is None is the config's, or DeepSpeed's default. Each setting has one owner: a value given here or to the
-    Accelerator and a different one in `hf_ds_config` are an error that names both.
+    None takes the config's value, or DeepSpeed's default. If a value given here or to the Accelerator differs from the
+    one in `hf_ds_config`, an error names both.
 
     Attributes:
-        hf_ds_config: DeepSpeed's config: a mapping, the path of a JSON file, or an object with a `config`. "auto"
-            values are filled in.
-        gradient_accumulation_steps: batches of a step, for an Accelerator without a value of its own.
-        gradient_clipping: the engine clips to this norm in each step.
-        zero_stage: what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 if nobody says.
-        is_train_batch_min: DeepSpeed gets the smallest batch size of several loaders; False for the largest.
-        offload_optimizer_device: where optimizer state waits: "none", "cpu" or "nvme".
-        offload_param_device: the same for parameters (stage 3).
-        offload_optimizer_nvme_path: folder on the disk.
-        offload_param_nvme_path: folder on the disk.
-        zero3_init_flag: at stage 3 `zero3_init_context_manager()` builds models sharded.
-        zero3_save_16bit_model: kept for scripts: `save_model` gathers the weights in the dtype that they have.
-        transformer_moe_cls_names: classes of mixture-of-experts layers, with commas: gathered as a whole at stage 3.
+        hf_ds_config: DeepSpeed's config: a mapping, the path of a JSON file, or an object with a `config` attribute.
+            Leyden fills in its "auto" values.
+        gradient_accumulation_steps: batches per step, for an Accelerator that does not set its own.
+        gradient_clipping: gradient norm to which the engine clips in each step.
+        zero_stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 by default.
+        is_train_batch_min: report the smallest batch size of several loaders to DeepSpeed; False reports the largest.
+        offload_optimizer_device: device that stores optimizer state: "none", "cpu" or "nvme".
+        offload_param_device: device that stores parameters (stage 3).
+        offload_optimizer_nvme_path: folder for optimizer state on NVMe.
+        offload_param_nvme_path: folder for parameters on NVMe.
+        zero3_init_flag: build models sharded in `zero3_init_context_manager()`, at stage 3.
+        zero3_save_16bit_model: accepted for Accelerate's scripts; `save_model` gathers weights in their own dtype.
+        transformer_moe_cls_names: comma-separated classes of mixture-of-experts layers, gathered whole at stage 3.
         enable_msamp: refused: MS-AMP is no longer maintained.
-        msamp_opt_level: of MS-AMP.
+        msamp_opt_level: refused, like `enable_msamp`.
 
     Raises:
-        ConfigurationError: where the Accelerator is made, for what cannot be.
+        ConfigurationError: for unsupported settings, when the Accelerator is created.
     """
 
     hf_ds_config: Any = None
@@ -64,11 +64,11 @@ class DeepSpeedPlugin:
     strategy: DeepSpeedStrategy | None = field(default=None, init=False, repr=False)
 
     def build(self) -> DeepSpeedStrategy:
-        """Makes the strategy."""
+        """Builds the strategy."""
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise ConfigurationError(
-                "DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer maintained; use mixed_precision='fp8' with "
-                "another strategy, or leave it out."
+                "DeepSpeedPlugin(enable_msamp=…) is not supported: MS-AMP is no longer maintained. Leave it out, or "
+                "use mixed_precision='fp8' with another strategy."
             )
         from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -76,8 +76,8 @@ class DeepSpeedPlugin:
         section = {
             "deepspeed_config_file": config,
             "zero_stage": self.zero_stage,
-            "gradient_accumulation_steps": _open(self.gradient_accumulation_steps),
-            "gradient_clipping": _open(self.gradient_clipping),
+            "gradient_accumulation_steps": _none_if_auto(self.gradient_accumulation_steps),
+            "gradient_clipping": _none_if_auto(self.gradient_clipping),
             "offload_optimizer_device": self.offload_optimizer_device,
             "offload_optimizer_nvme_path": self.offload_optimizer_nvme_path,
             "offload_param_device": self.offload_param_device,
@@ -96,20 +96,23 @@ class DeepSpeedPlugin:
 
     @property
     def precision(self) -> str | None:
-        """The precision that the config enables; None if it enables none."""
+        """The precision that the config enables, "bf16" or "fp16"; None if it enables neither."""
         config = (self.strategy or self.build()).config
         return next((name for name in ("bf16", "fp16") if config.given(f"{name}.enabled") is True), None)
 
     def get_value(self, path: str, default: Any = None) -> Any:
-        """The config's value at a place such as "zero_optimization.stage"."""
+        """Returns the config's value at a dotted path such as "zero_optimization.stage"."""
         return (self.strategy or self.build()).config.get(path, default)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Models are built sharded in `zero3_init_context_manager()`."""
+        """Returns True if `zero3_init_context_manager()` builds models sharded."""
         return bool(self.zero3_init_flag) and (self.strategy or self.build()).stage == 3
 
     def zero3_init_context_manager(self, enable: bool = True) -> AbstractContextManager[Any]:
-        """Builds models sharded at stage 3 within the block, or whole (False). Make the Accelerator before it."""
+        """Builds models sharded at stage 3 within the block; `enable=False` builds them whole.
+
+        Create the Accelerator first.
+        """
         strategy = self.strategy or self.build()
         return strategy.model_context() if enable and self.is_zero3_init_enabled() else nullcontext()
 
@@ -122,13 +125,13 @@ class DeepSpeedPlugin:
 
 
 class DummyOptim:
-    """Stands for the optimizer that DeepSpeed's config makes.
+    """Placeholder for the optimizer that DeepSpeed creates from its config.
 
     Attributes:
-        params: of the model.
-        lr: taken where the config says "auto".
-        weight_decay: taken where the config says "auto".
-        kwargs: further parameters of the optimizer, by name, taken where the config says "auto".
+        params: the model's parameters.
+        lr: value for an "auto" in the config.
+        weight_decay: value for an "auto" in the config.
+        kwargs: values for other optimizer parameters that are "auto" in the config, by name.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
@@ -136,13 +139,13 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the scheduler that DeepSpeed's config makes, or that a function makes of DeepSpeed's optimizer.
+    """Placeholder for the scheduler that DeepSpeed creates from its config, or a function from DeepSpeed's optimizer.
 
     Attributes:
         optimizer: a DummyOptim, or the optimizer.
-        total_num_steps: optimizer steps of the run, taken where the config says "auto".
-        warmup_num_steps: taken where the config says "auto".
-        lr_scheduler_callable: makes a scheduler from the optimizer; the config then has none.
+        total_num_steps: optimizer steps of the run, for an "auto" in the config.
+        warmup_num_steps: value for an "auto" in the config.
+        lr_scheduler_callable: function that creates a scheduler from the optimizer; the config must then have none.
         kwargs: accepted for Accelerate's scripts.
     """
 
@@ -158,7 +161,7 @@ class DummyScheduler:
         self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
 
 
-def _open(value: Any) -> Any:
+def _none_if_auto(value: Any) -> Any:
     return None if value in (None, "auto", "none") else value
 
 
@@ -166,25 +169,25 @@ def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
     """Returns the plugin among an Accelerator's arguments.
 
     Raises:
-        ConfigurationError: for several, since one engine drives one model; for something else.
+        ConfigurationError: for several plugins, since one engine drives one model; for any other object.
     """
     if plugin is not None and plugins is not None:
-        raise ConfigurationError("deepspeed_plugin and deepspeed_plugins were both given: give one of them.")
+        raise ConfigurationError("deepspeed_plugin and deepspeed_plugins were both given. Pass one of them.")
     given = plugins if plugin is None else plugin
     found = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
     if len(found) > 1:
         raise ConfigurationError(
-            f"{len(found)} DeepSpeed plugins were given ({', '.join(given)}), and one engine drives the model that is "
-            "trained: give one plugin; models that are only evaluated need none: accelerator.prepare_model(model, "
+            f"{len(found)} DeepSpeed plugins were given ({', '.join(given)}), but one engine drives the trained model. "
+            "Pass one plugin. Models that are only evaluated need none: accelerator.prepare_model(model, "
             "evaluation_mode=True)."
         )
     if found and not isinstance(found[0], DeepSpeedPlugin):
-        raise ConfigurationError(f"deepspeed_plugin={found[0]!r}: give a DeepSpeedPlugin(zero_stage=2), say.")
+        raise ConfigurationError(f"deepspeed_plugin={found[0]!r}: pass a DeepSpeedPlugin, such as zero_stage=2.")
     return found[0] if found else None
 
 
 def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
-    """Returns a plugin that describes a DeepSpeed strategy, however it was chosen; None for other strategies."""
+    """Returns a plugin that describes a DeepSpeed strategy, whatever chose it; None for other strategies."""
     config = getattr(strategy, "config", None)
     if not isinstance(config, ZeroConfig):
         return None
@@ -203,24 +206,29 @@ def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
 
 
 def accumulation_of(strategy: Any, steps: int) -> int:
-    """Returns the batches per step, of the Accelerator or DeepSpeed's config. The strategy refuses contradictions."""
+    """Returns the batches per step: the Accelerator's, or DeepSpeed's if `steps` is 1. The strategy refuses conflicts.
+
+    Args:
+        strategy: a strategy or its name.
+        steps: the Accelerator's `gradient_accumulation_steps`.
+    """
     config = getattr(strategy, "config", None)
     own = config.given("gradient_accumulation_steps") if isinstance(config, ZeroConfig) else None
     return int(own) if own is not None and steps == 1 else steps
 
 
 # preparing ------------------------------------------------------------------------------------------------------------
-def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
-    """Merges what the script and DeepSpeed's config set, before an engine is made.
+def complete_config(stepping: Stepping, options: Options, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
+    """Merges the script's settings into DeepSpeed's config, before the engine is created.
 
     Args:
-        stepping: has the strategy, which is DeepSpeed's.
+        stepping: the loop's engine, whose strategy is DeepSpeed's.
         options: the Accelerator's arguments.
-        objects: of one call of `prepare`: optimizers and schedulers, dummies among them.
-        loaders: those that are prepared with them, or were before.
+        objects: optimizers and schedulers of one call of `prepare`, including placeholders.
+        loaders: loaders prepared in this call or before.
 
     Raises:
-        ConfigurationError: for a contradiction, or a dummy for which the config has no section.
+        ConfigurationError: for a contradiction, or a placeholder whose section the config lacks.
     """
     strategy: Any = stepping.strategy
     optimizers = [entry for entry in objects if isinstance(entry, DummyOptim)]
@@ -240,31 +248,32 @@ def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders
         }
         _fill(strategy.config, "scheduler", {name: value for name, value in known.items() if value is not None})
     real = [entry for entry in objects if not isinstance(entry, (DummyOptim, DummyScheduler))]
-    made = [entry for entry in real if hasattr(entry, "param_groups")]
+    real_optimizers = [entry for entry in real if hasattr(entry, "param_groups")]
+    callables = [entry for entry in schedulers if entry.lr_scheduler_callable is not None]
     strategy.check_settings(
         RunSettings(
             accumulation=stepping.accumulation.num_steps,
             batch_size=_batch_size(loaders, strategy.ranks.world_size, options),
-            optimizers=len(made),
-            schedulers=len(real) - len(made) + sum(entry.lr_scheduler_callable is not None for entry in schedulers),
+            optimizers=len(real_optimizers),
+            schedulers=len(real) - len(real_optimizers) + len(callables),
         )
     )
 
 
 def _batch_size(loaders: Sequence[Any], ranks: int, options: Options) -> int | None:
-    """Returns the samples per batch and rank, of several loaders as the options choose; None if unknown."""
+    """Returns the batch size per rank, the smallest or largest of several as the options choose; None if unknown."""
     given = [getattr(loader, "batch_size", None) for loader in loaders]
     sizes = [size // ranks if options.data.split_batches else size for size in given if isinstance(size, int)]
     return None if not sizes else (min if options.train_batch_is_min else max)(sizes)
 
 
 def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:
-    """Fills the values that a section leaves at "auto"."""
+    """Fills in the "auto" values of a section."""
     if config.get(section) is None:
         name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[section]
         raise ConfigurationError(
-            f"a {name} was prepared, and the DeepSpeed config has no {section} to stand for: add the section, or "
-            f"prepare a real {section}."
+            f"a {name} was prepared, but the DeepSpeed config has no {section} section. Add the section, or prepare a "
+            f"real {section}."
         )
     auto = {
         f"{section}.params.{name}": value

@@ -1,4 +1,4 @@
-"""Loaders that only rank 0 reads, and each rank's part of streams and lists."""
+"""Loaders that only rank 0 reads, and each rank's part of streams and lists of batches."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ END = None
 
 
 class Filled:
-    """Marks a sample, then its batch, as part of a global batch that was filled with repeats.
+    """Marks a sample, and later its batch, as part of a global batch that was filled with duplicates.
 
-    The mark travels with the batch, since only a worker process knows where the stream that it reads ends.
+    The mark travels with the batch, since only the worker process that reads the stream knows where it ends.
 
     Args:
-        item: the sample, or the batch.
-        last: samples of the global batch that are no repeats.
+        item: the sample or batch.
+        last: number of samples in the global batch that are not duplicates.
     """
 
     def __init__(self, item: Any, last: int) -> None:
         self.item, self.last = item, last
 
     def pin_memory(self) -> Filled:
-        """Pins the batch; torch's loaders call this on batches that are no tensors."""
+        """Pins the batch; torch's loaders call this method on custom batch types."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return Filled(pin_memory(self.item), self.last)  # type: ignore[no-untyped-call]
 
 
 class CollateFilled:
-    """Moves the mark of `Filled` from samples to their batch, around a loader's collate function."""
+    """Wraps a loader's collate function, and moves the mark of `Filled` from the samples to their batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -55,39 +55,43 @@ class CollateFilled:
 
 
 class ListPart(list[Any]):
-    """One rank's batches of a list of them.
+    """One rank's batches from a list of batches.
 
     Args:
-        batches: of all ranks.
+        batches: the batches of all ranks.
         rank: this rank.
-        ranks: their number.
-        even: fill the last round from the start of the list.
+        ranks: number of ranks.
+        even: fill the last round with batches from the start of the list.
     """
 
     def __init__(self, batches: Sequence[Any], rank: int, ranks: int, even: bool) -> None:
-        self._true, self._ranks = len(batches), ranks
-        last = -(-self._true // ranks) * ranks
-        super().__init__(batches[n % self._true] for n in range(rank, last if even else self._true, ranks))
+        self._total, self._ranks = len(batches), ranks
+        filled_total = -(-self._total // ranks) * ranks
+        super().__init__(batches[n % self._total] for n in range(rank, filled_total if even else self._total, ranks))
 
     def counts_at(self, position: int) -> list[tuple[int, int]] | None:
-        """For each rank (1, 1), or (1, 0) for a repeat, at a position from 1; None if no rank has a repeat there."""
-        if position * self._ranks <= self._true:
+        """Returns (1, 1) per rank, or (1, 0) for a duplicate; None if the round has no duplicates.
+
+        Args:
+            position: number of the round, from 1.
+        """
+        if position * self._ranks <= self._total:
             return None
-        return [(1, int(position * self._ranks - self._ranks + rank < self._true)) for rank in range(self._ranks)]
+        return [(1, int(position * self._ranks - self._ranks + rank < self._total)) for rank in range(self._ranks)]
 
 
 class StreamPart(IterableDataset[Any]):
     """One rank's blocks of a stream: `size` of every `ranks × size` samples.
 
-    Samples of a global batch that was filled with repeats come as `Filled`, for `CollateFilled`.
+    Samples of a global batch that was filled with duplicates are yielded as `Filled`, for `CollateFilled`.
 
     Args:
-        dataset: yields the same samples in the same order on every rank.
+        dataset: stream that yields the same samples in the same order on every rank.
         rank: this rank.
-        ranks: their number.
-        size: samples of a rank's batch.
+        ranks: number of ranks.
+        size: batch size per rank.
         even: fill the last global batch with samples from the start of the stream.
-        drop_last: leave out a last global batch that is not full.
+        drop_last: drop a last global batch that is not full.
     """
 
     def __init__(self, dataset: Any, rank: int, ranks: int, size: int, even: bool, drop_last: bool) -> None:
@@ -95,7 +99,7 @@ class StreamPart(IterableDataset[Any]):
         self.rank, self.ranks, self.size = rank, ranks, size
         self.even, self.drop_last = even, drop_last
         if callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None)):
-            # Its place is at the end of a global batch whenever this rank's batch is complete.
+            # Whenever this rank's batch is complete, the dataset's position is at the end of a global batch.
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __len__(self) -> int:
@@ -107,7 +111,11 @@ class StreamPart(IterableDataset[Any]):
         return count // span * self.size + short
 
     def counts(self, last: int) -> list[tuple[int, int]]:
-        """For each rank, the samples of a filled global batch, and how many of them are no repeats."""
+        """Returns per rank (samples, those that are not duplicates) of a filled global batch.
+
+        Args:
+            last: number of samples in the global batch that are not duplicates.
+        """
         starts = range(0, self.ranks * self.size, self.size)
         return [(self.size, max(0, min(self.size, last - start))) for start in starts]
 
@@ -127,13 +135,13 @@ class StreamPart(IterableDataset[Any]):
 
 
 class Dispatched:
-    """A loader that only rank 0 reads, which sends every rank its part.
+    """A loader that only rank 0 reads; rank 0 broadcasts each round, and every rank keeps its part.
 
     Args:
-        loader: only rank 0's is read.
-        strategy: has the ranks.
-        split: each batch is split over the ranks; otherwise each rank gets one of `ranks` batches.
-        even: fill the last batches from the first, so that all ranks have as many samples.
+        loader: the loader, which is only read on rank 0.
+        strategy: the strategy, which has the ranks.
+        split: split each batch across the ranks; False joins one batch per rank.
+        even: fill the last round with samples of the first, so that all ranks have the same number.
     """
 
     def __init__(self, loader: Any, strategy: Strategy, split: bool, even: bool) -> None:
@@ -156,49 +164,52 @@ class Dispatched:
         rounds = self._rounds() if self.strategy.ranks.is_global_zero else None
         self.counts.clear()
         while True:
-            handed, state = self.strategy.ranks.broadcast((END, END) if rounds is None else self._draw(rounds))
+            current, state = self.strategy.ranks.broadcast((END, END) if rounds is None else self._draw(rounds))
             if state is not None and rank == 0:
                 torch.set_rng_state(state)
-            if handed is END:
+            if current is END:
                 return
-            whole, true = handed
+            whole, real = current
             count = batch_size_of(whole)
             sizes = [len(range(count)[block(count, number, ranks)]) for number in range(ranks)]
             starts = [block(count, number, ranks).start for number in range(ranks)]
             if sizes[rank]:
                 self.counts.append(
-                    [(size, max(0, min(size, true - start))) for size, start in zip(sizes, starts, strict=True)]
+                    [(size, max(0, min(size, real - start))) for size, start in zip(sizes, starts, strict=True)]
                 )
                 yield _rows(whole, block(count, rank, ranks))
             if not all(sizes):
-                # A rank that got nothing asks for nothing more, so this round is the last one for all.
+                # A rank without samples leaves its loop, so this round must be the last one for all ranks.
                 if rounds is not None and next(rounds, END) is not END:
                     raise ConfigurationError(
-                        f"dispatch_batches=True: a batch of {count} came for {ranks} ranks, and more after it. Give "
-                        f"batches of at least {ranks} samples, or leave even_batches at True."
+                        f"dispatch_batches=True: a batch of {count} is too small for {ranks} ranks, and it is not the "
+                        f"last. Use batches of at least {ranks} samples, or leave even_batches at True."
                     )
                 return
 
     def _draw(self, rounds: Iterator[Any]) -> tuple[Any, Tensor | None]:
-        """The next round; and the random state after it, for ranks that share rank 0's batches and draw as it does."""
-        handed = next(rounds, END)
-        return handed, torch.get_rng_state() if self.strategy.data_ranks.count(0) > 1 else None
+        """Returns the next round, and the random state after it if other ranks share rank 0's batches.
+
+        Those ranks must draw the same random numbers as rank 0, but do not read the loader.
+        """
+        current = next(rounds, END)
+        return current, torch.get_rng_state() if self.strategy.data_ranks.count(0) > 1 else None
 
     def _rounds(self) -> Iterator[Any]:
-        """Yields batches for all ranks, each with the number of its samples that are no repeats."""
+        """Yields (batch of all ranks, number of its samples that are not duplicates)."""
         batches, first, ranks = iter(self.loader), None, self.strategy.data_size
         while drawn := list(itertools.islice(batches, self.each)):
             whole = join(drawn)
-            true = batch_size_of(whole)
+            real = batch_size_of(whole)
             first = whole if first is None else first
-            # Where the first round is short as well, its ranks have as many samples each all the same.
+            # Rounded up, so that all ranks have the same number of samples even if the first round is short.
             wanted = -(-batch_size_of(first) // ranks) * ranks
-            missing = max(0, wanted - true) if self.even else 0
+            missing = max(0, wanted - real) if self.even else 0
             while missing:
                 piece = _rows(first, slice(missing))
                 whole = join([whole, piece])
                 missing -= batch_size_of(piece)
-            yield whole, true
+            yield whole, real
 
 
 def _rows(batch: Any, rows: slice) -> Any:
@@ -206,7 +217,7 @@ def _rows(batch: Any, rows: slice) -> Any:
 
 
 def join(batches: list[Any]) -> Any:
-    """Concatenates batches of one structure.
+    """Concatenates batches of the same structure.
 
     Example:
         >>> join([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])
@@ -223,6 +234,6 @@ def join(batches: list[Any]) -> Any:
         parts = [join(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     raise ConfigurationError(
-        f"dispatch_batches=True splits tensors over the ranks, and a batch holds {kind_of(first)}: let every rank read "
-        "its own part, with dispatch_batches=False."
+        f"dispatch_batches=True splits tensors across ranks, but a batch holds {kind_of(first)}. Use "
+        "dispatch_batches=False, so that every rank reads its own part."
     )

@@ -1,4 +1,4 @@
-"""How the user's own loop ends, by itself or preempted, and what it holds until then: signals, and its folder."""
+"""The end of a custom training loop, normal or preempted, and the release of its signal handlers and folder lock."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class LoopEnd:
-    """Catches what preempts a loop, from here on until it ends. Ctrl-C is not caught, and keeps its own meaning.
+    """Catches preemption signals until the loop ends. Ctrl-C is not caught and keeps its usual effect.
 
-    Where there are several ranks, each call of `is_preempted` reads what all of them sent in the call before, which has
-    arrived by then, and sends what came to this one. So nobody waits, and all ranks hear of it in the same call, one
-    later than the signal.
+    With several ranks, each call of `is_preempted` reads the flags that all ranks sent in the previous call, which have
+    arrived by now, and sends this rank's own. So no rank waits, and all ranks learn of a preemption in the same call,
+    one call after the signal.
 
     Args:
-        preemption: as the user gave it; None for a loop that catches nothing.
-        stepping: knows how far the loop is. Its ranks have joined.
-        lock: of the folder that the loop holds alone; None without one.
+        preemption: the user's `Preemption`; None catches no signals.
+        stepping: the loop's engine, whose strategy has joined its process group.
+        lock: the loop's exclusive lock on its folder; None without one.
     """
 
     def __init__(self, preemption: Preemption | None, stepping: Stepping, lock: FolderLock | None) -> None:
@@ -38,57 +38,58 @@ class LoopEnd:
         numbers, code = ((), 0) if preemption is None else (preemption.numbers, preemption.exit_code)
         self._signals = Signals(numbers, code, ending=())
         self._departure = Departure(preemption, self._signals, self._ranks, self._where, self._release)
-        self._answer: Callable[[], list[bool]] | None = None
-        self._is_known = False
-        """The loop was told that it is preempted."""
-        self._watch = ExitStack()
+        self._pending_flags: Callable[[], list[bool]] | None = None
+        """Waits for the flags in flight and returns them, one per rank."""
+        self._was_reported = False
+        """True once `is_preempted` has returned True."""
+        self._handlers = ExitStack()
         if preemption is not None:
-            self._watch.enter_context(self._signals.caught_on(self._ranks.world_size))
-            self._watch.enter_context(self._departure)
+            self._handlers.enter_context(self._signals.caught_on(self._ranks.world_size))
+            self._handlers.enter_context(self._departure)
         atexit.register(_at_exit, weakref.ref(self))
         weakref.finalize(self, _drop, self._signals, lock).atexit = False
 
     # preempted --------------------------------------------------------------------------------------------------------
     def is_preempted(self) -> bool:
-        """True on all ranks if one of them is preempted; a window that is open is closed first."""
+        """Returns True on all ranks if any of them is preempted, but never inside an open window."""
         if self._preemption is None:
             return False
-        if self._ranks.world_size > 1 and self._signals.received is None and not self._stepping.joins:
-            self._exchange()
-        self._is_known = self._is_known or (self._signals.preempted and not self._stepping.is_within_window)
-        return self._is_known
+        if self._ranks.world_size > 1 and self._signals.received is None and not self._stepping.is_joining:
+            self._exchange_flags()
+        self._was_reported = self._was_reported or (self._signals.preempted and not self._stepping.is_within_window)
+        return self._was_reported
 
-    def _exchange(self) -> None:
-        self._read()
+    def _exchange_flags(self) -> None:
+        self._read_flags()
         if self._signals.received is None:
-            self._answer = self._ranks.exchange_flags(self._signals.pending_here())
-            if self._stepping.ends_pass:
-                # The next call may be an evaluation away.
-                self._read()
+            self._pending_flags = self._ranks.exchange_flags(self._signals.pending_here())
+            if self._stepping.is_last_batch:
+                # The next call may come only after an evaluation.
+                self._read_flags()
 
-    def _read(self) -> None:
-        if self._answer is not None:
-            answer, self._answer = self._answer, None
-            self._signals.agree(answer())
+    def _read_flags(self) -> None:
+        if self._pending_flags is not None:
+            wait_for_flags, self._pending_flags = self._pending_flags, None
+            self._signals.agree(wait_for_flags())
 
     def begin_leaving(self, finish_saving: Callable[[], None]) -> None:
-        """Saves what is still to be saved.
+        """Runs the deferred save and waits for the one in flight.
 
         Args:
             finish_saving: waits for an asynchronous save.
 
         Raises:
-            ConfigurationError: unless the loop was told that it is preempted.
+            ConfigurationError: if `is_preempted` has not returned True.
         """
-        if not self._is_known:
+        if not self._was_reported:
             raise ConfigurationError(
-                "leave() ends a loop that is preempted, and check_preemption() has not returned True: call it first. "
-                "For a reason of your own, such as a limit of time, give Accelerator(preemption=Preemption("
+                "leave() ends a preempted loop, and check_preemption() has not returned True. Call check_preemption() "
+                "first. For another reason to leave, such as a time limit, use Accelerator(preemption=Preemption("
                 "should_preempt=function))."
             )
-        self._stepping.finish_waiting()
+        self._stepping.finish_deferred()
         finish_saving()
-        # From here on the grace period ends a loop that is saved.
+        # If the grace period expires from here on, the loop's state is already saved.
         self._signals.exception()
 
     def leave(self) -> NoReturn:
@@ -99,11 +100,11 @@ class LoopEnd:
         """
         if self._ranks.is_global_zero:
             print(f"\npreempted by {self._signals.name} at {self._where()}", flush=True)
-        # The next start may come at once.
+        # Before the departure, since the requeued job may start immediately and needs the folder.
         self._release()
-        # Last: SLURM ends what is left of a job that is requeued.
+        # Last, since SLURM kills the rest of a job that is requeued.
         self._departure.leave()
-        self._watch.close()
+        self._handlers.close()
         interruption = self._signals.interruption
         assert interruption is not None
         raise interruption
@@ -111,24 +112,24 @@ class LoopEnd:
     def _where(self) -> str:
         return f"step {self._stepping.steps}"
 
-    # in order ---------------------------------------------------------------------------------------------------------
+    # not preempted ----------------------------------------------------------------------------------------------------
     def end(self) -> None:
-        """Gives all up. A signal that the loop never heard of does now what it would have done by itself."""
-        # What was sent and never read: gloo must not end with it under way.
-        self._read()
-        received = None if self._is_known or self._signals.came_at is None else self._signals.received
+        """Releases everything. A signal that was caught but never reported to the loop is raised again."""
+        # Flags may still be in flight, and gloo must not shut down with a pending operation.
+        self._read_flags()
+        received = None if self._was_reported or self._signals.came_at is None else self._signals.received
         self.close()
         if received not in (None, NOTICE):
-            self._is_known = True
+            self._was_reported = True
             os.kill(os.getpid(), received)
 
     def close(self) -> None:
-        """Gives the folder up and puts the handlers back."""
+        """Releases the folder and restores the signal handlers."""
         self._release()
-        self._watch.close()
+        self._handlers.close()
 
     def leave_ranks(self) -> None:
-        """Ends gloo's threads before the interpreter does; wrapped models hold on to them."""
+        """Ends gloo's threads before the interpreter exits; wrapped models would keep them alive."""
         self._stepping.leave()
         self._stepping.strategy.teardown()
 
@@ -138,7 +139,7 @@ class LoopEnd:
 
 
 def _drop(signals: Signals, lock: FolderLock | None) -> None:
-    """Gives up what a loop holds that was never ended, and that no script can end any more."""
+    """Releases the handlers and lock of an Accelerator that was garbage-collected before its loop ended."""
     signals.give_up()
     if lock is not None:
         lock.drop()

@@ -1,4 +1,4 @@
-"""Writes weights for other tools: safetensors split by size, or torch.save of tensors alone (Leyden's only pickle)."""
+"""Export of weights for other tools, as size-limited safetensors or torch.save of tensors (Leyden's only pickle)."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ def parse_size(size: int | str) -> int:
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", str(size), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise ConfigurationError(f"max_shard_size={size!r}: give bytes as a number, or text such as '5GB' or '200MiB'.")
+        raise ConfigurationError(f"max_shard_size={size!r}: use a number of bytes, or a string like '5GB' or '200MiB'.")
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with whole tensors on the CPU. If it holds shards, every rank must call this."""
+    """Returns a state dict with full tensors on the CPU. If it holds shards, every rank must call this."""
 
-    def whole(value: Any) -> Any:
+    def full(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = value.detach()
         return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
 
-    return {name: whole(value) for name, value in state.items()}
+    return {name: full(value) for name, value in state.items()}
 
 
 def write_weights(
     state: Mapping[str, Any], folder: str | os.PathLike[str], max_shard_size: int | str, safe: bool, is_writer: bool
 ) -> None:
-    """Writes weights as transformers and safetensors load them; tensors that share memory are written once.
+    """Writes weights in the layout that transformers loads; tensors that share memory are written once.
 
     Args:
-        state: whole tensors by their names; what is no tensor is left out.
-        folder: made if it is not there; files of an earlier call are removed.
-        max_shard_size: a file's most bytes; a tensor above it has a file of its own.
-        safe: safetensors; False for torch's format.
-        is_writer: this rank writes.
+        state: full tensors by name; other values are left out.
+        folder: target folder, created if missing; files of an earlier call are removed.
+        max_shard_size: largest file size; a larger tensor gets its own file.
+        safe: write safetensors; False writes torch's format.
+        is_writer: True if this rank writes.
     """
     limit = parse_size(max_shard_size)
     if not is_writer:
         return
     place = Path(folder)
     if place.is_file():
-        raise ConfigurationError(f"save_model(save_directory={str(folder)!r}): a file has that name. Give a folder.")
+        raise ConfigurationError(f"save_model(save_directory={str(folder)!r}) is a file. Pass a folder.")
     place.mkdir(parents=True, exist_ok=True)
-    # XLA's tensors have no address, by which those that share their memory are known.
+    # On the host, since XLA's tensors have no address that would show which ones share memory.
     tensors = _distinct(on_host(state))
     shards = _split(tensors, limit)
     first = SAFE if safe else PICKLED
@@ -86,13 +86,13 @@ def write_weights(
 
 
 def save_tensors(state: Mapping[str, Tensor], path: Path, safe: bool) -> None:
-    """Writes one file, into a temporary sibling first."""
+    """Writes one file atomically, through a temporary sibling."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if safe:
             from safetensors.torch import save_file
 
-            save_file({name: _own(tensor) for name, tensor in state.items()}, temporary, {"format": "pt"})
+            save_file({name: _contiguous(tensor) for name, tensor in state.items()}, temporary, {"format": "pt"})
         else:
             torch.save(dict(state), temporary)
         os.replace(temporary, path)
@@ -100,14 +100,14 @@ def save_tensors(state: Mapping[str, Tensor], path: Path, safe: bool) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Returns the tensor contiguous and in memory of its own: safetensors refuses views of one storage."""
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Returns the tensor contiguous and in its own storage: safetensors refuses views of a shared one."""
     shares = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     return tensor.detach().clone(memory_format=torch.contiguous_format) if shares else tensor.detach().contiguous()
 
 
 def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns plain tensors for DTensors of one rank; tied tensors stay tied."""
+    """Returns a state dict with plain tensors instead of DTensors of one rank; tied tensors stay tied."""
     done: dict[int, Any] = {}
     for value in state.values():
         done[id(value)] = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -115,22 +115,21 @@ def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_object(obj: Any) -> None:
-    """Checks what `save` is given. Every rank calls this before one writes, so that an error stops all of them.
+    """Checks the argument of `save`. Every rank calls this before one of them writes, so that an error stops all.
 
     Raises:
-        ConfigurationError: if it holds anything but tensors and plain values, which alone load without running code.
-        ShardPickleError: if it holds shards. They are not gathered here: some scripts call `save` on the main rank
-            alone, which would wait for ever.
+        ConfigurationError: if it holds anything but tensors and plain values, the only ones that load without running
+            code.
+        ShardPickleError: if it holds shards. `save` does not gather them, since scripts may call it on the main rank
+            only, where a collective would hang.
     """
     if isinstance(obj, nn.Module):
-        raise ConfigurationError(
-            "save writes tensors, and was given a module: give its state_dict(), or use save_model."
-        )
+        raise ConfigurationError("save writes tensors, but got a module. Pass its state_dict(), or use save_model.")
     where = _not_plain(obj, "obj")
     if where is not None:
         raise ConfigurationError(
-            f"save writes tensors and plain values, and {where}, which could only be loaded by running code: take it "
-            "out, or register it for save_state with register_for_checkpointing."
+            f"save writes tensors and plain values, but {where}, and loading it would run code. Remove it, or register "
+            "it for save_state with register_for_checkpointing."
         )
     map_tensors(obj, _refuse_part)
 
@@ -138,7 +137,7 @@ def check_object(obj: Any) -> None:
 def _refuse_part(tensor: Tensor) -> Tensor:
     if is_part(tensor):
         raise ShardPickleError(
-            f"save was given a tensor of the shape {tuple(tensor.shape)} that is sharded over the ranks. Call state = "
+            f"save got a tensor of shape {tuple(tensor.shape)} that is sharded across ranks. Call state = "
             "accelerator.get_state_dict(model) on every rank, then accelerator.save(state, path); or "
             "accelerator.save_model(model, folder)."
         )
@@ -146,7 +145,7 @@ def _refuse_part(tensor: Tensor) -> Tensor:
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> None:
-    """Writes an object that `check_object` accepted, in the format of the file's suffix."""
+    """Writes an object that `check_object` accepted, in the format of the file's suffix if `safe` is None."""
     target = Path(path)
     safe = target.suffix == ".safetensors" if safe is None else safe
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +153,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> No
         save_tensors(whole_state(obj) if isinstance(obj, Mapping) else obj, target, safe=False)
         return
     if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
-        raise ConfigurationError(f"{target.name}: safetensors hold a dict of tensors. Use a name that ends in .bin.")
+        raise ConfigurationError(f"{target.name}: safetensors can only hold a dict of tensors. Use the suffix .bin.")
     save_tensors(_distinct(on_host(_unwrapped(obj))), target, safe=True)
 
 
@@ -174,7 +173,7 @@ def _not_plain(item: Any, where: str) -> str | None:
 
 
 def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns tied tensors once: safetensors refuses duplicates, and a model ties them again when it is built."""
+    """Returns the tensors with tied ones only once: safetensors refuses duplicates, and the model ties them again."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():

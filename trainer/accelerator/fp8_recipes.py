@@ -1,4 +1,4 @@
-"""The fp8 recipes among an Accelerator's `kwargs_handlers`, under the names of Hugging Face Accelerate."""
+"""fp8 recipes for an Accelerator's `kwargs_handlers`, under Hugging Face Accelerate's names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from leyden.trainer.accelerator.plugins import Handlers, KwargsHandler
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """fp8 by torchao: the arguments of `Float8Precision` that Accelerate has.
+    """fp8 with torchao: the arguments of `Float8Precision` that Accelerate has.
 
     Attributes:
         config: a `Float8LinearConfig` of torchao.
-        module_filter_func: takes (module, name) and says whether a Linear is converted; by default all but the first
-            and the last are.
+        module_filter_func: function of (module, name) that returns True to convert a Linear; by default all except the
+            first and the last are converted.
         pad_inner_dim: as of `Float8Precision`.
         enable_fsdp_float8_all_gather: as of `Float8Precision`.
 
@@ -34,7 +34,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def build(self) -> Precision:
-        """The precision."""
+        """Builds the precision."""
         from leyden.strategies.precision.fp8 import Float8Precision
 
         given = {
@@ -44,21 +44,22 @@ class AORecipeKwargs(KwargsHandler):
         arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.config is not None and arguments:
             raise ConfigurationError(
-                f"AORecipeKwargs(config=…) has {' and '.join(arguments)} in it: set them there, or leave config out."
+                f"AORecipeKwargs(config=…) already contains {' and '.join(arguments)}. Set them there, or leave config "
+                "out."
             )
         return Float8Precision(config=self.config, choose=self.module_filter_func, **arguments)
 
 
 @dataclass(kw_only=True)
 class TERecipeKwargs(KwargsHandler):
-    """fp8 by Transformer Engine: the arguments of `TransformerEnginePrecision` that Accelerate has.
+    """fp8 with Transformer Engine: the arguments of `TransformerEnginePrecision` that Accelerate has.
 
-    What is None is left to Transformer Engine, which scales by the current values unless delayed scaling is asked for.
+    None leaves a choice to Transformer Engine, which uses current scaling unless delayed scaling is requested.
 
     Attributes:
         use_autocast_during_eval: evaluate in fp8 too.
         margin: as of `TransformerEnginePrecision`.
-        interval: accepted for scripts that give it; Transformer Engine now computes the scales in each step.
+        interval: accepted for Accelerate's scripts; Transformer Engine now computes scales in every step.
         fp8_format: "E4M3", or "HYBRID" for E5M2 gradients.
         amax_history_len: as of `TransformerEnginePrecision`.
         amax_compute_algo: as of `TransformerEnginePrecision`.
@@ -76,17 +77,17 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def build(self) -> Precision:
-        """The precision."""
-        return precision_of_config({**_set(self), "backend": "TE"})
+        """Builds the precision."""
+        return precision_of_config({**_set_fields(self), "backend": "TE"})
 
 
 @dataclass(kw_only=True)
 class FP8RecipeKwargs(TERecipeKwargs):
-    """fp8 by any backend, under the older name for all of them.
+    """fp8 with any backend: Accelerate's older class for all recipes.
 
     Attributes:
-        backend: "AO" (torchao) or "TE" (Transformer Engine); left out, the one that the other arguments belong to.
-        opt_level: of MS-AMP, which is refused.
+        backend: "AO" (torchao) or "TE" (Transformer Engine); by default the one that the other arguments belong to.
+        opt_level: argument of MS-AMP, which is refused.
 
     Example:
         >>> FP8RecipeKwargs(backend="AO").build().name
@@ -97,8 +98,8 @@ class FP8RecipeKwargs(TERecipeKwargs):
     opt_level: str | None = None
 
     def build(self) -> Precision:
-        """The precision."""
-        return precision_of_config(_set(self))
+        """Builds the precision."""
+        return precision_of_config(_set_fields(self))
 
 
 @dataclass
@@ -112,39 +113,39 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}: use AORecipeKwargs() or TERecipeKwargs().")
+        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}. Use AORecipeKwargs() or TERecipeKwargs().")
 
 
 RECIPES = (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)
-"""Those that can be made."""
+"""The supported recipes."""
 
 
 def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
     """Builds the precision of the recipe among the handlers; None if there is no recipe.
 
     Args:
-        handlers: those of an Accelerator.
-        precision: what it was given, or was filled with.
+        handlers: the Accelerator's handlers.
+        precision: the Accelerator's `mixed_precision`.
 
     Raises:
-        ConfigurationError: for two recipes, and for one without fp8.
+        ConfigurationError: for two recipes, and for a recipe without fp8.
     """
     found: list[Any] = [handler for kind in RECIPES if (handler := handlers.get(kind)) is not None]
     if not found:
         return None
     name = type(found[0]).__name__
     if len(found) > 1:
-        raise ConfigurationError(f"kwargs_handlers holds {name} and {type(found[1]).__name__}: give one recipe of fp8.")
+        raise ConfigurationError(f"kwargs_handlers holds {name} and {type(found[1]).__name__}. Pass one fp8 recipe.")
     if precision not in ("fp8", "transformer-engine"):
         raise ConfigurationError(
-            f"{name} goes with mixed_precision='fp8', and it is {precision or 'no'!r}: give both, or neither."
+            f"{name} needs mixed_precision='fp8', but it is {precision or 'no'!r}. Pass both, or neither."
         )
     built: Precision = found[0].build()
     return built
 
 
-def _set(handler: Any) -> dict[str, Any]:
-    """Returns the fields that are set; three times False for `override_linear_precision` counts as unset."""
+def _set_fields(handler: Any) -> dict[str, Any]:
+    """Returns the fields that are set; `override_linear_precision` of three times False counts as unset."""
     return {
         name: value for name, value in vars(handler).items() if value is not None and value != (False, False, False)
     }

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class GradientState:
-    """The accumulation window and the loader that is being read, as `accelerator.gradient_state`.
+    """A view of the accumulation window and the active loader, as `accelerator.gradient_state`.
 
-    It holds nothing of its own: two Accelerators have two of them.
+    It holds no state of its own, and each Accelerator has its own view.
 
     Args:
-        stepping: has the window.
+        stepping: the loop's engine, which has the window.
 
     Raises:
-        ConfigurationError: without an Accelerator; Accelerate keeps one state for the whole process, Leyden does not.
+        ConfigurationError: without an Accelerator; Accelerate keeps one state per process, Leyden does not.
 
     Example:
         >>> from leyden import Accelerator
@@ -32,8 +32,7 @@ class GradientState:
     def __init__(self, stepping: Stepping | None = None) -> None:
         if stepping is None or isinstance(stepping, GradientAccumulationPlugin):
             raise ConfigurationError(
-                "GradientState() has no state of the whole process to return: read accelerator.gradient_state of the "
-                "Accelerator that trains."
+                "GradientState() is not global in Leyden: each Accelerator has its own. Use accelerator.gradient_state."
             )
         self._stepping = stepping
 
@@ -43,17 +42,17 @@ class GradientState:
         return self._stepping.window.closes
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """transformers' Trainer calls this for each batch."""
+        """Sets `sync_gradients`; transformers' Trainer calls this for each batch."""
         self._stepping.close_with_this_batch(sync_gradients)
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The settings of the accumulation."""
+        """The accumulation settings."""
         return dict(vars(self._stepping.accumulation))
 
     @property
     def num_steps(self) -> int:
-        """Batches of one optimizer step."""
+        """Batches per optimizer step."""
         return self._stepping.accumulation.num_steps
 
     @property
@@ -68,27 +67,27 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The prepared loader that is read now, the innermost of several."""
+        """The prepared loader being iterated, the innermost if nested; None outside any."""
         return self._stepping.active_loader
 
     @property
     def in_dataloader(self) -> bool:
-        """A prepared loader is being read."""
+        """True while a prepared loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The current batch is the loader's last one."""
+        """True in the loader's last batch."""
         active = self.active_dataloader
         return active is not None and active.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Samples of a filled last global batch that are no repeats; 0 where none are repeats, -1 outside a loader."""
+        """Real samples in a last global batch filled with duplicates; 0 without duplicates, -1 outside a loader."""
         active = self.active_dataloader
         if active is None:
             return -1
-        return sum(true for _, true in active.samples) if active.samples is not None else 0
+        return sum(real for _, real in active.samples) if active.samples is not None else 0
 
     def __repr__(self) -> str:
         return (

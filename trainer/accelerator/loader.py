@@ -1,4 +1,4 @@
-"""PreparedLoader: a loader of the user's own loop for this rank and device, which can save and resume its position."""
+"""PreparedLoader: a custom loop's loader for this rank and device, which saves and resumes its position."""
 
 from __future__ import annotations
 
@@ -24,60 +24,61 @@ State = dict[str, Any]
 
 
 class PreparedLoader:
-    """A loader as `Accelerator.prepare` returns it. Other attributes are the loader's own: `dataset`, `collate_fn`, ….
+    """The loader that `Accelerator.prepare` returns. Other attributes (`dataset`, `collate_fn`, …) are the original's.
 
-    After `load_state` its next pass continues at the checkpoint's place.
+    After `load_state` its next pass continues from the checkpoint's position.
 
     Args:
-        loader: what this rank reads.
-        stepping: notes when a pass begins, when a batch is done with, and when the pass ends.
-        move: brings a batch to the device; None to leave it.
-        given: the loader before it was prepared; the same if left out.
+        loader: the loader of this rank's part.
+        stepping: the loop's engine, notified when a pass starts, when a batch has ended, and when the pass ends.
+        move: function that moves a batch to the device; None leaves batches in place.
+        given: the loader before it was prepared; `loader` by default.
 
     Attributes:
-        iteration: passes that were read to their end: the epoch.
-        position: batches of the current pass so far.
-        end_of_dataloader: the current batch is the last one of its pass.
+        iteration: the epoch: number of passes that exhausted the loader.
+        position: number of batches drawn in the current pass.
+        end_of_dataloader: True if the current batch is the last one of its pass.
     """
 
     def __init__(
         self, loader: Iterable[Any], stepping: Stepping, move: Callable[[Any], Any] | None, given: Any = None
     ) -> None:
         self.given = loader if given is None else given
-        self.exchange(loader)
+        self.replace_loader(loader)
         self.iteration = 0
         self.position = 0
         self.end_of_dataloader = False
         self.is_active = False
         self.pending: State | None = None
-        """The place of a checkpoint, from which the next pass starts."""
+        """State of a checkpoint, from which the next pass continues."""
         self.samples: list[tuple[int, int]] | None = None
-        """For each rank: samples in the last batch, and how many of them are no repeats; None if none is."""
-        self._rows: set[int] = set()
+        """Per rank: samples in the current batch, and how many are not duplicates; None if there are no duplicates."""
+        self._full_batch_rows: set[int] = set()
+        """Row counts of tensors that were gathered in full batches."""
         self._stepping = stepping
         self._move = move
-        self._ended = True
+        self._exhausted = True
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_held(self, "given", name), name)
+        return getattr(_inner(self, "given", name), name)
 
     def __copy__(self) -> PreparedLoader:
-        return self._again(copy.copy(self.given), self.loader)
+        return self._rebuilt(copy.copy(self.given), self.loader)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedLoader:
-        # The run's engine and strategy are no parts of the loader.
+        # The run's engine and strategy are shared with the copy.
         for shared in (self._stepping, self._stepping.strategy):
             memo[id(shared)] = shared
-        return self._again(copy.deepcopy(self.given, memo), copy.deepcopy(self.loader, memo))
+        return self._rebuilt(copy.deepcopy(self.given, memo), copy.deepcopy(self.loader, memo))
 
-    def _again(self, given: Any, loader: Iterable[Any]) -> PreparedLoader:
+    def _rebuilt(self, given: Any, loader: Iterable[Any]) -> PreparedLoader:
         made = PreparedLoader(loader, self._stepping, self._move, given)
         made.set_epoch(self.iteration)
         return made
 
     def __reduce__(self) -> Any:
-        """Pickles the loader that was prepared, since ranks and devices belong to this process."""
-        return _as_it_is, (self.given,)
+        """Pickles the original loader, since ranks and devices belong to this process."""
+        return _identity, (self.given,)
 
     def __repr__(self) -> str:
         return f"PreparedLoader({self.given!r})"
@@ -89,44 +90,45 @@ class PreparedLoader:
 
     @property
     def left(self) -> int | None:
-        """Batches of this pass from the current one on; None if that is unknown."""
+        """Remaining batches of this pass, including the current one; None if the length is unknown."""
         return None if self.cursor.length is None else self.cursor.length - self.position + 1
 
     @property
     def is_regular(self) -> bool:
-        """True if every rank certainly has a full batch now, of the same size."""
+        """True if every rank is known to have a full batch of the same size now."""
         batches: Any = getattr(self.loader, "batch_sampler", None)
         if not isinstance(batches, RankBatches) or batches.batch_size is None:
             return False
         return self.position < batches.batches_of(len(batches.sampler))  # type: ignore[arg-type]
 
     def rows_of_samples(self, rows: int) -> int:
-        """The number of a tensor's rows that stand for samples, on one process.
+        """Returns how many of a tensor's rows belong to samples of the current batch, on one process.
 
-        A loss that a script repeats for each sample of a full batch has too many rows in a last batch that is shorter.
-        Several rows for each sample may come to the same number: these came with the full batches, too.
+        Scripts repeat a loss to the full batch size, which is too many rows for a shorter last batch. With several rows
+        per sample, a shorter last batch may also happen to have that many rows. In that case the full batches had
+        several rows per sample, too, and all rows are kept.
 
         Args:
-            rows: of a tensor that belongs to the current batch.
+            rows: number of rows of a tensor that belongs to the current batch.
         """
         batches: Any = getattr(self.given, "batch_sampler", None)
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
             return rows
-        size, here = batches.batch_size, len(batches.sampler) % batches.batch_size
-        if batches.drop_last or not here or self.position < len(batches):
-            self._rows.add(rows)
+        size, last_size = batches.batch_size, len(batches.sampler) % batches.batch_size
+        if batches.drop_last or not last_size or self.position < len(batches):
+            self._full_batch_rows.add(rows)
             return rows
-        several = size % here == 0 and size // here * size in self._rows
-        return rows if rows != size or several else here
+        has_several_rows = size % last_size == 0 and size // last_size * size in self._full_batch_rows
+        return rows if rows != size or has_several_rows else last_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next pass, which sampler and data set get by their own `set_epoch`."""
+        """Sets the epoch of the next pass, which is passed on to the sampler's and dataset's `set_epoch`."""
         self.iteration = epoch
 
-    def exchange(self, loader: Iterable[Any]) -> None:
-        """Replaces the loader that is read, from the next pass on."""
+    def replace_loader(self, loader: Iterable[Any]) -> None:
+        """Replaces the underlying loader, from the next pass on."""
         self.loader = loader
-        # A script that resumes at a place means it, whatever that costs its loader.
+        # A script that resumes in the middle of a pass asks for it explicitly, so replaying batches is acceptable.
         self.cursor = LoaderCursor(loader, allow_replay=True)
         self._shares = self.cursor.shares
         self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
@@ -135,24 +137,24 @@ class PreparedLoader:
         return self.read()
 
     def read(self, skip: int | None = None) -> Iterator[Any]:
-        """A pass from batch `skip` on, or from a checkpoint's place."""
+        """Returns an iterator over a pass, from batch `skip` on or from a checkpoint's position."""
         self._stepping.synchronise_rng()
-        # Started now, since a plain loader draws its random numbers when its iterator is made.
+        # Eagerly, since a plain DataLoader draws random numbers when its iterator is created.
         iterator = self._begin(skip)
-        return self._give(iterator)
+        return self._batches(iterator)
 
     def _begin(self, skip: int | None) -> Iterator[Any]:
         saved, self.pending = self.pending, None
         self.end_of_dataloader = False
         if saved is not None:
             position = saved["position"]
-            goes_on = skip in (None, position, saved.get("asked"))
+            continues = skip in (None, position, saved.get("asked"))
             if position == self.cursor.length and skip in (None, 0):
-                self._finish(saved)
-            elif goes_on:
+                self._drain(saved)
+            elif continues:
                 self.position = position
                 if position == self.cursor.length:
-                    # The script means the pass whose last batch is done, and skips all of it.
+                    # The script repeats the completed pass, and skips all of it.
                     self.iteration = saved["iteration"]
                 return self._resumed(saved, self.iteration)
             elif skip:
@@ -171,38 +173,38 @@ class PreparedLoader:
         set_rng_state(now)
         return iterator
 
-    def _finish(self, saved: State) -> None:
+    def _drain(self, saved: State) -> None:
         for _ in self._resumed(saved, saved["iteration"]):
             pass
-        # A script may have set it, to this pass or to the one before.
+        # A script may have set the epoch already, to this pass or to the previous one.
         self.iteration = max(self.iteration, saved["iteration"] + 1)
 
-    def _give(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        total, move, stepping = self.cursor.length, self._move or _as_it_is, self._stepping
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        total, move, stepping = self.cursor.length, self._move or _identity, self._stepping
         # Only a loader without a length is drawn one batch ahead.
         batches = lookahead(iterator) if total is None else iterator
-        self.is_active, self._ended = True, False
+        self.is_active, self._exhausted = True, False
         stepping.begin_loader(self)
         try:
             while total is None or self.position < total:
                 try:
-                    # No variable holds the batch: it would stay in memory while the next one is loaded.
+                    # No local variable may hold the batch, or it would stay in memory while the next one is loaded.
                     yield move(self._next(batches, total))
                     stepping.end_turn()
                 except StopIteration:
                     self._check_end(total)
                     break
             else:
-                # The plain loop's last next(), in which a generator finishes and workers are shut down.
+                # The last next() of a plain loop, in which a generator finishes and workers shut down.
                 next(iterator, None)
             self.iteration += 1
-            self._ended = True
+            self._exhausted = True
         finally:
             self.is_active = False
             stepping.end_loader(self)
 
     def _next(self, batches: Iterator[Any], total: int | None) -> Any:
-        """Draws the next batch, without what a sharded loader adds to it, and notes whether it is the last one."""
+        """Draws the next batch, strips the metadata of a sharded loader, and records whether it is the last batch."""
         if total is None:
             batch, self.end_of_dataloader = next(batches)
         else:
@@ -222,13 +224,13 @@ class PreparedLoader:
     def _check_end(self, total: int | None) -> None:
         if total is not None:
             warnings.warn(
-                f"the loader says that it has {total} batches and ended after {self.position}: give it the right "
-                "length, or none at all.",
+                f"the loader reports {total} batches but ended after {self.position}. Give it the right length, or "
+                "none.",
                 stacklevel=3,
             )
 
     def state_dict(self) -> State:
-        """The place: inside a pass, or between two."""
+        """Returns the position, inside a pass or between two."""
         inside = self.is_active
         if self.pending is not None:
             return self.pending
@@ -236,11 +238,11 @@ class PreparedLoader:
             "iteration": self.iteration,
             "position": self.position if inside else None,
             "place": self.cursor.state_dict(self.position) if inside else None,
-            "rest": None if inside else self.cursor.rest_state(self._ended),
+            "rest": None if inside else self.cursor.rest_state(self._exhausted),
         }
 
     def check_state_dict(self, state: Any) -> None:
-        """Raises StateError for what `state_dict` cannot have returned."""
+        """Raises StateError for a state that `state_dict` cannot have returned."""
         saved = SavedState(state)
         saved.integer("iteration", least=0)
         saved.value("rest")
@@ -249,22 +251,22 @@ class PreparedLoader:
             check_position(saved.nested("place"))
 
     def load_state_dict(self, state: State) -> None:
-        """Loads what `state_dict` returned."""
+        """Loads a state of `state_dict`."""
         self.iteration = state["iteration"]
         self.pending = None
         if state["place"] is not None:
             self.pending = state
             if state["position"] == self.cursor.length:
-                # Saved with the epoch's last batch: nothing of it is left, and the next pass is the next epoch.
+                # Saved in the epoch's last batch, so the next pass is the next epoch.
                 self.iteration += 1
         else:
             self.cursor.load_rest_state(state["rest"])
 
 
 class SkippedLoader:
-    """A loader, prepared or not, whose passes begin at a batch, counted from the epoch's start.
+    """A loader, prepared or not, whose passes start at batch `skip` of the epoch.
 
-    Loads nothing before it where the loader's order can be sought.
+    Earlier batches are not loaded if the loader's order can be computed without reading them.
     """
 
     def __init__(self, loader: Any, skip: int) -> None:
@@ -272,7 +274,7 @@ class SkippedLoader:
         self.skip = skip
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_held(self, "loader", name), name)
+        return getattr(_inner(self, "loader", name), name)
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.skip)
@@ -284,12 +286,12 @@ class SkippedLoader:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Returns a loader whose passes begin at a batch.
+    """Returns a loader whose passes start at batch `num_batches`.
 
     Args:
-        dataloader: prepared or not.
-        num_batches: the place in the epoch, counted from its start. After `load_state` that is the checkpoint's own
-            place, so nothing is skipped twice.
+        dataloader: the loader, prepared or not.
+        num_batches: position in the epoch, counted from its start. After `load_state` this is the checkpoint's own
+            position, so nothing is skipped twice.
 
     Example:
         >>> list(skip_first_batches([1, 2, 3], 2))
@@ -298,12 +300,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     return SkippedLoader(dataloader, num_batches)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def _held(outer: Any, part: str, name: str) -> Any:
-    """Returns the part whose attributes an object shows; while it is being copied, it has none yet."""
+def _inner(outer: Any, part: str, name: str) -> Any:
+    """Returns the wrapped object; raises AttributeError while a copy or unpickled wrapper does not have it yet."""
     if part not in vars(outer):
         raise AttributeError(name)
     return vars(outer)[part]

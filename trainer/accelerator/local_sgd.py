@@ -1,4 +1,4 @@
-"""LocalSGD: ranks step by themselves, and average their weights every few steps."""
+"""LocalSGD: ranks step independently and average their weights every few steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Exchanges no gradients within the block, and averages the weights every `local_sgd_steps` steps and at its end.
+    """Context that replaces gradient synchronization by averaging weights every `local_sgd_steps` steps and at its end.
 
     Source: Zhang, De Sa, Mitliagkas, Ré: Parallel SGD: When does averaging help? (2016).
 
     Args:
-        accelerator: of the loop.
-        model: prepared by it.
-        local_sgd_steps: steps between two averages.
-        enabled: False leaves everything as it is.
+        accelerator: the loop's Accelerator.
+        model: the prepared model.
+        local_sgd_steps: steps between averages.
+        enabled: False makes the context a no-op.
 
     Example:
         >>> from leyden import Accelerator
@@ -36,9 +36,9 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ConfigurationError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): give 1 or more.")
+            raise ConfigurationError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): use 1 or more.")
         if enabled and (not accelerator.strategy.replicates or accelerator.strategy.drives_one):
-            raise ConfigurationError("LocalSGD needs the whole model on every rank: use strategy='ddp'.")
+            raise ConfigurationError("LocalSGD needs the whole model on every rank. Use strategy='ddp'.")
         self.enabled = enabled and accelerator.num_processes > 1
         self.accelerator = accelerator
         self.model = model
@@ -57,7 +57,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """After each optimizer step (and batch within an accumulation window, which does not count)."""
+        """Counts an optimizer step, and averages if due. Call it after each batch; inside a window it is a no-op."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Megatron-LM's place: its settings lay out a mesh of Leyden's own, on which the user's model trains as it is."""
+"""Megatron-LM settings of Accelerate, mapped to Leyden's own mesh; the user's model trains unchanged."""
 
 from __future__ import annotations
 
@@ -29,58 +29,58 @@ SWITCHES = {
     "use_distributed_optimizer": "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
 }
 INSTEAD = {
-    "MeshStrategy(pp=…, schedule='Interleaved1F1B', stages_per_rank=…) deals several stages to a rank": (
+    "MeshStrategy(pp=…, schedule='Interleaved1F1B', stages_per_rank=…) assigns several stages to a rank": (
         "num_layers_per_virtual_pipeline_stage"
     ),
-    "MeshStrategy(pp=…, split=…) says with which blocks stages begin": "pipeline_model_parallel_split_rank",
+    "MeshStrategy(pp=…, split=…) sets the first block of each stage": "pipeline_model_parallel_split_rank",
     "the loop and its loader decide how long to train and when to evaluate": (
         "train_iters train_samples eval_iters eval_interval consumed_samples"
     ),
-    "the optimizer that you prepare has its weight decay and learning rates by group": (
+    "the optimizer that you prepare sets weight decay and learning rates per parameter group": (
         "weight_decay_incr_style start_weight_decay end_weight_decay no_wd_decay_cond scale_lr_cond lr_mult"
     ),
-    "the scheduler that you prepare decides": (
+    "the scheduler that you prepare sets the learning rate": (
         "lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr"
     ),
-    "loaders and their data sets are the script's own": (
+    "the script builds its own datasets and loaders": (
         "megatron_dataset_flag seq_length encoder_seq_length decoder_seq_length custom_get_batch_function "
         "custom_megatron_datasets_provider_function"
     ),
-    "Accelerator(log_with=…) logs": "tensorboard_dir set_all_logging_options",
-    "accelerator.pipeline_step(model, batch, step=…) runs a step of your own": (
+    "Accelerator(log_with=…) sets the trackers": "tensorboard_dir set_all_logging_options",
+    "accelerator.pipeline_step(model, batch, step=…) runs your own step": (
         "custom_train_step_class custom_train_step_kwargs custom_loss_function"
     ),
-    "the model that you prepare is trained as it is": (
+    "the model that you prepare is trained unchanged": (
         "custom_model_provider_function custom_prepare_model_function other_megatron_args"
     ),
 }
-"""What to use in place of settings that are for Megatron-LM's own models, data and loop."""
+"""The alternative to each group of settings for Megatron-LM's own models, data and loop."""
 
 
 @dataclass
 class MegatronLMPlugin:
-    """How ranks share a model, for `Accelerator(megatron_lm_plugin=…)`, with the names of Accelerate's plugin.
+    """Tensor and pipeline parallelism for `Accelerator(megatron_lm_plugin=…)`, under the names of Accelerate's plugin.
 
-    Megatron-LM is not needed, and none of its models, data sets and kernels is used: a `MeshStrategy` splits the layers
-    by the model's plan and deals out its blocks. A loader's `batch_size` counts the samples that the ranks of a model
-    see in a step, which are cut into `num_micro_batches`; under Accelerate it is that of one micro-batch.
+    Megatron-LM itself is not needed, and none of its models, datasets and kernels are used: a `MeshStrategy` splits
+    layers by the model's plan and assigns blocks to pipeline stages. A loader's `batch_size` is the batch of one model
+    replica per step, which is split into `num_micro_batches`; under Accelerate it is the size of one micro-batch.
 
     Attributes:
-        tp_degree: ranks that split each layer. Like the next ones, the launcher's variable if left at None, or 1.
-        pp_degree: ranks over which the blocks are dealt out as stages of a pipeline.
-        num_micro_batches: into how many a pipeline cuts each batch; 4 for each stage if nothing says how many.
-        gradient_clipping: norm to which gradients are clipped in each step; the launcher's, or 1.0, if left at None. 0
-            clips nothing.
-        sequence_parallelism: without effect: the plan says by "sequence" what is split along it.
+        tp_degree: ranks that split each layer. For this and the following degrees, None takes the launcher's variable,
+            or 1.
+        pp_degree: ranks of the pipeline, each with its stages.
+        num_micro_batches: micro-batches per batch in a pipeline; 4 per stage by default.
+        gradient_clipping: gradient norm to which each step clips, 0 to disable; None takes the launcher's, or 1.0.
+        sequence_parallelism: no effect: the model's plan marks modules split along the sequence by "sequence".
         recompute_activations: recompute the blocks' activations in backward.
-        use_distributed_optimizer: shard the model over the ranks that see different samples; else they hold copies.
-        return_logits: without effect: evaluation returns the model's whole output.
-        is_train_batch_min: without effect.
+        use_distributed_optimizer: shard the model over the data-parallel ranks, instead of replicating it.
+        return_logits: no effect: evaluation returns the model's whole output.
+        is_train_batch_min: no effect.
 
-    The other attributes are refused, each with what to use instead: they are for Megatron-LM's own models and loop.
+    The other attributes are for Megatron-LM's own models and loop. They are refused, each with an alternative.
 
     Raises:
-        ConfigurationError: for a degree below 1, and for settings without a place here.
+        ConfigurationError: for a degree below 1, and for settings of Megatron-LM's own models, data and loop.
 
     Example:
         >>> MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4).build().layout.pp
@@ -137,14 +137,14 @@ class MegatronLMPlugin:
             for name in names.split():
                 if getattr(self, name) not in (defaults[name], None, {}, []):
                     raise ConfigurationError(
-                        f"MegatronLMPlugin({name}=…) is for Megatron-LM's own models, data and loop, none of which is "
-                        f"used here: leave it out; {instead}."
+                        f"MegatronLMPlugin({name}=…) is for Megatron-LM's own models, data and loop, which Leyden does "
+                        f"not use. Leave it out: {instead}."
                     )
         for name, variable in DEGREES.items():
             given, default = getattr(self, name), 1 if name != "num_micro_batches" else 4 * (self.pp_degree or 1)
             text = str(os.environ.get(variable) or default if given is None else given)
             if not text.isdigit() or int(text) < 1:
-                raise ConfigurationError(f"MegatronLMPlugin({name}={text}): give a whole number from 1.")
+                raise ConfigurationError(f"MegatronLMPlugin({name}={text}): use an integer of at least 1.")
             setattr(self, name, int(text))
         for name, variable in SWITCHES.items():
             if getattr(self, name) is None:
@@ -153,40 +153,43 @@ class MegatronLMPlugin:
             self.gradient_clipping = float(os.environ.get("MEGATRON_LM_GRADIENT_CLIPPING") or 1.0)
         if self.gradient_clipping < 0:
             raise ConfigurationError(
-                f"MegatronLMPlugin(gradient_clipping={self.gradient_clipping}): give a norm, or 0 to clip nothing."
+                f"MegatronLMPlugin(gradient_clipping={self.gradient_clipping}): use a positive norm, or 0 to disable "
+                "clipping."
             )
 
     def build(self) -> str | Strategy:
-        """The strategy that the settings describe. Ranks that share no model hold copies, or shard it."""
+        """Builds the strategy. The remaining ranks replicate the model, or shard it."""
         from leyden.strategies.mesh.strategy import MeshStrategy
 
-        tensor, stages, parts = self.tp_degree or 1, self.pp_degree or 1, self.num_micro_batches or 1
-        if tensor * stages == 1 and not (self.use_distributed_optimizer or self.recompute_activations):
+        tp, stages, micro_batches = self.tp_degree or 1, self.pp_degree or 1, self.num_micro_batches or 1
+        if tp * stages == 1 and not (self.use_distributed_optimizer or self.recompute_activations):
             return "auto"
-        if stages > 1 and parts > 1:
+        if stages > 1 and micro_batches > 1:
             warnings.warn(
-                f"num_micro_batches={parts}: a loader's batch is cut into {parts} micro-batches. Accelerate takes "
-                f"{parts} of its batches for a step: multiply batch_size by {parts} for the same step.",
+                f"num_micro_batches={micro_batches} splits each batch of a loader into {micro_batches} micro-batches. "
+                f"Accelerate draws {micro_batches} batches per step: multiply batch_size by {micro_batches} for the "
+                "same step.",
                 stacklevel=4,
             )
-        spread = "dp_shard" if self.use_distributed_optimizer else "dp_replicate"
-        options: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, spread: -1}
+        data_dimension = "dp_shard" if self.use_distributed_optimizer else "dp_replicate"
+        options: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, data_dimension: -1}
         if self.recompute_activations:
             options["activation_checkpointing_policy"] = True
         if stages > 1:
-            # 1F1B runs no fewer micro-batches than there are stages.
-            options["microbatches"], options["schedule"] = parts, "1F1B" if parts >= stages else "GPipe"
-        return MeshStrategy(tp=tensor, pp=stages, **options)
+            # 1F1B needs at least as many micro-batches as stages.
+            options["microbatches"] = micro_batches
+            options["schedule"] = "1F1B" if micro_batches >= stages else "GPipe"
+        return MeshStrategy(tp=tp, pp=stages, **options)
 
 
 class MegatronLMDummyScheduler(LambdaLR):
-    """The learning rate of Megatron-LM's default scheduler: up linearly over the warm-up, then down linearly to 0.
+    """Megatron-LM's default schedule: linear warm-up from 0 to the optimizer's learning rate, then linear decay to 0.
 
     Args:
-        optimizer: whose learning rates these are.
-        total_num_steps: steps of the optimizer after which they are 0; None keeps them after the warm-up.
-        warmup_num_steps: steps after which they are the optimizer's own.
-        **kwargs: the same by other names, `num_training_steps` and `num_warmup_steps`.
+        optimizer: the optimizer.
+        total_num_steps: optimizer steps after which the rate is 0; None keeps it constant after the warm-up.
+        warmup_num_steps: optimizer steps of the warm-up.
+        **kwargs: `num_training_steps` and `num_warmup_steps`, other names of the same arguments.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
@@ -198,26 +201,26 @@ class MegatronLMDummyScheduler(LambdaLR):
         self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:
         total = kwargs.pop("num_training_steps", total_num_steps)
-        warm_up = kwargs.pop("num_warmup_steps", warmup_num_steps) or 0
+        warmup = kwargs.pop("num_warmup_steps", warmup_num_steps) or 0
         if kwargs:
             raise TypeError(f"MegatronLMDummyScheduler has no argument {next(iter(kwargs))!r}.")
 
         def factor(step: int) -> float:
-            if step < warm_up:
-                return step / warm_up
-            return 1.0 if total is None else max(0.0, (total - step) / max(1, total - warm_up))
+            if step < warmup:
+                return step / warmup
+            return 1.0 if total is None else max(0.0, (total - step) / max(1, total - warmup))
 
         super().__init__(getattr(optimizer, "optimizer", optimizer), factor)
 
 
 def avg_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
-    """The means of losses over the ranks that see different samples.
+    """Averages losses over the data-parallel ranks.
 
     Args:
         losses: 0-d tensors, the same number on every rank.
 
     Returns:
-        The means, in the order of the losses.
+        The means, shape (number of losses,), in the order of the losses.
     """
     from leyden.strategies.readers import Readers
     from leyden.trainer.accelerator.ranks import AcceleratorState

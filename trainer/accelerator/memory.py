@@ -1,4 +1,4 @@
-"""Frees memory, and finds a batch size that fits into it, on all ranks together."""
+"""Functions that free memory, and find a batch size that fits into memory on all ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.accelerator import Accelerator
 
 NO_WORKSPACE = "CUDNN_STATUS_NOT_SUPPORTED"
-"""cuDNN's error where no algorithm fits into the memory that is left; it has other causes too."""
+"""cuDNN's error if no algorithm fits into the remaining memory; it has other causes too."""
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Frees what is no longer referenced, and empties the device's cache.
+    """Collects garbage and empties the device's cache.
 
     Args:
-        *objects: to be freed; the caller must overwrite its own references with the returned values.
+        *objects: objects to free; overwrite your own references to them with the returned values.
 
     Returns:
-        As many None as there are objects.
+        One None per object.
 
     Example:
         >>> model, optimizer = object(), object()
@@ -54,24 +54,24 @@ def find_executable_batch_size(
     *,
     accelerator: Accelerator | None = None,
 ) -> Any:
-    """Decorator: calls a function with a batch size, and with half of it each time memory runs out.
+    """Decorator that calls a function with a batch size, and retries with half of it whenever memory runs out.
 
-    On several ranks, one that runs out leaves the others waiting for it in a collective. So all ranks restart, run what
-    stands before the function again, and reach it with the smaller size. That needs a launcher that restarts ranks, on
-    one machine: `leyden launch`, a Trainer in a script that starts its ranks, `notebook_launcher`, or a strategy that
-    forks or spawns them.
+    A rank that runs out of memory would leave the others waiting in a collective. So all ranks restart, run the script
+    again, and reach the function with the smaller size. That needs a launcher that restarts ranks on one machine:
+    `leyden launch`, a Trainer whose script starts its ranks, `notebook_launcher`, or a strategy that forks or spawns
+    ranks.
 
     Args:
-        function: its first argument is the batch size.
-        starting_batch_size: of the first attempt.
-        reduce_batch_size_fn: returns the next size; half of the last one if left out. After a restart it is called once
-            for each size that was given up, so it must not depend on anything else.
-        accelerator: its `gradient_accumulation_steps` grow as the batch shrinks, so that a step keeps its number of
-            samples. Ours.
+        function: the function, whose first argument is the batch size.
+        starting_batch_size: batch size of the first attempt.
+        reduce_batch_size_fn: function that returns the next size; by default half of the last one. After a restart it
+            is called once for each rejected size, so it must not depend on anything else.
+        accelerator: an Accelerator whose `gradient_accumulation_steps` grow as the batch shrinks, so that a step keeps
+            its number of samples. Not in Accelerate.
 
     Raises:
-        ConfigurationError: if the function takes no batch size, or was called with one; on several ranks that nobody
-            would restart (those of torchrun, srun, or several machines).
+        ConfigurationError: if the function takes no batch size, or was called with one; on several ranks that no
+            launcher restarts (those of torchrun, srun, or several machines).
         RuntimeError: if not even a batch of 1 fits.
 
     Example:
@@ -108,7 +108,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not (is_out_of_memory(error) or NO_WORKSPACE in str(error)):
                     raise
-                # Its traceback holds the frames, and they hold the tensors that did not fit.
+                # Keep only the text: the traceback would keep alive the frames and their tensors.
                 failed = f"{type(error).__name__}: {error}"
             sizes.give_up(failed)
         raise RuntimeError(f"{chosen.__name__} does not fit into memory with any batch size down to 1 ({failed}).")
@@ -117,12 +117,12 @@ def find_executable_batch_size(
 
 
 class _Sizes:
-    """The batch sizes of one function, from the first one down.
+    """The batch sizes to try for one function, from the largest down.
 
     Args:
-        function: whose they are.
-        first: the first one.
-        smaller: returns the next one; None for half of the last.
+        function: the decorated function.
+        first: the first size.
+        smaller: function that returns the next size; None halves the last one.
     """
 
     def __init__(self, function: Callable[..., Any], first: int, smaller: Callable[[], int] | None) -> None:
@@ -132,28 +132,27 @@ class _Sizes:
         self._given_up = 0
 
     def begin(self) -> None:
-        """Continues with the first size that earlier attempts have not given up."""
+        """Continues with the first size that earlier attempts have not rejected."""
         place = rank_environment()
         if place is not None and place.world_size > 1 and not starts_again():
             raise ConfigurationError(
-                f"find_executable_batch_size on {place.world_size} ranks of {place.starter}: if one of them runs out "
-                "of memory, all must restart, which only `leyden launch` (on one machine), notebook_launcher "
-                "and a Trainer that starts its ranks itself do. Start with `leyden launch --num_processes "
-                f"{place.world_size} script.py`, or find the size there, and call {self._function.__name__} with it "
-                "here, without the decorator."
+                f"find_executable_batch_size cannot restart the {place.world_size} ranks that {place.starter} started, "
+                "and all must restart if one runs out of memory. Start one machine's ranks with `leyden launch "
+                f"--num_processes {place.world_size} script.py`; for more, find the size that way first, then call "
+                f"{self._function.__name__} with it, without the decorator."
             )
         while self._given_up < given_up(self._name):
             self._next()
 
     def give_up(self, failed: str) -> None:
-        """Takes the next size; on several ranks, all restart with it, and this call does not return."""
+        """Moves to the next size; on several ranks, all ranks restart with it, and this call does not return."""
         place, last = rank_environment(), self.size
         self._next()
         if place is None or place.world_size == 1 or self.size <= 0:
             return
         print(
             f"leyden: {self._function.__name__} does not fit into the memory of rank {place.rank} with batch size "
-            f"{last} ({failed}). All ranks restart with {self.size}.",
+            f"{last} ({failed}). All ranks restart with batch size {self.size}.",
             file=sys.stderr,
             flush=True,
         )
@@ -171,8 +170,8 @@ class _Sizes:
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     names = list(inspect.signature(function).parameters)
     if not names:
-        raise ConfigurationError(f"{function.__name__} takes no batch size: give it one as its first argument.")
+        raise ConfigurationError(f"{function.__name__} takes no batch size. Make batch_size its first argument.")
     if len(args) >= len(names):
         raise ConfigurationError(
-            f"{function.__name__} was called with a batch size, which find_executable_batch_size passes: leave it out."
+            f"{function.__name__} was called with a batch size, but find_executable_batch_size passes it. Leave it out."
         )

@@ -1,4 +1,4 @@
-"""notebook_launcher: your own training loop on several ranks, from a notebook or an interactive session."""
+"""notebook_launcher: a custom training loop on several ranks, from a notebook or an interactive session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment, with_variables
 from leyden.trainer.launched import PRECISION, SOURCE
 
-ACCELERATES = "ACCELERATE_MIXED_PRECISION"
+ACCELERATE_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 def notebook_launcher(
@@ -27,18 +27,18 @@ def notebook_launcher(
     """Calls a function on several ranks of this machine.
 
     Args:
-        function: makes its Accelerator itself.
+        function: the function, which creates its own Accelerator.
         args: its arguments.
-        num_processes: ranks; one for each GPU, or one, if left out.
-        mixed_precision: of an Accelerator without a `mixed_precision` of its own.
+        num_processes: number of ranks; by default one per GPU, or one.
+        mixed_precision: precision of an Accelerator without its own `mixed_precision`.
         start_method: "fork", which imports nothing again; or "spawn", for functions of importable files.
-        **refused: arguments of Accelerate's that name several machines, for which a script is needed.
+        **refused: Accelerate's arguments for several machines, which need a script.
 
     Returns:
-        What the function returned on rank 0.
+        The return value of rank 0.
 
     Raises:
-        ConfigurationError: inside of a run on ranks, or where CUDA is in use already and would have to be forked.
+        ConfigurationError: inside a run on ranks, or if a process that already uses CUDA would have to fork.
 
     Example:
         >>> notebook_launcher(max, ([1, 3, 2],), num_processes=1)
@@ -50,11 +50,11 @@ def notebook_launcher(
             raise ConfigurationError(f"notebook_launcher has no argument {name!r}.")
         if name in ("node_rank", "num_nodes") and value != plain[name]:
             raise ConfigurationError(
-                f"notebook_launcher({name}={value}): several machines need a script, and `leyden launch`."
+                f"notebook_launcher({name}={value}) runs on one machine only. Use a script and `leyden launch`."
             )
     if rank_environment() is not None:
         raise ConfigurationError(
-            "notebook_launcher was called on a rank, which is started already: call the function itself."
+            "notebook_launcher was called on a rank that is already running. Call the function itself."
         )
     count = len(find_devices("auto", "auto")) if num_processes is None else num_processes
     call = functools.partial(_with_precision, function, mixed_precision)
@@ -66,26 +66,28 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Calls a function on several ranks on the CPU, to try a script without GPUs.
+    """Calls a function on several CPU ranks, to try a script without GPUs.
 
     Args:
-        function: makes its Accelerator itself.
+        function: the function, which creates its own Accelerator.
         args: its arguments.
-        num_processes: ranks.
+        num_processes: number of ranks.
 
     Returns:
-        What the function returned on rank 0.
+        The return value of rank 0.
     """
     with with_variables({"ACCELERATE_USE_CPU": "true"}):
         return notebook_launcher(function, args, num_processes)
 
 
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
-    # The second is read by code that runs on Accelerate itself, as transformers' Trainer does.
-    variables = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}
+    variables = {}
+    if precision != "no":
+        # The second variable is for code that uses Accelerate itself, such as transformers' Trainer.
+        variables = {PRECISION: precision, ACCELERATE_PRECISION: precision, SOURCE: "notebook_launcher"}
     with with_variables(variables):
         result = function(*args)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Only ranks that succeed come here: the others would wait for one that failed.
+            # A rank that fails never gets here; the launcher then ends the ranks that wait.
             torch.distributed.barrier()
         return result

@@ -1,4 +1,4 @@
-"""Checks an Accelerator's arguments: each has an effect, or raises an error that names what to use instead."""
+"""Checks of an Accelerator's arguments: each has an effect, or raises an error that names the alternative."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from leyden.trainer.events.preemption import wanted
 from leyden.trainer.launched import read_launched, with_recipe
 
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
-BOOLEANS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+LOADER_FLAGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 
 
 class Options:
-    """The arguments of an Accelerator, checked and put together.
+    """The arguments of an Accelerator, checked and combined with its plugins, the launch and the environment.
 
     Args:
         **given: the arguments by name.
@@ -49,7 +49,7 @@ class Options:
         _tensor_plugin(given)
         _megatron_plugin(given)
         _compile_plugin(given)
-        _fill(given)
+        _fill_from_launch(given)
         self.device_placement: bool = given["device_placement"]
         self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
@@ -59,7 +59,7 @@ class Options:
         self.accumulation = _accumulation(given)
         self.project = _project(given)
         self.resumes = _resumes(given["resume"], self.project)
-        """The loop continues by itself, in a folder that it holds alone."""
+        """True if the loop resumes automatically, in a folder that it locks."""
         self.preemption = wanted(given["preemption"], resumes=False)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
@@ -67,7 +67,7 @@ class Options:
         """Further arguments of torch.compile, from a plugin or a launch."""
         self.megatron: MegatronLMPlugin | None = given["megatron_lm_plugin"]
         self.clips_to: float | None = given.get("clips_to") or None
-        """Norm to which each step is clipped, by a launch or a plugin; 0 stands for none, as in Megatron-LM."""
+        """Gradient norm to clip to in each step, from a launch or a plugin; 0 disables it, as in Megatron-LM."""
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
@@ -77,12 +77,12 @@ class Options:
         self.accumulation = replace(self.accumulation, num_steps=steps)
         self.precision = self._precision(given["mixed_precision"])
         self.hang_timeout = hang_limit(given.get("hang_timeout"))
-        """Of a launch: an Accelerator has no such argument."""
+        """Time limit of the hang watchdog, from `leyden launch` alone: an Accelerator has no such argument."""
 
     def _precision(self, wanted: Any) -> Precision | None:
         scaler = self.handlers.get(GradScalerKwargs)
         if wanted is None and self.deepspeed is not None:
-            # The config decides where neither script nor environment does.
+            # The config decides if neither the script nor the environment does.
             wanted = os.environ.get("ACCELERATE_MIXED_PRECISION") or self.deepspeed.precision
         if wanted is None and isinstance(self.strategy, Strategy):
             found = recipe_of(self.handlers, self.strategy.precision.name)
@@ -94,30 +94,31 @@ class Options:
             found = MixedPrecision(
                 "16", scaler.init_scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
             )
-            # Without one, losses are not scaled and no step is skipped.
+            # Without a scaler, losses are not scaled and no step is skipped.
             found.may_skip = scaler.enabled
         return found
 
     def name_of(self, precision: Precision) -> str:
-        """Accelerate's name of the run's precision, where it has one."""
+        """Returns Accelerate's name of the precision, or Leyden's if Accelerate has none."""
         names = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
         if self.deepspeed is not None:
-            # Weights in half precision with float32 master weights, which scripts know by the short names.
+            # Half-precision weights with float32 master weights, which scripts know by the short names.
             names |= {"16-true": "fp16", "bf16-true": "bf16"}
         return names.get(precision.name, precision.name)
 
     def state(self, strategy: Strategy) -> AcceleratorState:
-        """What the run is, for libraries that read it."""
+        """Returns the run's ranks, precision and plugins, for libraries that read them."""
         name = self.name_of(strategy.precision)
         return AcceleratorState(strategy, name, self.deepspeed, self.fsdp_in_use(strategy), self.megatron)
 
     def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
-        """Returns the plugin that describes how the run is sharded, for libraries; None without FSDP."""
+        """Returns a plugin that describes the run's sharding, for libraries that read it; None without FSDP."""
         settings = getattr(strategy, "settings", None)
         if not isinstance(settings, Mapping) or "reshard_after_forward" not in settings:
             return None
         plugin = self.fsdp or FullyShardedDataParallelPlugin()
-        # A library that reads "SHARDED_STATE_DICT" writes Accelerate's own files; get_state_dict has whole tensors.
+        # A library that reads "SHARDED_STATE_DICT" writes Accelerate's own files, but get_state_dict returns full
+        # tensors.
         return replace(
             plugin,
             fsdp_version=2,
@@ -126,21 +127,21 @@ class Options:
         )
 
     def autocast(self, precision: Precision, device: torch.device, handler: AutocastKwargs) -> torch.autocast:
-        """Returns torch.autocast with settings that differ from the run's."""
+        """Returns torch.autocast with a handler's settings in place of the run's."""
         dtype = precision.dtype if isinstance(precision, MixedPrecision) else None
         return torch.autocast(
             device.type, dtype, enabled=handler.enabled and dtype is not None, cache_enabled=handler.cache_enabled
         )
 
     def converts_outputs(self, strategy: Strategy) -> bool:
-        """Returns True if outputs are converted to float32. Those of DeepSpeed's engine are not, as in Accelerate."""
+        """Returns True if outputs are converted to float32; as in Accelerate, those of DeepSpeed's engine are not."""
         return self._converts_outputs and isinstance(strategy.precision, MixedPrecision) and not strategy.drives_one
 
     def engine_arguments(self) -> dict[str, Any]:
-        """The arguments of `Engine`."""
+        """Returns the arguments of `Engine`."""
         from leyden.strategies.launch.environment import rank_environment
 
-        # A script that nobody has started on several ranks is one process, on one device.
+        # A script that was not launched on several ranks is one process, on one device.
         alone = self.strategy == "auto" and rank_environment() is None
         return {
             "strategy": self.strategy,
@@ -150,7 +151,7 @@ class Options:
         }
 
     def apply(self, strategy: Strategy) -> None:
-        """Applies the handlers' values to the strategy, and lets it join the other ranks."""
+        """Applies plugins and handlers to the strategy, and lets it join the process group."""
         check_started(strategy)
         if self.mesh is not None:
             self.mesh.check(strategy.ranks.world_size)
@@ -160,13 +161,13 @@ class Options:
             self.deepspeed = plugin_for(strategy)
         if self.accumulation.sync_each_batch and strategy.drives_one:
             raise ConfigurationError(
-                f"sync_each_batch=True cannot go with {strategy.name}, whose engine decides when gradients are sent: "
-                "leave it out."
+                f"sync_each_batch=True cannot be combined with {strategy.name}, whose engine decides when to "
+                "synchronize gradients. Leave it out."
             )
         if self.accumulation.sync_each_batch and strategy.outputs.are_in_parts:
             raise ConfigurationError(
-                "sync_each_batch=True cannot go with a pipeline, which exchanges gradients as its window closes: leave "
-                "it out."
+                "sync_each_batch=True cannot be combined with a pipeline, which synchronizes gradients when its window "
+                "closes. Leave it out."
             )
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
@@ -182,14 +183,14 @@ class Options:
             strategy.configure_ddp(ddp.arguments(), ddp.hook())
 
 
-def _fill(given: dict[str, Any]) -> None:
-    """Fills the arguments that the script leaves at their defaults from `leyden launch`."""
+def _fill_from_launch(given: dict[str, Any]) -> None:
+    """Fills arguments that the script leaves at their defaults with the values of `leyden launch`."""
     launched = read_launched()
     if launched is None:
         return
     plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
     accumulates = given["gradient_accumulation_steps"] != 1 or given["gradient_accumulation_plugin"] is not None
-    # The launch's value, and whether the script gives its own.
+    # The launch's value, and True if the script sets its own.
     offers: dict[str, tuple[Any, bool]] = {
         "strategy": (launched.strategy, given["strategy"] != "auto" or any(given[name] for name in plugins)),
         "mixed_precision": (launched.precision, given["mixed_precision"] is not None),
@@ -208,7 +209,7 @@ def _fill(given: dict[str, Any]) -> None:
     if "strategy" in filled:
         given["clips_to"] = launched.gradient_clip_val
     if "strategy" in filled and launched.strategy == "mesh":
-        # Its sizes are in the launcher's variables.
+        # ParallelismConfig reads its sizes from the launcher's variables.
         given["launched_mesh"] = ParallelismConfig()
     given.update(filled)
 
@@ -219,49 +220,50 @@ def _compile_plugin(given: dict[str, Any]) -> None:
     if plugin is None:
         return
     if not isinstance(plugin, TorchDynamoPlugin):
-        raise ConfigurationError(f"Accelerator(dynamo_plugin=…) was given {kind_of(plugin)}: give a TorchDynamoPlugin.")
+        raise ConfigurationError(f"Accelerator(dynamo_plugin=…) got {kind_of(plugin)}. Pass a TorchDynamoPlugin.")
     if given["dynamo_backend"] is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given: give one of them.")
+        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given. Pass one of them.")
     given["dynamo_backend"], given["compile_options"] = plugin.backend, plugin.arguments()
 
 
 def _tensor_plugin(given: dict[str, Any]) -> None:
-    """Replaces a TorchTensorParallelPlugin by the `parallelism_config` that it stands for."""
+    """Replaces a TorchTensorParallelPlugin with the equivalent `parallelism_config`."""
     plugin = given["torch_tp_plugin"]
     if plugin is None:
         return
     if not isinstance(plugin, TorchTensorParallelPlugin):
         raise ConfigurationError(
-            f"Accelerator(torch_tp_plugin=…) was given {kind_of(plugin)}: give ParallelismConfig(tp_size=…) as "
+            f"Accelerator(torch_tp_plugin=…) got {kind_of(plugin)}. Pass ParallelismConfig(tp_size=…) as "
             "parallelism_config."
         )
     if given["parallelism_config"] is not None:
-        raise ConfigurationError("torch_tp_plugin and parallelism_config were both given: give parallelism_config.")
+        raise ConfigurationError("torch_tp_plugin and parallelism_config were both given. Pass parallelism_config.")
     given["parallelism_config"] = plugin.config()
 
 
 def _megatron_plugin(given: dict[str, Any]) -> None:
-    """Has each step clipped as a MegatronLMPlugin says."""
+    """Sets the gradient clipping of a MegatronLMPlugin."""
     plugin = given["megatron_lm_plugin"]
     if plugin is None:
         return
     if not isinstance(plugin, MegatronLMPlugin):
-        raise ConfigurationError(
-            f"Accelerator(megatron_lm_plugin=…) was given {kind_of(plugin)}: give a MegatronLMPlugin."
-        )
+        raise ConfigurationError(f"Accelerator(megatron_lm_plugin=…) got {kind_of(plugin)}. Pass a MegatronLMPlugin.")
     if given["parallelism_config"] is not None:
-        raise ConfigurationError("megatron_lm_plugin and parallelism_config were both given: give one of them.")
+        raise ConfigurationError("megatron_lm_plugin and parallelism_config were both given. Pass one of them.")
     given["clips_to"] = plugin.gradient_clipping
 
 
 def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
     found = given["dataloader_config"] or DataLoaderConfiguration()
-    own = {name: given[name] for name in BOOLEANS if given[name] is not None}
+    own = {name: given[name] for name in LOADER_FLAGS if given[name] is not None}
     if own and given["dataloader_config"] is not None:
-        raise ConfigurationError(f"{', '.join(own)} and dataloader_config were both given: give one of them.")
+        raise ConfigurationError(f"{', '.join(own)} and dataloader_config were both given. Pass one of them.")
     found = replace(found, **own)
     if found.dispatch_batches and found.use_stateful_dataloader:
-        raise ConfigurationError("dispatch_batches=True cannot go with use_stateful_dataloader: rank 0 alone reads.")
+        raise ConfigurationError(
+            "dispatch_batches=True cannot be combined with use_stateful_dataloader, since only rank 0 reads the data. "
+            "Leave one of them out."
+        )
     return found
 
 
@@ -271,8 +273,8 @@ def _accumulation(given: dict[str, Any]) -> GradientAccumulationPlugin:
     if plugin is not None:
         if steps not in (1, plugin.num_steps):
             raise ConfigurationError(
-                f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin of {plugin.num_steps}: give one "
-                "of them."
+                f"gradient_accumulation_steps={steps} contradicts GradientAccumulationPlugin(num_steps="
+                f"{plugin.num_steps}). Pass one of them."
             )
         return replace(plugin)
     variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
@@ -286,17 +288,17 @@ def _project(given: dict[str, Any]) -> ProjectConfiguration:
     if given["project_dir"] is not None and found.project_dir is None:
         found.set_directories(given["project_dir"])
     if found.automatic_checkpoint_naming and found.project_dir is None:
-        raise ConfigurationError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
+        raise ConfigurationError("automatic_checkpoint_naming needs a folder. Pass Accelerator(project_dir=…).")
     return found
 
 
 def _resumes(given: str | None, project: ProjectConfiguration) -> bool:
     if given not in (None, "auto"):
         raise ConfigurationError(
-            f"Accelerator(resume={given!r}): use 'auto' or None; load_state('path') loads a checkpoint of your choice."
+            f"Accelerator(resume={given!r}): use 'auto' or None. load_state('path') loads a checkpoint of your choice."
         )
     if given == "auto" and project.project_dir is None:
-        raise ConfigurationError("resume='auto' finds checkpoints by their folder: give Accelerator(project_dir=…).")
+        raise ConfigurationError("resume='auto' needs a folder of checkpoints. Pass Accelerator(project_dir=…).")
     return given is not None
 
 
@@ -304,7 +306,7 @@ def _rng_types(given: Any) -> list[str]:
     names = [str(getattr(entry, "value", entry)) for entry in given or ()]
     for name in names:
         if name not in RNG_TYPES:
-            raise ConfigurationError(f"rng_types has {name!r}. {nearest(name, RNG_TYPES)}")
+            raise ConfigurationError(f"rng_types has an unknown type {name!r}. {nearest(name, RNG_TYPES)}")
     return names
 
 
@@ -314,21 +316,21 @@ def _backend(given: Any) -> str | None:
         return None
     known = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
     if name not in known:
-        raise ConfigurationError(f"dynamo_backend={given!r} is not known. {nearest(name, ('no', *sorted(known)))}")
+        raise ConfigurationError(f"dynamo_backend={given!r} is unknown. {nearest(name, ('no', *sorted(known)))}")
     return name
 
 
 def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
-    """Returns the strategy argument, or the strategy of a plugin."""
+    """Returns the `strategy` argument, or the strategy that a plugin builds."""
     mesh = given["parallelism_config"]
     if mesh is not None:
         if not isinstance(mesh, ParallelismConfig):
             raise ConfigurationError(
-                f"Accelerator(parallelism_config=…) was given {kind_of(mesh)}: give a ParallelismConfig."
+                f"Accelerator(parallelism_config=…) got {kind_of(mesh)}. Pass a ParallelismConfig."
             )
         if deepspeed is not None or given["strategy"] != "auto":
             other = "deepspeed_plugin" if deepspeed is not None else "strategy"
-            raise ConfigurationError(f"parallelism_config and {other} were both given: give one of them.")
+            raise ConfigurationError(f"parallelism_config and {other} were both given. Pass one of them.")
         return mesh.build(given["fsdp_plugin"])
     named = {
         "fsdp_plugin": given["fsdp_plugin"],
@@ -338,7 +340,7 @@ def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str |
     plugins = {name: plugin for name, plugin in named.items() if plugin is not None}
     both = [*plugins, *(["strategy"] if given["strategy"] != "auto" else [])]
     if len(both) > 1:
-        raise ConfigurationError(f"{' and '.join(both)} were both given: give one of them.")
+        raise ConfigurationError(f"{' and '.join(both)} were both given. Pass one of them.")
     for plugin in plugins.values():
         return plugin.build()  # type: ignore[no-any-return]
     return given["strategy"]  # type: ignore[no-any-return]

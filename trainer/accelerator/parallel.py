@@ -1,4 +1,4 @@
-"""ParallelismConfig: how many ranks replicate a model, shard one, and split its layers."""
+"""ParallelismConfig: the number of ranks that replicate a model, shard it, split its layers and form its pipeline."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
 NOT_YET = {
     "cp_size": "context parallelism is not part of this version. Leave it out.",
-    "sp_size": "DeepSpeed's Ulysses is not part of this version: leave it out, and let tp_size split activations along "
-    "the sequence, by 'sequence' in the model's plan.",
+    "sp_size": "DeepSpeed Ulysses is not part of this version. Leave it out; tp_size splits activations along the "
+    "sequence for modules with 'sequence' in the model's plan.",
 }
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_cp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard",),
 }
-"""Accelerate's names of several dimensions together. There is no `cp` beside the others yet."""
+"""Accelerate's names of flattened dimensions. This version has no `cp` dimension to include."""
 
 
 @dataclass
 class TorchTensorParallelConfig:
-    """How layers are split, for `ParallelismConfig(tp_handler=…)`.
+    """Tensor-parallel settings, for `ParallelismConfig(tp_handler=…)`.
 
     Attributes:
-        enable_async_tp: refused.
+        enable_async_tp: refused: overlapping needs torch.compile and memory shared by GPUs.
 
     Raises:
         ConfigurationError: for `enable_async_tp`.
@@ -45,21 +45,21 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         if self.enable_async_tp:
             raise ConfigurationError(
-                "TorchTensorParallelConfig(enable_async_tp=True): an exchange beside a layer's product needs "
-                "torch.compile and memory that GPUs share. Leave it out; numbers are the same."
+                "TorchTensorParallelConfig(enable_async_tp=True) is not supported: overlapping communication with a "
+                "layer's matmul needs torch.compile and memory shared by GPUs. Leave it out; the numbers are the same."
             )
 
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """What Accelerate had before `ParallelismConfig(tp_size=…)`, for `Accelerator(torch_tp_plugin=…)`.
+    """Accelerate's predecessor of `ParallelismConfig(tp_size=…)`, for `Accelerator(torch_tp_plugin=…)`.
 
     Attributes:
         tp_size: ranks that split each layer.
-        torch_device_mesh: refused: the Accelerator makes its own.
+        torch_device_mesh: refused: the Accelerator creates its own mesh.
 
     Raises:
-        ConfigurationError: for a mesh.
+        ConfigurationError: for a `torch_device_mesh`.
     """
 
     tp_size: int = 1
@@ -68,37 +68,37 @@ class TorchTensorParallelPlugin:
     def __post_init__(self) -> None:
         if self.torch_device_mesh is not None:
             raise ConfigurationError(
-                "TorchTensorParallelPlugin(torch_device_mesh=…): the Accelerator makes the mesh of all ranks. Leave it "
-                "out, and read accelerator.torch_device_mesh."
+                "TorchTensorParallelPlugin(torch_device_mesh=…) is not supported: the Accelerator creates the mesh. "
+                "Leave it out, and read accelerator.torch_device_mesh."
             )
 
     def config(self) -> ParallelismConfig:
-        """The same as a `ParallelismConfig`."""
+        """Returns the equivalent `ParallelismConfig`."""
         return ParallelismConfig(tp_size=self.tp_size)
 
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the mesh of ranks, for `Accelerator(parallelism_config=…)`.
+    """Sizes of the device mesh, for `Accelerator(parallelism_config=…)`.
 
-    What is left at None is the launcher's `PARALLELISM_CONFIG_<NAME>`, or 1. Where layers are split, the model brings
-    the plan (see `MeshStrategy`), or was split as it was loaded.
+    A size of None takes the launcher's `PARALLELISM_CONFIG_<NAME>`, or 1. Under tensor parallelism the model brings its
+    plan (see `MeshStrategy`), or is loaded already split.
 
     Attributes:
-        dp_replicate_size: copies of the model; alone it is DDP.
-        dp_shard_size: ranks that share one copy; alone it is FSDP, with replicas HSDP.
-        tp_size: ranks that split each layer, and share their batches.
-        cp_size: ranks that share a sequence: 1 in this version.
-        sp_size: ranks of DeepSpeed's Ulysses: 1 in this version.
-        cp_backend: "torch"; read by libraries.
-        sp_backend: "deepspeed"; read by libraries.
+        dp_replicate_size: replicas of the model; alone it means DDP.
+        dp_shard_size: ranks that shard one replica; alone it means FSDP, with replicas HSDP.
+        tp_size: ranks that split each layer and share their batches.
+        cp_size: ranks of context parallelism; 1 in this version.
+        sp_size: ranks of DeepSpeed Ulysses; 1 in this version.
+        cp_backend: "torch"; only read by libraries.
+        sp_backend: "deepspeed"; only read by libraries.
         tp_handler: a `TorchTensorParallelConfig`.
-        cp_handler: without effect while cp_size is 1.
-        sp_handler: without effect while sp_size is 1.
-        pp_size: ranks over which the blocks are dealt out, as stages of a pipeline (`Accelerator.pipeline_step`). Ours.
+        cp_handler: no effect while cp_size is 1.
+        sp_handler: no effect while sp_size is 1.
+        pp_size: ranks of the pipeline, each with its stages (`Accelerator.pipeline_step`). Not in Accelerate.
 
     Raises:
-        ConfigurationError: for a size below 1, and for one that this version does not have.
+        ConfigurationError: for a size below 1, and for sizes that this version does not support.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2)
@@ -123,7 +123,7 @@ class ParallelismConfig:
             given = getattr(self, name)
             text = str(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1) if given is None else given)
             if not text.isdigit() or int(text) < 1:
-                raise ConfigurationError(f"ParallelismConfig({name}={text}): give a whole number from 1.")
+                raise ConfigurationError(f"ParallelismConfig({name}={text}): use an integer of at least 1.")
             if name in NOT_YET and int(text) > 1:
                 raise ConfigurationError(f"ParallelismConfig({name}={text}): {NOT_YET[name]}")
             setattr(self, name, int(text))
@@ -131,32 +131,32 @@ class ParallelismConfig:
 
     @property
     def layout(self) -> Layout:
-        """The sizes as those of a mesh."""
+        """The sizes as a mesh layout."""
         return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1, self.pp_size or 1)
 
     @property
     def replicas(self) -> int:
-        """Copies of the model: `dp_replicate_size`, or 1."""
+        """Replicas of the model: `dp_replicate_size`, or 1."""
         return self.layout.dp_replicate
 
     @property
     def shards(self) -> int:
-        """Ranks over which each copy is sharded: `dp_shard_size`, or 1."""
+        """Ranks that shard each replica: `dp_shard_size`, or 1."""
         return self.layout.dp_shard
 
     @property
     def total_size(self) -> int:
-        """Ranks of the whole mesh."""
+        """Number of ranks in the mesh."""
         return self.layout.size
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks, or groups of ranks, that see different samples."""
         return self.layout.data_size
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Ranks that share their samples."""
+        """Number of ranks that share the same samples."""
         return self.layout.tp * self.layout.pp
 
     @property
@@ -185,49 +185,49 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The dimensions over which samples differ."""
+        """Names of the dimensions along which samples differ."""
         sizes = {"dp_replicate": self.layout.dp_replicate, "dp_shard": self.layout.dp_shard}
         return [name for name, size in sizes.items() if size > 1]
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The dimensions over which samples are the same."""
+        """Names of the dimensions along which samples are the same."""
         return [name for name in ("pp", "tp") if getattr(self.layout, name) > 1]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The dimensions over which a copy of the model is sharded."""
+        """Names of the dimensions along which a replica is sharded."""
         return ["dp_shard"] if self.dp_shard_enabled else []
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The dimensions over which losses are averaged."""
+        """Names of the dimensions along which losses are averaged."""
         return self.dp_dim_names
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The dimensions of FSDP, replicas included."""
+        """Names of FSDP's dimensions, including replicas."""
         return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The dimensions of more than one rank."""
+        """Names of the dimensions with more than one rank."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of all ranks; None before the Accelerator has made it."""
+        """The mesh of all ranks; None before the Accelerator has created it."""
         return self._mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """See `device_mesh`; the device is the Accelerator's."""
+        """Returns `device_mesh`; `device_type` is ignored, since the Accelerator chooses the device."""
         return self._mesh
 
     def adopt(self, mesh: DeviceMesh | None) -> None:
-        """Takes the mesh that the strategy made, and gives its dimensions Accelerate's names. Every rank must call it.
+        """Adopts the strategy's mesh, and adds Accelerate's names for its dimensions. Every rank must call it.
 
         Args:
-            mesh: of all ranks; None for a strategy without one.
+            mesh: the mesh of all ranks; None for a strategy without one.
         """
         self._mesh = mesh
         if mesh is None or mesh.mesh_dim_names is None:
@@ -240,14 +240,14 @@ class ParallelismConfig:
                 mesh[own]._flatten(joined)
 
     def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
-        """Makes the strategy.
+        """Builds the strategy.
 
         Args:
-            fsdp_plugin: how it is sharded.
+            fsdp_plugin: settings for the sharding.
         """
         if fsdp_plugin is not None and not self.dp_shard_enabled:
             raise ConfigurationError(
-                "fsdp_plugin shards, and ParallelismConfig has dp_shard_size=1: give the ranks that share a model."
+                "fsdp_plugin needs ranks to shard over, but ParallelismConfig has dp_shard_size=1. Set dp_shard_size."
             )
         layout = self.layout
         if self.tp_enabled or self.pp_enabled:
@@ -262,10 +262,10 @@ class ParallelismConfig:
         return "ddp" if self.dp_replicate_enabled else "auto"
 
     def check(self, ranks: int) -> None:
-        """Raises ConfigurationError where the sizes do not make up the ranks there are."""
+        """Raises ConfigurationError unless the product of the sizes is the number of ranks, or 1."""
         if self.total_size not in (1, ranks):
             sizes = " × ".join(f"{name} {getattr(self, name)}" for name in SIZES if getattr(self, name) > 1)
             raise ConfigurationError(
-                f"ParallelismConfig makes up {self.total_size} ranks ({sizes}), and there are {ranks}: the product of "
-                "the sizes must be their number."
+                f"ParallelismConfig needs {self.total_size} ranks ({sizes}), but there are {ranks}. Choose sizes whose "
+                "product is the number of ranks."
             )

@@ -1,4 +1,4 @@
-"""The settings of an Accelerator, under the names of Hugging Face Accelerate."""
+"""Settings objects of an Accelerator, under Hugging Face Accelerate's names."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are split over the ranks.
+    """How loaders are split across ranks.
 
     Attributes:
-        split_batches: a loader's batch_size counts the samples of all ranks together.
-        dispatch_batches: only rank 0 reads the data, and sends the others their batches; with None and False every rank
-            reads its own part, of iterable data too.
-        even_batches: fill the last batches with samples from the start of the epoch, so that every rank has as many
-            batches of the same size; `gather_for_metrics` drops the repeats.
-        use_seedable_sampler: shuffle by `data_seed` and epoch alone, whatever else draws random numbers.
-        data_seed: seed of that order; torch's initial seed if left out.
-        non_blocking: accepted for scripts: copies to cuda and xpu run asynchronously in any case.
-        use_stateful_dataloader: accepted for scripts: every loader's place is saved and restored in any case.
+        split_batches: treat a loader's batch_size as the global batch size, to be divided among the ranks.
+        dispatch_batches: read the data on rank 0 only, which sends the other ranks their batches. With None or False,
+            every rank reads its own part, also of iterable data.
+        even_batches: fill the last batches with samples from the start of the epoch, so that every rank has the same
+            number of batches of the same size; `gather_for_metrics` drops the duplicates.
+        use_seedable_sampler: derive the shuffle from `data_seed` and the epoch alone, so that other random draws do not
+            change it.
+        data_seed: seed of that shuffle; None means torch's initial seed.
+        non_blocking: accepted for Accelerate's scripts; copies to cuda and xpu are asynchronous in any case.
+        use_stateful_dataloader: accepted for Accelerate's scripts; every loader's position is saved in any case.
 
     Example:
         >>> DataLoaderConfiguration(even_batches=False).dispatch_batches is None
@@ -53,18 +54,18 @@ class DataLoaderConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """How batches make one optimizer step.
+    """How batches accumulate into one optimizer step.
 
     Attributes:
-        num_steps: batches of a step, 1 or more; the last step of an epoch has those that are left, and is divided by
-            their number.
-        adjust_scheduler: let torch's check of the order of steps count the batches of a window too.
-        sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False keeps counting
-            in the next epoch.
-        sync_each_batch: send gradients to the other ranks with every batch (FSDP then never holds whole ones).
+        num_steps: batches per step, 1 or more. The last step of an epoch takes the remaining batches, and its loss is
+            divided by their number.
+        adjust_scheduler: count a scheduler's calls inside a window, so that torch's check of the call order passes.
+        sync_with_dataloader: step at the end of a loader, even if the window is not full; False continues the window in
+            the next epoch.
+        sync_each_batch: synchronize gradients in every batch, so that FSDP never holds unsharded gradients.
 
     Raises:
-        ConfigurationError: if `num_steps` is not a whole number from 1.
+        ConfigurationError: if `num_steps` is not an integer of at least 1.
 
     Example:
         >>> GradientAccumulationPlugin(num_steps=4).sync_with_dataloader
@@ -78,7 +79,7 @@ class GradientAccumulationPlugin:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
-            raise ConfigurationError(f"gradient_accumulation_steps={self.num_steps!r}: give a whole number from 1.")
+            raise ConfigurationError(f"gradient_accumulation_steps={self.num_steps!r}: use an integer of at least 1.")
 
 
 @dataclass
@@ -87,11 +88,11 @@ class ProjectConfiguration:
 
     Attributes:
         project_dir: folder of the run.
-        logging_dir: folder of the trackers; `project_dir` if left out.
-        automatic_checkpoint_naming: `save_state()` writes to `<project_dir>/checkpoints/checkpoint_<n>`.
-        total_limit: keep so many of these; older ones are removed after the new one is committed.
-        iteration: number of the next one.
-        save_on_each_node: every machine keeps its own files.
+        logging_dir: folder of the trackers; `project_dir` by default.
+        automatic_checkpoint_naming: make `save_state()` write to `<project_dir>/checkpoints/checkpoint_<n>`.
+        total_limit: number of such checkpoints to keep; older ones are removed after the new one is committed.
+        iteration: number of the next checkpoint.
+        save_on_each_node: write the files of `save_model` on every machine.
 
     Raises:
         ConfigurationError: if `total_limit` is below 1.
@@ -110,38 +111,38 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigurationError(f"ProjectConfiguration(total_limit={self.total_limit}): give 1 or more, or None.")
+            raise ConfigurationError(f"ProjectConfiguration(total_limit={self.total_limit}): use 1 or more, or None.")
         self.set_directories(self.project_dir)
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Folder of the checkpoints that are named automatically."""
+        """Folder of the automatically named checkpoints."""
         assert self.project_dir is not None, "the Accelerator checks this"
         return Path(self.project_dir) / "checkpoints"
 
     def next_name(self) -> str:
-        """Returns the next automatic name; numbers of an earlier run in the same folder are not used twice."""
+        """Returns the next automatic name, skipping names that an earlier run has used in the same folder."""
         names = (f"checkpoint_{number}" for number in itertools.count(self.iteration))
         return next(name for name in names if not os.path.lexists(self.checkpoint_folder / name))
 
     def continue_after(self, path: Path) -> None:
-        """Counts on from a checkpoint, if it was named automatically."""
+        """Continues the numbering after a checkpoint, if it was named automatically."""
         named = AUTOMATIC.fullmatch(path.name)
         if named is not None:
             self.iteration = int(named[1]) + 1
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Sets the folder of the run, and that of the trackers where it has none."""
+        """Sets the run's folder, and the trackers' folder if it is not set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
 
 class KwargsHandler:
-    """Base class of what `kwargs_handlers` takes."""
+    """Base class of the objects in `kwargs_handlers`."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Returns the settings that are not at their defaults.
+        """Returns the settings that differ from their defaults.
 
         Example:
             >>> AutocastKwargs(enabled=False).to_kwargs()
@@ -156,7 +157,7 @@ class AutocastKwargs(KwargsHandler):
     """Settings of `torch.autocast`.
 
     Attributes:
-        enabled: False runs a block of `accelerator.autocast(AutocastKwargs(enabled=False))` in full precision.
+        enabled: False runs the block of `accelerator.autocast(AutocastKwargs(enabled=False))` in full precision.
         cache_enabled: keep the half-precision copies of weights within a forward pass.
 
     Example:
@@ -177,11 +178,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of torch's DistributedDataParallel.
 
     Attributes:
-        comm_hook: how gradients are sent: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
-        comm_wrapper: "no", "fp16" or "bf16": compress what a power_sgd hook sends.
+        comm_hook: gradient compression: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
+        comm_wrapper: further compression of a power_sgd hook's messages: "no", "fp16" or "bf16".
         comm_state_option: arguments of PowerSGDState.
 
-    The others are DDP's own, of the same names.
+    The other attributes are DDP's arguments of the same names.
 
     Example:
         >>> DistributedDataParallelKwargs(find_unused_parameters=True).arguments()
@@ -204,10 +205,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in self.to_kwargs().items() if not name.startswith("comm_")}
 
     def hook(self) -> Any:
-        """Returns state and hook for `register_comm_hook`; None without a hook. Call it once the ranks have met.
+        """Returns state and hook for `register_comm_hook`; None without a hook. Needs an initialized process group.
 
         Raises:
-            ConfigurationError: if a name is unknown, or a wrapper goes with no power_sgd.
+            ConfigurationError: if a name is unknown, or a wrapper has no power_sgd hook.
         """
         from leyden.strategies.comm_hooks import find_comm_hook
 
@@ -215,11 +216,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
         for value, known, argument in ((name, HOOKS, "comm_hook"), (around, WRAPPERS, "comm_wrapper")):
             if value not in known:
                 raise ConfigurationError(
-                    f"DistributedDataParallelKwargs({argument}={value!r}) is not known. {nearest(value, known)}"
+                    f"DistributedDataParallelKwargs({argument}={value!r}) is unknown. {nearest(value, known)}"
                 )
         if around != "no" and "power_sgd" not in name:
             raise ConfigurationError(
-                f"comm_wrapper={around!r} goes around a power_sgd hook: give comm_hook='power_sgd' too."
+                f"comm_wrapper={around!r} needs a power_sgd hook to wrap. Set comm_hook='power_sgd' too."
             )
         if "power_sgd" not in name:
             return find_comm_hook(None if name == "no" else name)
@@ -236,13 +237,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of the gradient scaler of fp16.
+    """Arguments of fp16's gradient scaler.
 
     Attributes:
-        init_scale: the first scale.
-        growth_factor: what the scale grows by after `growth_interval` steps without inf or nan.
-        backoff_factor: what it shrinks by after a step with one, which is skipped.
-        growth_interval: steps between two growths.
+        init_scale: the initial scale.
+        growth_factor: factor applied to the scale after `growth_interval` steps without inf or nan.
+        backoff_factor: factor applied to the scale after a step with inf or nan, which is skipped.
+        growth_interval: steps between growths.
         enabled: False trains without a scaler: losses are not scaled, and no step is skipped.
     """
 
@@ -258,9 +259,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
     Attributes:
-        backend: "gloo", "nccl", …; what suits the device if left out.
-        init_method: refused: the starter of the ranks says where they meet.
-        timeout: how long a collective waits for the others; 30 minutes if left out.
+        backend: "gloo", "nccl", …; by default the one for the device.
+        init_method: refused: the launcher of the ranks sets the address of their rendezvous.
+        timeout: time limit of a collective; 30 minutes by default.
 
     Raises:
         ConfigurationError: if `init_method` is given.
@@ -273,8 +274,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.init_method is not None:
             raise ConfigurationError(
-                "InitProcessGroupKwargs(init_method=…): ranks meet where torchrun, srun or leyden launch say, by "
-                "MASTER_ADDR and MASTER_PORT. Leave it out."
+                "InitProcessGroupKwargs(init_method=…) is not supported: ranks meet at MASTER_ADDR and MASTER_PORT, "
+                "which torchrun, srun or leyden launch set. Leave it out."
             )
 
 
@@ -283,12 +284,12 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of `torch.profiler.profile`, for `accelerator.profile()`.
 
     Attributes:
-        activities: "cpu", "cuda", …; all there are if left out.
+        activities: "cpu", "cuda", …; all available ones by default.
         schedule_option: arguments of `torch.profiler.schedule`.
-        on_trace_ready: called with the profile.
-        output_trace_dir: each rank writes its trace there, as `profile_<rank>.json`.
+        on_trace_ready: function called with the profiler.
+        output_trace_dir: folder in which each rank writes its trace, `profile_<rank>.json`.
 
-    The others are the profiler's own, of the same names.
+    The other attributes are the profiler's arguments of the same names.
 
     Example:
         >>> type(ProfileKwargs(activities=["cpu"]).build()).__name__
@@ -306,7 +307,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def build(self) -> Any:
-        """Makes torch's profiler with these arguments."""
+        """Creates torch's profiler with these arguments."""
         from torch import profiler
 
         chosen = None
@@ -329,7 +330,7 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def around(self, name: str) -> Iterator[Any]:
-        """Profiles a block; with `output_trace_dir`, writes the trace there under this name."""
+        """Profiles a block; with `output_trace_dir`, writes its trace there as a file `name`."""
         with self.build() as profiler:
             yield profiler
         if self.output_trace_dir is not None:
@@ -342,10 +343,10 @@ class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=…)`.
 
     Attributes:
-        backend: as `dynamo_backend`; what the launcher says, or none, if left out.
+        backend: as `dynamo_backend`; the launcher's by default, or none.
         use_regional_compilation: refused: `FSDPStrategy(compile=True)` compiles block by block.
 
-    The others are torch.compile's own, of the same names.
+    The other attributes are torch.compile's arguments of the same names.
 
     Raises:
         ConfigurationError: for `use_regional_compilation`.
@@ -362,8 +363,8 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         if self.use_regional_compilation:
             raise ConfigurationError(
-                "TorchDynamoPlugin(use_regional_compilation=True): FSDPStrategy(compile=True) compiles block by "
-                "block; or call block.compile() on each before prepare."
+                "TorchDynamoPlugin(use_regional_compilation=True) is not supported. FSDPStrategy(compile=True) "
+                "compiles block by block; or call block.compile() on each block before prepare."
             )
 
     def arguments(self) -> dict[str, Any]:
@@ -377,29 +378,29 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """FSDP with the option names of Accelerate and FSDP1; `FSDPStrategy` has its own.
+    """FSDP settings under the names of Accelerate and FSDP1; `FSDPStrategy` has its own names.
 
-    What is left at None keeps the strategy's default. `build` refuses a value that FSDP2 cannot have, with the reason.
+    None keeps the strategy's default. `build` refuses values that FSDP2 does not support, with the reason.
 
     Attributes:
         sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", …, Accelerate's number, or torch's
             ShardingStrategy.
         reshard_after_forward: free gathered parameters after forward.
-        backward_prefetch: "BACKWARD_PRE" is what FSDP2 does; others warn.
-        mixed_precision_policy: torch's policy, in place of the one that follows from the precision.
-        auto_wrap_policy: which modules are gathered as a group, as of `FSDPStrategy`; or Accelerate's names.
-        transformer_cls_names_to_wrap: class names of the modules that are groups.
-        min_num_params: the least number of parameters of a group, where groups are made by size.
-        cpu_offload: parameters, gradients and optimizer state wait on the CPU.
-        ignored_modules: modules that stay whole on every rank.
-        state_dict_type: "SHARDED_STATE_DICT" is what checkpoints have; others warn or are refused.
-        sync_module_states: every rank starts with rank 0's parameters and buffers.
-        forward_prefetch: each group asks for the next one's parameters before its own forward.
-        limit_all_gathers: True is what FSDP2 does.
-        use_orig_params: True is what FSDP2 does.
-        activation_checkpointing: compute activations again in backward.
-        cpu_ram_efficient_loading: True is what always happens.
-        fsdp_version: 1 is accepted; it is FSDP2 in any case.
+        backward_prefetch: "BACKWARD_PRE", as FSDP2 always does; other values warn.
+        mixed_precision_policy: torch's policy, in place of the one derived from the precision.
+        auto_wrap_policy: modules that are gathered as one unit, as for `FSDPStrategy`; or Accelerate's policy names.
+        transformer_cls_names_to_wrap: class names of the modules to wrap as units.
+        min_num_params: smallest number of parameters in a unit, for wrapping by size.
+        cpu_offload: keep parameters, gradients and optimizer state on the CPU.
+        ignored_modules: modules that are not sharded.
+        state_dict_type: "SHARDED_STATE_DICT", the format of checkpoints; others warn or are refused.
+        sync_module_states: start every rank with rank 0's parameters and buffers.
+        forward_prefetch: prefetch the next unit's parameters before each unit's forward.
+        limit_all_gathers: True, as FSDP2 always does.
+        use_orig_params: True, as FSDP2 always does.
+        activation_checkpointing: recompute activations in backward.
+        cpu_ram_efficient_loading: True, as always.
+        fsdp_version: 1 or 2; FSDP2 is used in any case.
 
     Example:
         >>> FullyShardedDataParallelPlugin(min_num_params=1000).min_num_params
@@ -425,10 +426,10 @@ class FullyShardedDataParallelPlugin:
     fsdp_version: int | None = None
 
     def build(self, device_mesh: tuple[int, int] | None = None) -> Any:
-        """Makes the strategy.
+        """Builds the strategy.
 
         Args:
-            device_mesh: (replicate, shard) sizes.
+            device_mesh: (replicate, shard) sizes of the mesh.
         """
         from leyden.strategies.fsdp.strategy import FSDPStrategy
 
@@ -438,23 +439,23 @@ class FullyShardedDataParallelPlugin:
         return FSDPStrategy(**given)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `FSDPStrategy`, or of a `MeshStrategy`."""
+        """Returns the arguments for `FSDPStrategy` or `MeshStrategy`."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         if "transformer_cls_names_to_wrap" in given:
             given["auto_wrap_policy"] = set(given.pop("transformer_cls_names_to_wrap"))
         if "mixed_precision_policy" in given:
             given["mp_policy"] = given.pop("mixed_precision_policy")
         if given.pop("fsdp_version", 2) == 1 and "use_orig_params" not in given:
-            # FSDP1's layout of parameters no longer exists; everything else has the same numbers.
+            # FSDP1's flat parameters no longer exist; original parameters give the same numbers.
             given["use_orig_params"] = True
         return given
 
 
 class Handlers:
-    """The handlers of an Accelerator, at most one of each kind.
+    """The handlers of an Accelerator, at most one of each class.
 
     Raises:
-        ConfigurationError: if one is no handler, or of a kind that was given already.
+        ConfigurationError: if an object is not a handler, or a class appears twice.
     """
 
     def __init__(self, handlers: Sequence[KwargsHandler] | None) -> None:
@@ -462,27 +463,27 @@ class Handlers:
         for handler in handlers or ():
             if not isinstance(handler, KwargsHandler):
                 raise ConfigurationError(
-                    f"kwargs_handlers holds {handler!r}: give objects such as GradScalerKwargs(init_scale=1024.0)."
+                    f"kwargs_handlers holds {handler!r}. Pass objects such as GradScalerKwargs(init_scale=1024.0)."
                 )
             if type(handler) in self._found:
-                raise ConfigurationError(f"kwargs_handlers holds {type(handler).__name__} twice: give it once.")
+                raise ConfigurationError(f"kwargs_handlers holds {type(handler).__name__} twice. Pass it once.")
             self._found[type(handler)] = handler
 
     def get(self, kind: type[H]) -> H | None:
-        """Returns the handler of a kind; None if there is none."""
+        """Returns the handler of a class; None if there is none."""
         return self._found.get(kind)
 
 
-# the words that arguments are made of ---------------------------------------------------------------------------------
+# enums of argument values ---------------------------------------------------------------------------------------------
 class Word(str, Enum):
-    """Base class of enums whose members are text."""
+    """Base class of enums whose members are strings."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class DDPCommunicationHookType(Word):
-    """How DDP sends gradients: `DistributedDataParallelKwargs(comm_hook=…)`."""
+    """DDP communication hooks: values of `DistributedDataParallelKwargs(comm_hook=…)`."""
 
     NO = "no"
     FP16 = "fp16"
@@ -492,7 +493,7 @@ class DDPCommunicationHookType(Word):
 
 
 class DynamoBackend(Word):
-    """What compiles a model: `Accelerator(dynamo_backend=…)`."""
+    """torch.compile backends: values of `Accelerator(dynamo_backend=…)`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -505,7 +506,7 @@ class DynamoBackend(Word):
 
 
 class LoggerType(Word):
-    """Trackers by name: `Accelerator(log_with=…)`."""
+    """Tracker names: values of `Accelerator(log_with=…)`."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -520,7 +521,7 @@ class LoggerType(Word):
 
 
 class PrecisionType(Word):
-    """`Accelerator(mixed_precision=…)`."""
+    """Values of `Accelerator(mixed_precision=…)`."""
 
     NO = "no"
     FP8 = "fp8"
@@ -529,7 +530,7 @@ class PrecisionType(Word):
 
 
 class RNGType(Word):
-    """`Accelerator(rng_types=…)`."""
+    """Values of `Accelerator(rng_types=…)`."""
 
     TORCH = "torch"
     CUDA = "cuda"

@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` does to models, optimizers, schedulers and loaders, in whatever order they come."""
+"""Preparation of models, optimizers, schedulers and loaders for `Accelerator.prepare`, in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.master_weights import parameters_of
-from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, settle
+from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, complete_config
 from leyden.trainer.accelerator.loader import PreparedLoader
 from leyden.trainer.accelerator.rank_loaders import rank_loader
 from leyden.trainer.accelerator.scheduler import PreparedScheduler
@@ -37,16 +37,16 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Preparing:
-    """Prepares the objects of a loop, each once: the same object again returns what was made of it.
+    """Prepares the objects of a loop, each only once: preparing an object again returns the earlier result.
 
     Args:
-        stepping: trains the models and steps the optimizers.
+        stepping: the engine that trains the models and steps the optimizers.
         options: the Accelerator's arguments.
 
     Attributes:
-        data: how loaders are split over the ranks.
-        schedulers: the prepared ones, in their order.
-        loaders: the prepared ones, in their order.
+        data: how loaders are split across ranks.
+        schedulers: the prepared schedulers, in order.
+        loaders: the prepared loaders, in order.
     """
 
     def __init__(self, stepping: Stepping, options: Options) -> None:
@@ -61,19 +61,21 @@ class Preparing:
         """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters.
 
         Args:
-            objects: those of other kinds are returned as they are.
-            places: for each, whether it goes to the device; None for the Accelerator's `device_placement`.
+            objects: the objects; those of other types are returned unchanged.
+            places: one flag per object, True to move it to the device; None for the Accelerator's `device_placement`.
 
         Returns:
-            The same, prepared, in the same order; one alone by itself.
+            The prepared objects in the same order; a single object instead of a tuple of one.
         """
-        placed = [self._options.device_placement] * len(objects) if places is None else list(places)
-        if len(placed) != len(objects):
-            raise ConfigurationError(f"prepare: device_placement has {len(placed)} entries for {len(objects)} objects.")
+        moved = [self._options.device_placement] * len(objects) if places is None else list(places)
+        if len(moved) != len(objects):
+            raise ConfigurationError(
+                f"prepare: device_placement has {len(moved)} entries for {len(objects)} objects. Pass one per object."
+            )
         done: dict[int, Any] = {}
-        pairs = list(zip(objects, placed, strict=True))
+        pairs = list(zip(objects, moved, strict=True))
         if self._strategy.drives_one:
-            self._settle_engine(objects)
+            self._configure_engine(objects)
         for entry, moves in pairs:
             if isinstance(entry, nn.Module):
                 done[id(entry)] = self.model(entry, moves)
@@ -94,25 +96,26 @@ class Preparing:
         return results[0] if len(results) == 1 else tuple(results)
 
     def release(self) -> None:
-        """Releases schedulers and loaders."""
+        """Releases all schedulers and loaders."""
         self.schedulers.clear()
         self.loaders.clear()
 
-    def _settle_engine(self, objects: Sequence[Any]) -> None:
-        steps = [
+    def _configure_engine(self, objects: Sequence[Any]) -> None:
+        """Completes the config of DeepSpeed's engine from the objects of one call of `prepare`."""
+        steppers = [
             entry
             for entry in objects
             if isinstance(entry, (Optimizer, DummyOptim, DummyScheduler)) or is_scheduler(entry)
         ]
-        if not any(isinstance(entry, (Optimizer, DummyOptim)) for entry in steps):
+        if not any(isinstance(entry, (Optimizer, DummyOptim)) for entry in steppers):
             return
         if not self._stepping.bare_models and not any(isinstance(entry, nn.Module) for entry in objects):
             raise ConfigurationError(
-                f"an optimizer was prepared before its model, and {self._strategy.name} makes its engine of both: "
-                "prepare them in one call, or the model first."
+                f"an optimizer was prepared before its model, and {self._strategy.name} builds its engine from both. "
+                "Prepare them in one call, or the model first."
             )
         loaders = [*(entry for entry in objects if is_loader(entry)), *self.loaders]
-        settle(self._stepping, self._options, steps, loaders)
+        complete_config(self._stepping, self._options, steppers, loaders)
 
     def _report_facts(self, prepared: Any) -> None:
         rank = self._strategy.ranks.global_rank
@@ -123,7 +126,7 @@ class Preparing:
 
     # models -----------------------------------------------------------------------------------------------------------
     def model(self, module: nn.Module, moves: bool | None, evaluation_mode: bool = False) -> nn.Module:
-        """Brings a model to its device and precision, and wraps it for the ranks."""
+        """Moves a model to its device and precision, and wraps it for the ranks."""
         stepping, strategy, options = self._stepping, self._strategy, self._options
         moves = options.device_placement if moves is None else moves
         for bare, known in zip(stepping.bare_models, stepping.prepared_models, strict=True):
@@ -134,9 +137,9 @@ class Preparing:
             return self._placed(module, moves)
         if strategy.drives_one and stepping.bare_models:
             raise ConfigurationError(
-                f"{type(module).__name__} is a second model, and {strategy.name}'s engine drives one: make them parts "
-                "of one module, use strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one "
-                "that is not trained."
+                f"{type(module).__name__} is a second model, but {strategy.name}'s engine drives one. Combine "
+                "them in one module, or use strategy='ddp' or 'fsdp'. For a model that is not trained, call "
+                "prepare_model(model, evaluation_mode=True)."
             )
         bare = strategy.add_module(module, moves)
         gather_readers(bare, strategy)
@@ -156,7 +159,7 @@ class Preparing:
         return prepared
 
     def _placed(self, module: nn.Module, moves: bool) -> nn.Module:
-        """Prepares a further model, next to the one that an engine drives: every rank holds it whole."""
+        """Prepares a model that is not trained, alongside the one that an engine drives; every rank holds it whole."""
         precision = self._strategy.precision
         module = precision.convert_module(module)
         if precision.forward_context is not None:
@@ -164,25 +167,26 @@ class Preparing:
         return module.to(self._strategy.root_device) if moves else module
 
     def _check_placement(self, module: nn.Module, moves: bool) -> None:
-        here = self._strategy.root_device
-        there = {parameter.device for parameter in module.parameters()}
-        wrong = [device for device in there if device.type not in ("cpu", "meta") and device != here]
+        root = self._strategy.root_device
+        devices = {parameter.device for parameter in module.parameters()}
+        wrong = [device for device in devices if device.type not in ("cpu", "meta") and device != root]
         if wrong and moves:
             raise ConfigurationError(
-                f"a model is on {wrong[0]}, and this rank's device is {here}: leave out .to(...) before prepare, or "
-                "give Accelerator(device_placement=False)."
+                f"a model is on {wrong[0]}, and this rank's device is {root}. Remove .to(...) before prepare, or use "
+                "Accelerator(device_placement=False)."
             )
 
     # optimizers and schedulers ----------------------------------------------------------------------------------------
     def optimizer(self, given: Optimizer | DummyOptim) -> PreparedOptimizer:
-        """Lets an optimizer step through precision and strategy."""
+        """Makes an optimizer step through the precision and the strategy."""
         stepping, strategy = self._stepping, self._strategy
         for known in stepping.prepared_optimizers:
             if given is known or given is known.optimizer:
                 return known
         if isinstance(given, DummyOptim) and not strategy.drives_one:
             raise ConfigurationError(
-                "a DummyOptim stands for the optimizer of a DeepSpeed config: prepare a real optimizer here."
+                "a DummyOptim stands for the optimizer of a DeepSpeed config. Prepare a real optimizer with "
+                f"{strategy.name or 'this strategy'}."
             )
         own = strategy.add_optimizer(stepping.bare_models, None if isinstance(given, DummyOptim) else given)
         prepared = stepping.add_optimizer(own)
@@ -190,7 +194,7 @@ class Preparing:
         return prepared
 
     def scheduler(self, given: Any) -> PreparedScheduler:
-        """Lets a scheduler step when its optimizer does."""
+        """Makes a scheduler step when its optimizer steps."""
         for known in self.schedulers:
             if given is known or given is known.scheduler:
                 return known
@@ -200,17 +204,17 @@ class Preparing:
         own = [entry for entry in self._stepping.prepared_optimizers if owner is entry or owner is entry.optimizer]
         if owner is not None and not own:
             warnings.warn(
-                f"{kind_of(given)} was prepared, and its optimizer was not: prepare the optimizer too, before or in "
+                f"{kind_of(given)} was prepared, but its optimizer was not. Prepare the optimizer too, before or in "
                 "the same call.",
                 stacklevel=4,
             )
         with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.data_size
         prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)
         if with_optimizer and ranks > 1 and not self.schedulers:
-            # Elsewhere schedulers count the calls of all ranks.
+            # Accelerate's schedulers count the steps of all ranks.
             warnings.warn(
-                f"schedulers count optimizer steps here, on {ranks} ranks as on one: a warm-up or total that was "
-                "multiplied by num_processes is now too long, so leave the factor out.",
+                f"schedulers count optimizer steps, on {ranks} ranks as on one. A warm-up or total multiplied by "
+                "num_processes is now too long: remove the factor.",
                 stacklevel=3,
             )
         self.schedulers.append(prepared)
@@ -220,20 +224,21 @@ class Preparing:
         """The scheduler that replaces a DummyScheduler."""
         if not self._strategy.optimizers:
             raise ConfigurationError(
-                "a DummyScheduler was prepared before its optimizer: prepare the optimizer first, or in one call."
+                "a DummyScheduler was prepared before its optimizer. Prepare the optimizer first, or in the same call."
             )
         if given.lr_scheduler_callable is not None:
             return given.lr_scheduler_callable(self._strategy.optimizers[0])
         made = self._strategy.make_schedulers()
         if not made:
             raise ConfigurationError(
-                "a DummyScheduler stands for the scheduler of a DeepSpeed config: prepare a real one here."
+                "a DummyScheduler stands for the scheduler of a DeepSpeed config, and this run has none. Prepare a "
+                "real scheduler."
             )
         return made[0]
 
     # loaders ----------------------------------------------------------------------------------------------------------
     def loader(self, given: Any, moves: bool | None) -> PreparedLoader:
-        """A loader of this rank's samples, whose batches come on the device."""
+        """Returns a loader of this rank's samples, whose batches are moved to the device."""
         if isinstance(given, PreparedLoader):
             return given
         strategy = self._strategy
@@ -245,9 +250,7 @@ class Preparing:
 
     @contextmanager
     def joining(self, models: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
-        """Ranks take part in the others' exchange of gradients within the block; see
-        `Accelerator.join_uneven_inputs`.
-        """
+        """Lets ranks have different numbers of batches within the block; see `Accelerator.join_uneven_inputs`."""
         with ExitStack() as stack:
             if even_batches is not None:
                 stack.enter_context(self.even_batches(even_batches))
@@ -256,35 +259,35 @@ class Preparing:
 
     @contextmanager
     def even_batches(self, wanted: bool) -> Iterator[None]:
-        """Prepared loaders fill their last batches, or do not, within the block."""
+        """Makes prepared loaders fill up their last batches within the block, or not."""
         before, self.data = self.data, replace(self.data, even_batches=wanted)
         changed = [(entry, entry.loader) for entry in self.loaders]
         for entry, _ in changed:
-            entry.exchange(rank_loader(entry.given, self._strategy, self.data))
+            entry.replace_loader(rank_loader(entry.given, self._strategy, self.data))
         try:
             yield
         finally:
             self.data = before
             for entry, own in changed:
-                entry.exchange(own)
+                entry.replace_loader(own)
 
 
 def is_scheduler(entry: Any) -> bool:
-    """torch's schedulers, and what has their methods and an optimizer."""
+    """Returns True for torch's schedulers, and for objects with their methods and an optimizer."""
     if isinstance(entry, (LRScheduler, ReduceLROnPlateau, PreparedScheduler)):
         return True
     return all(hasattr(entry, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
 
 
 def is_loader(entry: Any) -> bool:
-    """torch's loaders and their like, and combined loaders; not a list, which might hold anything."""
+    """Returns True for DataLoaders, similar iterables and combined loaders; not for lists, which may hold anything."""
     if isinstance(entry, (PreparedLoader, Composite, DataLoader)):
         return True
     return isinstance(entry, Iterable) and hasattr(entry, "dataset")
 
 
 def _move_state(given: Optimizer) -> None:
-    """State that was made before the model was moved follows its parameters."""
+    """Moves optimizer state that was created before the model moved to the device of its parameters."""
     for parameter in parameters_of(given):
         for key, value in given.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
@@ -295,12 +298,12 @@ def _move_state(given: Optimizer) -> None:
 def run_in_context(
     module: nn.Module, context: Callable[[], AbstractContextManager[Any]], outputs_in_float32: bool = False
 ) -> None:
-    """Lets a module's forward run in a context, whoever calls it; class, names and hooks stay as they are.
+    """Makes a module's forward run in a context, whatever calls it. Its class, names and hooks stay unchanged.
 
     Args:
-        module: whose forward it is.
-        context: makes the context of one forward.
-        outputs_in_float32: convert outputs in half precision, so that a loss is computed in float32 anywhere.
+        module: the module to patch, in place.
+        context: factory of the context for one forward.
+        outputs_in_float32: convert half-precision outputs, so that losses outside autocast are computed in float32.
     """
     if getattr(module.forward, "_leyden_context", False):
         return
@@ -311,7 +314,7 @@ def run_in_context(
     @functools.wraps(function)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with context():
-            # A copy of the module has a forward of its own, bound to the copy.
+            # A copy of the module has its own forward, bound to the copy.
             outputs = own(*args, **kwargs) if own is not None else function(self, *args, **kwargs)
         return map_tensors(outputs, in_float32) if outputs_in_float32 else outputs
 
@@ -321,7 +324,7 @@ def run_in_context(
 
 
 def _run_without_context(module: nn.Module) -> None:
-    """Undoes what `run_in_context` did."""
+    """Undoes `run_in_context`."""
     forward = vars(module).get("forward")
     if isinstance(forward, types.MethodType) and getattr(forward, "_leyden_context", False):
         del module.forward
@@ -331,12 +334,12 @@ def _run_without_context(module: nn.Module) -> None:
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """Converts a tensor in half precision to float32."""
+    """Converts a half-precision tensor to float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Module:
-    """The model itself, still compiled if it was and `keep_compiled`."""
+    """Returns the model without its wrapper, still compiled if it was compiled and `keep_compiled` is True."""
     compiled: Any = module if isinstance(getattr(module, "_orig_mod", None), nn.Module) else None
     outer: Any = module if compiled is None else compiled._orig_mod
     wrapped = isinstance(outer, WRAPPERS) or getattr(type(outer), "wraps_module", False)
@@ -349,5 +352,5 @@ def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Mod
         return plain  # type: ignore[no-any-return]
     if compiled is None or not wrapped:
         return bare if compiled is None else compiled  # type: ignore[no-any-return]
-    # What was compiled is the wrapper, which must stay as it is for training.
+    # The compiled module contains the wrapper, and training still needs both, so compile the bare model separately.
     return type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore[no-any-return]

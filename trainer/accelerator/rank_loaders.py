@@ -1,4 +1,4 @@
-"""The loader that each rank reads in the user's own loop: its part of the one that was prepared."""
+"""The loader that each rank iterates in a custom training loop: its part of the prepared loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from leyden.trainer.data.streams import shard
 
 
 class SeedableSampler(RandomSampler):
-    """A RandomSampler whose order follows from seed and epoch alone."""
+    """A RandomSampler whose order depends only on seed and epoch."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         super().__init__(sampler.data_source, sampler.replacement, None, torch.Generator())
@@ -30,20 +30,20 @@ class SeedableSampler(RandomSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Seeds the next order."""
+        """Seeds the order of the next pass."""
         assert self.generator is not None
         self.generator.manual_seed((self._seed + epoch) % 2**63)
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A shuffle that follows from a seed and the epoch alone, for a user's own loaders.
+    """A RandomSampler whose order depends only on a seed and the epoch, for a user's own loaders.
 
     Args:
-        data_source: what is sampled.
-        replacement: of `RandomSampler`.
-        num_samples: of `RandomSampler`.
-        generator: left to be seeded here.
-        data_seed: the seed; torch's initial seed if left out.
+        data_source: the dataset to sample from.
+        replacement: as of `RandomSampler`.
+        num_samples: as of `RandomSampler`.
+        generator: generator that this sampler seeds for each pass; a new one by default.
+        data_seed: the seed; torch's initial seed by default.
 
     Example:
         >>> sampler = SeedableRandomSampler(range(4), data_seed=1)
@@ -66,7 +66,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass; each pass counts one on."""
+        """Sets the epoch of the next pass; each pass increments it."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -77,11 +77,11 @@ class SeedableRandomSampler(RandomSampler):
 
 
 def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> Any:
-    """The loader that this rank reads."""
+    """Returns the loader that this rank iterates."""
     if config.use_seedable_sampler:
         loader = _seedable(loader, torch.initial_seed() if config.data_seed is None else config.data_seed)
     rank, ranks = strategy.data_rank, strategy.data_size
-    # Ranks of one tp group agree on an order too, which they would shuffle each for itself.
+    # Not `ranks == 1`: the ranks of one tp group must agree on an order, too, or each would shuffle its own.
     if strategy.ranks.world_size == 1:
         return loader
     if config.dispatch_batches:
@@ -91,7 +91,7 @@ def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration
     if isinstance(loader, (list, tuple)):
         return ListPart(loader, rank, ranks, config.even_batches)
     if not is_indexed(loader):
-        # The user's own loop cannot take an empty batch.
+        # Even, since a custom loop cannot handle an empty batch.
         return shard(loader, DataRanks.of(strategy, even=True), asks=False)
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
@@ -100,29 +100,30 @@ def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration
     if type(batches) is not BatchSampler:
         if config.split_batches:
             raise ConfigurationError(
-                f"split_batches=True and {kind_of(batches)} of your own: give the loader a batch_size, or leave it out."
+                f"split_batches=True cannot split the batches of your own {kind_of(batches)}. Give the loader a "
+                "batch_size, or leave split_batches out."
             )
         return with_index_sampler(loader, kind(Order(batches, strategy.ranks.broadcast), rank, ranks, None))
-    size = _own_size(batches.batch_size, ranks, config)
+    size = _rank_batch_size(batches.batch_size, ranks, config)
     order = Order(batches.sampler, strategy.ranks.broadcast)
     return with_index_sampler(loader, kind(order, rank, ranks, size, batches.drop_last))
 
 
-def _own_size(size: int, ranks: int, config: DataLoaderConfiguration) -> int:
+def _rank_batch_size(size: int, ranks: int, config: DataLoaderConfiguration) -> int:
     if not config.split_batches:
         return size
     if size % ranks:
         raise ConfigurationError(
-            f"split_batches=True: a batch of {size} does not divide among {ranks} ranks. Choose a multiple."
+            f"split_batches=True: a batch of {size} is not divisible by {ranks} ranks. Choose a multiple of {ranks}."
         )
     return size // ranks
 
 
 def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderConfiguration) -> DataLoader[Any]:
-    """Lets every rank read the stream and keep its own blocks of it."""
-    # Without a batch size the data set makes the batches, and each of them is one rank's.
+    """Returns a loader that reads the whole stream on every rank and keeps the rank's own blocks of it."""
+    # Without a batch size the dataset yields batches, each for one rank.
     given = loader.batch_size or 1
-    size = _own_size(given, ranks, config)
+    size = _rank_batch_size(given, ranks, config)
     part = StreamPart(loader.dataset, rank, ranks, size, config.even_batches, loader.drop_last)
     changed = with_dataset(loader, part)
     vars(changed)["collate_fn"] = CollateFilled(loader.collate_fn)

@@ -1,4 +1,4 @@
-"""get_logger: Python's logging on many ranks, once or in the order of ranks."""
+"""get_logger: Python's logging on many ranks, on the main rank only or in rank order."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 from leyden.strategies.launch.environment import rank_environment
 
 
-# Before Python 3.11 LoggerAdapter takes no type in brackets at run time.
+# Before Python 3.11, LoggerAdapter is not subscriptable at run time.
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger whose calls take two more arguments.
 
-    `main_process_only` (True): only the main rank logs. `in_order` (False): all ranks log, one after the other; every
-    rank must make the call.
+    `main_process_only` (default True): only the main rank logs. `in_order` (default False): all ranks log one after
+    another, and every rank must make the call.
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Logs on the ranks that the arguments select."""
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        # Before Python 3.11 the frames of `logging` itself are counted, as that of info(), which came here.
-        counted = (
+        # Before Python 3.11, stacklevel also counts frames of `logging` itself, such as that of info().
+        called_by_logging = (
             sys.version_info < (3, 11) and sys._getframe(1).f_code.co_filename == logging.info.__code__.co_filename
         )
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + counted
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + called_by_logging
         if not self.isEnabledFor(level):
             return
         place = rank_environment()
@@ -49,7 +49,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return msg, kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Warns, the same words only once."""
+        """Logs a warning; the same message only once."""
         seen: set[str] = vars(self.logger).setdefault("_leyden_warned", set())
         if str(msg) not in seen:
             seen.add(str(msg))
@@ -57,11 +57,11 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A logger for ranks.
+    """Returns a logger that knows the ranks.
 
     Args:
         name: as of `logging.getLogger`.
-        log_level: its level; the variable ACCELERATE_LOG_LEVEL if left out.
+        log_level: the logger's level; by default that of the variable ACCELERATE_LOG_LEVEL.
 
     Example:
         >>> get_logger("train").info("on the main rank", main_process_only=True)

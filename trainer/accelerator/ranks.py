@@ -1,4 +1,4 @@
-"""Which rank this is, and code that runs on some ranks alone or on some first."""
+"""PartialState and AcceleratorState: this process's rank, and code that runs on some ranks only or on some first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DistributedType(str, Enum):
-    """How ranks work together; each is equal to its name as text."""
+    """The kind of parallelism in use; each member equals its name as a string."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -37,13 +37,13 @@ class DistributedType(str, Enum):
 
 
 class PartialState:
-    """Which rank this is, and code that runs on some ranks alone or on some first: no precision, no model.
+    """This process's rank and device, and code that runs on some ranks only or on some first; no precision, no model.
 
-    An Accelerator has one; a script that only shares out work makes its own.
+    An Accelerator has one. A script that only distributes work creates its own.
 
     Args:
-        cpu: run on the CPU though there is a GPU.
-        strategy: whose ranks they are; left out, those that the environment names.
+        cpu: run on the CPU even if a GPU is available.
+        strategy: the strategy that has the ranks; by default one on the launched ranks.
 
     Example:
         >>> PartialState(cpu=True).num_processes
@@ -52,8 +52,8 @@ class PartialState:
 
     def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
         self.strategy = joined("cpu" if cpu else "auto") if strategy is None else strategy
-        self._alone = ""
-        """The function that only some ranks run now: a collective within it would wait for ever."""
+        self._running_alone = ""
+        """The function that only some ranks are running now; a collective inside it would hang."""
 
     def __repr__(self) -> str:
         return (
@@ -62,7 +62,7 @@ class PartialState:
         )
 
     def destroy_process_group(self) -> None:
-        """Ends this object's use of the ranks. The process group itself stays until the process ends."""
+        """Leaves the strategy. The process group itself stays until the process ends."""
         self.strategy.teardown()
 
     @property
@@ -72,17 +72,17 @@ class PartialState:
 
     @property
     def num_processes(self) -> int:
-        """Ranks on all machines."""
+        """Number of ranks on all machines."""
         return self.strategy.ranks.world_size
 
     @property
     def process_index(self) -> int:
-        """This rank, from 0."""
+        """Global rank, from 0."""
         return self.strategy.ranks.global_rank
 
     @property
     def local_process_index(self) -> int:
-        """This rank on its machine, from 0."""
+        """Local rank on this machine, from 0."""
         return self.strategy.ranks.local_rank
 
     @property
@@ -99,12 +99,12 @@ class PartialState:
 
     @property
     def use_distributed(self) -> bool:
-        """True with several ranks."""
+        """True if there are several ranks."""
         return self.strategy.ranks.world_size > 1
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How this run's ranks work together."""
+        """The kind of parallelism in use."""
         name = {"hsdp": "fsdp", "xla_fsdp": "xla"}.get(self.strategy.name, self.strategy.name)
         if getattr(self.strategy, "shard_mesh", None) is not None:
             name = "fsdp"
@@ -117,59 +117,59 @@ class PartialState:
 
     # waiting ----------------------------------------------------------------------------------------------------------
     def wait_for_everyone(self) -> None:
-        """Waits until every rank has called this."""
+        """Blocks until every rank has called this method."""
         self.refuse_alone("wait_for_everyone")
         self.strategy.ranks.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank runs the block before the other ranks do, so that they find what it cached."""
+        """Runs the block on the main rank first, so that the other ranks find what it cached."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank of each machine runs the block before its other ranks do."""
+        """Runs the block on the main rank of each machine before its other ranks."""
         return self._first(self.is_local_main_process)
 
     @contextmanager
-    def _first(self, mine: bool) -> Iterator[None]:
-        if not mine:
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
             self.strategy.ranks.barrier()
         try:
             yield
         finally:
-            # After an error too, or the others would wait for ever.
-            if mine:
+            # After an error too, or the other ranks would wait forever.
+            if is_first:
                 self.strategy.ranks.barrier()
 
     def refuse_alone(self, name: str) -> None:
-        """Raises if a collective is called inside a function that other ranks do not run."""
-        if self._alone and self.num_processes > 1:
+        """Raises ConfigurationError if a collective is called inside a function that other ranks skip."""
+        if self._running_alone and self.num_processes > 1:
             raise ConfigurationError(
-                f"{name} was called on one rank only, in {self._alone}: every rank must call it, so call it outside, "
-                "and use its result there."
+                f"{name} was called in {self._running_alone}, which other ranks skip, but every rank must call it. "
+                "Call it outside, and use its result inside."
             )
 
-    # some ranks alone -------------------------------------------------------------------------------------------------
+    # functions that run on some ranks only ----------------------------------------------------------------------------
     def on_main_process(self, function: F) -> F:
-        """Decorator: only the main rank runs the function; elsewhere it returns None."""
+        """Decorator that runs the function on the main rank only; it returns None on the others."""
         return self._only(function, lambda: self.is_main_process, "on_main_process")
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator: only the main rank of each machine runs the function."""
+        """Decorator that runs the function on the main rank of each machine only."""
         return self._only(function, lambda: self.is_local_main_process, "on_local_main_process")
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: only the last rank runs the function."""
+        """Decorator that runs the function on the last rank only."""
         return self._only(function, lambda: self.is_last_process, "on_last_process")
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: only the rank of that number runs the function."""
+        """Decorator that runs the function on global rank `process_index` only."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         self._check_index("on_process", "process_index", process_index, self.num_processes)
         return self._only(function, lambda: self.process_index == process_index, "on_process")
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: only the rank of that number on each machine runs the function."""
+        """Decorator that runs the function on local rank `local_process_index` of each machine only."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         self._check_index("on_local_process", "local_process_index", local_process_index, self.num_processes)
@@ -178,18 +178,20 @@ class PartialState:
     @staticmethod
     def _check_index(method: str, name: str, index: int | None, size: int) -> None:
         if index is None or not 0 <= index < size:
-            raise ConfigurationError(f"{method}({name}={index!r}): give a rank from 0 to {size - 1}.")
+            raise ConfigurationError(f"{method}({name}={index!r}): use a rank from 0 to {size - 1}.")
 
-    def _only(self, function: F, mine: Callable[[], bool], name: str) -> F:
+    def _only(self, function: F, is_chosen: Callable[[], bool], name: str) -> F:
+        label = f"{getattr(function, '__name__', 'a function')} under @{name}"
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not mine():
+            if not is_chosen():
                 return None
-            before, self._alone = self._alone, f"{getattr(function, '__name__', 'a function')} under @{name}"
+            before, self._running_alone = self._running_alone, label
             try:
                 return function(*args, **kwargs)
             finally:
-                self._alone = before
+                self._running_alone = before
 
         return run  # type: ignore[return-value]
 
@@ -200,25 +202,25 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Gives each rank its part of a list, tuple, tensor, data set, or of each value of a dict of these.
+        """Yields this rank's part of a list, tuple, tensor, dataset, or of each value of a dict of these.
 
-        Ranks of a tp group run their model together, and get the same part.
+        The ranks of a tp group run their model together and get the same part.
 
         Args:
-            inputs: what to split; what does not divide goes to the first ranks.
-            apply_padding: repeat the last entry on ranks that would have fewer, so that results can be gathered.
+            inputs: the entries to split; the first ranks take one more each if the split is uneven.
+            apply_padding: repeat the last entry on ranks with fewer entries, so that results can be gathered.
         """
         yield split(inputs, self.strategy.data_rank, self.strategy.data_size, apply_padding)
 
 
 class AcceleratorState(PartialState):
-    """Ranks and precision of an Accelerator, as `accelerator.state`; without one those that the environment names.
+    """Ranks and precision of an Accelerator, as `accelerator.state`; without one, those of the environment.
 
     Attributes:
         mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
-        deepspeed_plugin: the Accelerator's; None without DeepSpeed.
-        fsdp_plugin: the Accelerator's, or what its strategy comes to; None where nothing is sharded by FSDP.
-        megatron_lm_plugin: the Accelerator's; None without one.
+        deepspeed_plugin: the Accelerator's plugin; None without DeepSpeed.
+        fsdp_plugin: the Accelerator's plugin, or one that describes its strategy; None without FSDP.
+        megatron_lm_plugin: the Accelerator's plugin; None without one.
     """
 
     def __init__(
@@ -239,12 +241,12 @@ class AcceleratorState(PartialState):
         self.megatron_lm_plugin = megatron_lm_plugin
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
-        """The plugin: there is one at most."""
+        """Returns the only plugin, whatever the name; None without DeepSpeed."""
         return self.deepspeed_plugin
 
 
 def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
-    """Returns one rank's part of a list, tensor, data set, or dict of these.
+    """Returns one rank's part of a list, tensor, dataset, or dict of these.
 
     Example:
         >>> split(["a", "b", "c"], 1, 2), split(["a", "b", "c"], 1, 2, padded=True)
@@ -253,7 +255,9 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
     if isinstance(inputs, Mapping):
         lengths = {len(value) for value in inputs.values()}
         if len(lengths) > 1:
-            raise ConfigurationError(f"split_between_processes: the values of the dict have lengths {sorted(lengths)}.")
+            raise ConfigurationError(
+                f"split_between_processes: the dict's values have different lengths {sorted(lengths)}. Make them equal."
+            )
         return {key: split(value, rank, ranks, padded) for key, value in inputs.items()}
     count = len(inputs)
     own = block(count, rank, ranks)
@@ -273,17 +277,17 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
         from torch.utils.data import Subset
 
         return Subset(inputs, numbers)
-    raise ConfigurationError(f"split_between_processes cannot split {kind_of(inputs)}: give a list or tensor.")
+    raise ConfigurationError(f"split_between_processes cannot split {kind_of(inputs)}. Pass a list or tensor.")
 
 
 def joined(accelerator: str | None = None) -> Strategy:
-    """A strategy on the ranks that were launched, or on one device, ready for use.
+    """Returns a strategy on the launched ranks, or on one device, that has joined its process group.
 
     Args:
-        accelerator: "cpu" or "auto"; None takes a strategy that has joined the ranks in this process, if there is one.
+        accelerator: "cpu" or "auto"; None reuses a strategy that has already joined in this process, if there is one.
 
     Raises:
-        ConfigurationError: if several ranks are planned that nobody has started.
+        ConfigurationError: if several ranks are planned but not launched.
     """
     from leyden.strategies import find_strategy
     from leyden.strategies.launch.environment import rank_environment
@@ -300,10 +304,10 @@ def joined(accelerator: str | None = None) -> Strategy:
 
 
 def check_started(strategy: Strategy) -> None:
-    """Raises ConfigurationError where ranks are planned that nobody has started."""
+    """Raises ConfigurationError if the strategy plans ranks that were not launched."""
     if strategy.ranks.are_planned:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, and your own training loop runs on "
-            "ranks that are there already: start the script with `leyden launch --num_processes "
-            f"{strategy.ranks.world_size} …` or torchrun, or call its function through notebook_launcher."
+            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, but a custom training loop cannot "
+            f"start them. Start the script with `leyden launch --num_processes {strategy.ranks.world_size} …` or "
+            "torchrun, or call its function through notebook_launcher."
         )

@@ -1,4 +1,4 @@
-"""Checkpoints of the user's own loop: models, optimizers, schedulers, loaders, random numbers, registered objects."""
+"""Checkpoints of a custom training loop: models, optimizers, schedulers, loaders, random states, registered objects."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.stepping import Stepping
 
 KIND = "accelerator"
-"""The entry of `user.json` by which a checkpoint of a loop of one's own is known."""
-UNLIKE = "this Accelerator has {here}: prepare and register the same, in the same order, before load_state."
+"""The `kind` entry of `user.json` that marks a checkpoint of `save_state`."""
+MISMATCH = "this Accelerator has {here}. Prepare and register the same objects, in the same order, before load_state."
 
 
-def together(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Module:
-    """Returns some of several models as one module, each under its number; a single model keeps its own names."""
+def combined(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Module:
+    """Returns the chosen models as one module, each as `model_<number>`; a single model keeps its own names."""
     if len(models) == 1:
         return models[0] if chosen else nn.Module()
     numbered = enumerate(models)
@@ -59,32 +59,33 @@ def together(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Mod
 
 @dataclass
 class StateHooks:
-    """The hooks that a script adds to saves and loads.
+    """A script's own hooks in saves and loads.
 
     Attributes:
-        before_save: called with (models, weights, output_dir): what it takes out of `weights` is not saved by Leyden,
-            and what it writes into the folder belongs to the checkpoint.
-        before_load: called with (models, input_dir): what it takes out of `models` is not loaded by Leyden.
+        before_save: hooks called with (models, weights, output_dir). Leyden does not save the entries that a hook
+            removes from `weights`. Files that a hook writes to the folder become part of the checkpoint.
+        before_load: hooks called with (models, input_dir). Leyden does not load models that a hook removes from
+            `models`.
     """
 
     before_save: dict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
     before_load: dict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
 
     def add(self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-        """Registers a hook; the handle removes it."""
+        """Registers a hook and returns a handle that removes it."""
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
 
     def run_before_load(self, models: list[nn.Module], folder: Path) -> list[nn.Module]:
-        """Calls the hooks of a load, and returns the models that they leave to Leyden."""
-        left = list(models)
+        """Calls the hooks of a load and returns the models left for Leyden to load."""
+        remaining = list(models)
         for hook in self.before_load.values():
-            hook(left, str(folder))
-        return left
+            hook(remaining, str(folder))
+        return remaining
 
     def run_before_save(self, models: list[nn.Module], writer: CheckpointWriter) -> list[nn.Module]:
-        """Calls the hooks of a save, and returns the models whose weights they leave to Leyden."""
+        """Calls the hooks of a save and returns the models whose weights are left for Leyden to save."""
         if not self.before_save:
             return models
         weights = [model.state_dict() for model in models]
@@ -96,11 +97,11 @@ class StateHooks:
 
 
 LOAD_ARGUMENTS = ("strict", "map_location", "weights_only")
-PLACES = (None, "cpu", "on_device")
+MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: Any) -> bool:
-    """Checks the arguments of `load_state`, and returns whether the names of weights must match.
+    """Checks the arguments of `load_state` and returns True if the names of weights must match.
 
     Raises:
         ConfigurationError: for an argument that would have no effect.
@@ -108,30 +109,30 @@ def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: 
     for name in given or {}:
         if name not in LOAD_ARGUMENTS:
             raise ConfigurationError(
-                f"load_state(load_kwargs={{{name!r}: …}}) is not known. {nearest(name, LOAD_ARGUMENTS)}"
+                f"load_state(load_kwargs={{{name!r}: …}}) is unknown. {nearest(name, LOAD_ARGUMENTS)}"
             )
-    place = (given or {}).get("map_location", map_location)
-    if place not in PLACES:
+    location = (given or {}).get("map_location", map_location)
+    if location not in MAP_LOCATIONS:
         raise ConfigurationError(
-            f"load_state(map_location={place!r}): tensors go to where the prepared model's are. Leave it out; 'cpu' "
-            "and 'on_device' are taken, as Accelerate takes them."
+            f"load_state(map_location={location!r}) has no effect: tensors go to the prepared model's device. Leave it "
+            "out. Only Accelerate's 'cpu' and 'on_device' are accepted."
         )
     return strict and bool((given or {}).get("strict", True))
 
 
-def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
-    """Raises if ranks name different folders: all of them write and read one checkpoint together."""
+def _check_same_folder(accelerator: Accelerator, name: str, path: Path) -> None:
+    """Raises ConfigurationError if ranks name different folders: they write and read one checkpoint together."""
     found = accelerator.strategy.ranks.differing(str(path))
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(
-            f"{name} was given {found[0]!r} on rank 0 and {other!r} on rank {rank}: give every rank the same folder, "
-            "without its rank or a time of its own in the name."
+            f"{name} got {found[0]!r} on rank 0 and {other!r} on rank {rank}. Pass the same folder on every rank, "
+            "without the rank or the time in its name."
         )
 
 
 def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
-    """Returns the folder of a save, which rank 0 finds for all ranks.
+    """Returns the folder of a save; rank 0 chooses automatic names for all ranks.
 
     Raises:
         ConfigurationError: if no folder is given.
@@ -143,45 +144,45 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
         return folder / CheckpointRanks(accelerator.strategy, folder).first(config.next_name)
     if output_dir is None:
         raise ConfigurationError(
-            "save_state() needs a folder: save_state('path'), Accelerator(project_dir=…, resume='auto'), or "
+            "save_state() needs a folder. Use save_state('path'), Accelerator(project_dir=…, resume='auto'), or "
             "Accelerator(project_dir=…, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))."
         )
     path = Path(os.path.expanduser(os.fspath(output_dir)))
-    _check_alike(accelerator, "save_state", path)
-    CheckpointRanks(accelerator.strategy, path).first(lambda: _make_way(path))
+    _check_same_folder(accelerator, "save_state", path)
+    CheckpointRanks(accelerator.strategy, path).first(lambda: _remove_empty_folder(path))
     return path
 
 
-def _make_way(path: Path) -> None:
+def _remove_empty_folder(path: Path) -> None:
     if not path.is_dir() or is_checkpoint(path):
         return
     if any(path.iterdir()):
         raise CheckpointError(
             path,
-            "holds other files, and a checkpoint is a folder of its own, complete or absent: save to "
-            f"{str(path / 'checkpoint')!r}, say.",
+            "holds other files, but a checkpoint needs its own folder, which is replaced as a whole. Save to "
+            f"{str(path / 'checkpoint')!r}, for example.",
         )
     path.rmdir()
 
 
 def check_format(safe_serialization: bool) -> None:
-    """Raises ConfigurationError for the format that is not written."""
+    """Raises ConfigurationError for `safe_serialization=False`."""
     if not safe_serialization:
-        raise ConfigurationError("save_state(safe_serialization=False) would be a pickle: leave it out.")
+        raise ConfigurationError("save_state(safe_serialization=False) would write a pickle. Leave it out.")
 
 
 def save_in_time(
     accelerator: Accelerator, stepping: Stepping, output_dir: str | os.PathLike[str] | None, asynchronous: bool
 ) -> Path:
-    """Writes a checkpoint, now or when the accumulation window that is open closes; returns its folder.
+    """Writes a checkpoint, now or once the open accumulation window closes; returns its folder.
 
     Args:
-        accelerator: whose state it is.
-        stepping: knows the window.
-        output_dir: as the script gave it.
+        accelerator: the Accelerator to save.
+        stepping: its engine, which has the window.
+        output_dir: the script's argument of `save_state`.
         asynchronous: see `save`.
     """
-    # One save at a time, and the name of the one before is taken once it is there.
+    # One save at a time, and automatic naming needs to see the previous checkpoint in place.
     accelerator.finish_saving()
     path, loader = target(accelerator, output_dir), accelerator.active_loader
     if not stepping.is_within_window:
@@ -206,10 +207,10 @@ def save(
     """Writes a checkpoint, then deletes old ones above the limit.
 
     Args:
-        accelerator: whose state it is.
+        accelerator: the Accelerator to save.
         path: the folder.
-        asked: the loader that was being read when the script asked for the checkpoint, and its position then.
-        asynchronous: everything is copied now, and a thread writes it.
+        asked: the active loader and its position when the script requested a deferred save.
+        asynchronous: copy everything now and write it in a background thread.
     """
     strategy, config = accelerator.strategy, accelerator.project_configuration
     accelerator.flush_scaler()
@@ -220,17 +221,17 @@ def save(
     if accelerator.lock is not None:
         ranks.keep(accelerator.lock.check_held)
     overwrite = ranks.first(lambda: is_checkpoint(path))
-    # Only the script knows what writes to weights between here and the next step: nothing is copied later.
+    # The script may change weights at any time, not only in a step, so copy everything eagerly.
     copies = accelerator.saves.take(()) if asynchronous and is_possible(strategy) else None
     with ExitStack() as stack:
         writer = stack.enter_context(
             CheckpointWriter(path, overwrite=overwrite, ranks=ranks, plans=accelerator.shard_plans, copies=copies)
         )
         kept = accelerator.state_hooks.run_before_save(models, writer)
-        _step_states(accelerator).save(writer, together(models, kept))
+        _step_states(accelerator).save(writer, combined(models, kept))
         writer.state("user", _user(accelerator))
         loaders = [_loader_state(loader, asked) for loader in accelerator.prepared_loaders]
-        # The random numbers last, since loaders may draw.
+        # Random states last, since loaders may draw random numbers.
         own = {"loaders": loaders, **collect_rank({"rng": RandomNumbers()})}
         write_rank(writer, strategy, own)
         facts: dict[str, Any] = {
@@ -258,7 +259,7 @@ def save(
 
 
 def _is_automatic(accelerator: Accelerator, path: Path) -> bool:
-    """True for a checkpoint that was named automatically, and counts for the limit."""
+    """Returns True for an automatically named checkpoint, which counts toward the limit."""
     config = accelerator.project_configuration
     names = config.automatic_checkpoint_naming or accelerator.options.resumes
     return names and path.parent == config.checkpoint_folder and AUTOMATIC.fullmatch(path.name) is not None
@@ -266,7 +267,7 @@ def _is_automatic(accelerator: Accelerator, path: Path) -> bool:
 
 def _step_states(accelerator: Accelerator) -> StepStates:
     schedulers = [prepared.scheduler for prepared in accelerator.prepared_schedulers]
-    whole = together(accelerator.bare_models, accelerator.bare_models)
+    whole = combined(accelerator.bare_models, accelerator.bare_models)
     return StepStates(accelerator.strategy, whole, accelerator.optimizers, schedulers)
 
 
@@ -287,7 +288,7 @@ def _user(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _loggers(accelerator: Accelerator) -> dict[str, Logger]:
-    """Returns the loggers among the trackers, by the trackers' names."""
+    """Returns the trackers' loggers by tracker name."""
     return {tracker.name: tracker.logger for tracker in accelerator.trackers if isinstance(tracker, LoggerTracker)}
 
 
@@ -314,55 +315,56 @@ def _remove_old(folder: Path, limit: int | None) -> None:
 def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path | None:
     """Returns the checkpoint to load: the given one, or the newest complete one in the automatic folder.
 
-    A loop that continues by itself says which one it is. It begins anew where there is none yet: None.
+    With `resume="auto"`, prints which one it is, and returns None if there is none yet.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is none, without `resume="auto"`.
     """
     if input_dir is not None:
         path = Path(os.path.expanduser(os.fspath(input_dir)))
-        _check_alike(accelerator, "load_state", path)
+        _check_same_folder(accelerator, "load_state", path)
         return path
     config, resumes = accelerator.project_configuration, accelerator.options.resumes
     if not config.automatic_checkpoint_naming and not resumes:
         raise ConfigurationError(
-            "load_state() needs a folder: load_state('path'), or Accelerator(project_dir=…, resume='auto')."
+            "load_state() needs a folder. Use load_state('path'), or Accelerator(project_dir=…, resume='auto')."
         )
     folder = config.checkpoint_folder
     found = newest(folder, strict=True, ranks=CheckpointRanks(accelerator.strategy, folder))
     if found is None and not resumes:
-        raise CheckpointError(folder, "holds no checkpoint: save_state() writes one.")
+        raise CheckpointError(folder, "holds no checkpoint. save_state() writes one.")
     if resumes and accelerator.is_main_process:
-        print(f"begins anew: no checkpoint in {folder} yet" if found is None else f"continues from {found}", flush=True)
+        fresh = f"starts from scratch: no checkpoint in {folder} yet"
+        print(fresh if found is None else f"continues from {found}", flush=True)
     return found
 
 
 def hold(strategy: Strategy, options: Options) -> FolderLock | None:
-    """Takes the folder of a loop that continues by itself, until it is released; None for any other loop.
+    """Locks the folder of a loop with `resume="auto"` and returns the lock; None for any other loop.
 
     Raises:
-        LeydenError: on all ranks, if another run holds it; names its process.
+        LeydenError: on all ranks, if another run holds the lock; names its process.
     """
     if not options.resumes:
         return None
     # A script may change its working directory.
     folder = options.project.checkpoint_folder.absolute()
-    lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() gives it up")
+    lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() releases it")
     CheckpointRanks(strategy, folder).first(lock.acquire)
     return lock
 
 
 def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, strict: bool, trust: bool = False) -> None:
-    """Loads what `save` wrote. Everything is checked before anything changes.
+    """Loads a checkpoint of `save`. Everything is checked before anything changes.
 
-    The optimizers' states are read into new memory, and checked on the way. The weights are read into the models only
-    then: they alone are read twice. An engine's states are read last, into the memory that it steps with.
+    Optimizer states are read into new memory and checked while they are read. Only then are the weights read into the
+    models; they alone are read twice, once to verify them. The states of a DeepSpeed engine are read last, in place.
 
     Args:
-        accelerator: whose state it becomes.
-        input_dir: as the script gave it; see `find`.
-        strict: names of weights must fit.
-        trust: a folder of Accelerate's own is read too, whose files are pickles.
+        accelerator: the Accelerator to load into.
+        input_dir: the script's argument of `load_state`; see `find`.
+        strict: require the names of the weights to match.
+        trust: also read a folder of Accelerate's own `save_state`, whose files are pickles.
     """
     accelerator.finish_saving()
     path = find(accelerator, input_dir)
@@ -373,7 +375,7 @@ def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, str
             raise CheckpointError(
                 path,
                 "was written by Accelerate's save_state, in pickles, which can run any code when loaded. If you trust "
-                f"who wrote it: load_state(path, trust=True); or once `leyden convert {path} OUT`, and load OUT.",
+                f"its author, use load_state(path, trust=True), or run `leyden convert {path} OUT` once and load OUT.",
             )
         AccelerateFolder(path, accelerator, strict).load()
         return
@@ -382,31 +384,31 @@ def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, str
     reader = open_verified(path, ranks, lambda reader: found.append(step_states.read(reader)))
     steps, users = _read_user(reader, accelerator)
     schedulers = reader.state(SCHEDULERS)
-    step_states.check(reader.path / f"{SCHEDULERS}.json", schedulers, reader.optimizer_count(), UNLIKE)
+    step_states.check(reader.path / f"{SCHEDULERS}.json", schedulers, reader.optimizer_count(), MISMATCH)
     rank = _read_rank(reader, accelerator)
     _load_models(accelerator, reader, strict)
     step_states.load(reader, schedulers, found.pop())
     users.load(*users.names)
     accelerator.restore_counters(steps)
     accelerator.project_configuration.continue_after(path)
-    # The random numbers last, since loaders may draw.
+    # Random states last, since loaders may draw random numbers.
     rank.load(*rank.names)
 
 
 def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int, Unclaimed]:
-    """Reads the number of steps done, and the states of registered objects and trackers."""
+    """Reads the number of completed steps, and the states of registered objects and trackers."""
     user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
     if user.get("kind") != KIND:
         raise CheckpointError(
-            reader.path, "was not written by save_state: a Trainer's checkpoint is resumed by Trainer.fit."
+            reader.path, "was not written by save_state. Resume a Trainer's checkpoint with Trainer.fit."
         )
     file = reader.path / "user.json"
     with blame(file):
         saved = SavedState(user)
         models, steps = saved.integer("models", least=0), saved.integer("steps", least=0)
         registered, trackers = saved.items("registered"), saved.nested("trackers").entries
-    check_count("models", models, len(accelerator.bare_models), UNLIKE)
-    check_count("registered objects", len(registered), len(accelerator.registered), UNLIKE)
+    check_count("models", models, len(accelerator.bare_models), MISMATCH)
+    check_count("registered objects", len(registered), len(accelerator.registered), MISMATCH)
     states = {f"trackers.{name}": state for name, state in trackers.items()}
     owners: dict[str, StateOwner] = {f"trackers.{name}": logger for name, logger in _loggers(accelerator).items()}
     owners |= _numbered("registered", map(Unchecked, accelerator.registered))
@@ -414,25 +416,25 @@ def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int,
 
 
 def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> Unclaimed:
-    """Reads the states of this rank's loaders and random numbers."""
+    """Reads the states of this rank's loaders and random number generators."""
     prepared, random = accelerator.prepared_loaders, RandomNumbers()
     found = RankStates(reader, accelerator.strategy)
     states, file = found.read({"rng": random}), found.path
     with blame(file):
         saved = SavedState(states)
-        # None in a checkpoint of another trainer that was converted: its data begins anew.
+        # None in a checkpoint converted from another trainer: loaders then start from the beginning.
         loaders = [None] * len(prepared) if saved.value("loaders") is None else saved.items("loaders")
         rng = saved.value("rng")
-    check_count("loaders", len(loaders), len(prepared), UNLIKE)
+    check_count("loaders", len(loaders), len(prepared), MISMATCH)
     owners: dict[str, StateOwner] = {**_numbered("loaders", prepared), "rng": random}
     return Unclaimed(file, {**_numbered("loaders", loaders), "rng": rng}, owners)
 
 
 class Unchecked:
-    """A user's object as an owner of state. It has no check of its own, and may raise when it loads.
+    """Adapts a registered object to `StateOwner`. Its state is not checked up front, so loading may raise.
 
     Args:
-        obj: with `state_dict` and `load_state_dict`.
+        obj: the object, with `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -452,20 +454,24 @@ def _numbered(name: str, items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: bool) -> None:
-    """Loads the weights of the models that the hooks leave to Leyden."""
+    """Loads the weights of the models that the hooks leave for Leyden."""
     models = accelerator.bare_models
-    left = accelerator.state_hooks.run_before_load(models, reader.path)
-    if left:
+    remaining = accelerator.state_hooks.run_before_load(models, reader.path)
+    if remaining:
+        strict = strict and len(remaining) == len(models)
         with naming(reader.weights_file):
-            accelerator.strategy.load_module(reader, together(models, left), strict and len(left) == len(models))
+            accelerator.strategy.load_module(reader, combined(models, remaining), strict)
 
 
 def check_registrable(objects: tuple[Any, ...]) -> None:
     """Raises ConfigurationError for an object without state to save."""
     for number, obj in enumerate(objects):
         if isinstance(obj, (Tensor, nn.Module)) and not callable(getattr(obj, "state_dict", None)):
-            raise ConfigurationError(f"register_for_checkpointing: object {number} is a tensor. Hold it in a module.")
+            raise ConfigurationError(
+                f"register_for_checkpointing: object {number} is a tensor. Make it a buffer of a module."
+            )
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise ConfigurationError(
-                f"register_for_checkpointing: object {number}, {kind_of(obj)}, has no state_dict and load_state_dict."
+                f"register_for_checkpointing: object {number}, {kind_of(obj)}, needs both state_dict and "
+                "load_state_dict."
             )

@@ -1,4 +1,4 @@
-"""The scheduler that `prepare` returns, which counts optimizer steps on any number of ranks."""
+"""PreparedScheduler: the scheduler that `prepare` returns, which counts optimizer steps on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class PreparedScheduler:
-    """A scheduler that counts optimizer steps: once each, on any number of ranks, not when a scaler skipped one.
+    """A scheduler that steps once per optimizer step, on any number of ranks; steps that a scaler skipped do not count.
 
     Args:
-        scheduler: any scheduler.
-        optimizers: the prepared optimizers that it goes with.
-        stepping: has the windows that it follows.
-        with_optimizer: False to step whenever `step` is called.
+        scheduler: the scheduler.
+        optimizers: the scheduler's prepared optimizers.
+        stepping: the loop's engine, which has the window.
+        with_optimizer: follow the optimizer's steps; False steps whenever `step` is called.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PreparedScheduler:
 
     def __getattr__(self, name: str) -> Any:
         if "scheduler" not in vars(self):
-            # A copy that is being made has nothing yet.
+            # While the object is being copied, it has no attributes yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -41,12 +41,12 @@ class PreparedScheduler:
         return repr(self.scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps if the accumulation window closes, no optimizer skipped its step, and `total_steps` are not done."""
+        """Steps if the window closes, no optimizer skipped its step, and `total_steps` is not reached."""
         if self._with_optimizer:
             stepping = self._stepping
             if not stepping.window.closes:
                 if stepping.accumulation.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                    # torch's own check of the order of steps counts calls.
+                    # torch's check of the call order counts the scheduler's calls.
                     self.scheduler._step_count += 1
                 return
             if any(optimizer.step_was_skipped for optimizer in self.optimizers):
@@ -58,11 +58,11 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _warn_of_end(self, total: int) -> None:
-        """Warns once; torch's own scheduler raises in the last step of a run whose length was rounded down."""
+        """Warns once. torch's own scheduler would raise, even if the run's length was merely rounded down."""
         if not self._warned_of_end:
             self._warned_of_end = True
             warnings.warn(
-                f"{type(self.scheduler).__name__} has done its total_steps={total}; the learning rate stays where it "
-                "is.",
+                f"{type(self.scheduler).__name__} has reached its total_steps={total}; the learning rate stays "
+                "constant from here on.",
                 stacklevel=4,
             )

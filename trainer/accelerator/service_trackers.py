@@ -1,6 +1,6 @@
-"""Trackers of services without a logger of Leyden's: Aim, ClearML, DVCLive, SwanLab and Trackio, by Accelerate's names.
+"""Trackers of services without a Leyden logger: Aim, ClearML, DVCLive, SwanLab and Trackio, under Accelerate's names.
 
-Each needs the service's own package, imported when the run starts.
+Each needs the service's own package, which is imported when the run starts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.accelerator.tracking import GeneralTracker
 
 SPLITS = ("eval", "test", "train")
-"""The beginnings of names that ClearML draws as lines of one plot: "eval_loss" and "train_loss" in the plot "loss"."""
+"""Prefixes of names that ClearML draws as lines of one plot: "eval_loss" and "train_loss" in the plot "loss"."""
 
 
 class ServiceTracker(GeneralTracker):
-    """Base class of trackers of a service's own package.
+    """Base class of trackers that use a service's own package.
 
     Args:
         run_name: the `project_name` of `init_trackers`.
-        **kwargs: for the call that starts the run.
+        **kwargs: arguments for the call that starts the run.
     """
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -34,25 +34,25 @@ class ServiceTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The service's own run."""
+        """The service's own run object."""
         return self.run
 
     def _leave_out(self, key: str, value: Any, takes: str) -> None:
-        """Warns, once for each name, of a value that the service does not take."""
+        """Warns, once per name, about a value that the service does not accept."""
         if key not in self._left_out:
             self._left_out.add(key)
             warnings.warn(
-                f"the tracker {self.name!r} records {takes}; {key} is {kind_of(value)} and left out.", stacklevel=5
+                f"the tracker {self.name!r} records only {takes} and drops {key}, {kind_of(value)}.", stacklevel=5
             )
 
 
 class AimTracker(ServiceTracker):
-    """Aim, in a repository on disk, which `aim up` shows.
+    """Aim, in a repository on disk that `aim up` shows.
 
     Args:
-        run_name: of the run.
-        logging_dir: folder of the repository, `.aim` in it.
-        **kwargs: passed to `aim.Run`: `experiment`, `log_system_params`, ….
+        run_name: name of the run.
+        logging_dir: folder that contains the repository `.aim`.
+        **kwargs: arguments of `aim.Run`: `experiment`, `log_system_params`, ….
     """
 
     name = "aim"
@@ -64,7 +64,7 @@ class AimTracker(ServiceTracker):
 
     @property
     def writer(self) -> Any:
-        """The same as `tracker`, by the name that it has in scripts."""
+        """The same as `tracker`, under the name of Accelerate's tracker."""
         return self.run
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class AimTracker(ServiceTracker):
         self.run["hparams"] = json_value(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records numbers, texts, and objects of Aim's such as `aim.Distribution`; `kwargs` are `Run.track`'s."""
+        """Records numbers, texts, and Aim objects such as `aim.Distribution`; `kwargs` are passed to `Run.track`."""
         import aim
 
         for key, value in values.items():
@@ -91,9 +91,9 @@ class AimTracker(ServiceTracker):
         """Records images.
 
         Args:
-            values: arrays, PIL images, or pairs of one and its caption; or a list of these.
-            step: of the run.
-            kwargs: `{"aim_image": …, "track": …}`, arguments of `aim.Image` and of `Run.track`.
+            values: arrays, PIL images, pairs of (image, caption), or lists of these, by name.
+            step: step of the run.
+            kwargs: `{"aim_image": …, "track": …}`, the arguments of `aim.Image` and `Run.track`.
         """
         import aim
 
@@ -111,11 +111,11 @@ class AimTracker(ServiceTracker):
 
 
 class ClearMLTracker(ServiceTracker):
-    """ClearML. A task that the script has begun with `Task.init` is used, and stays open.
+    """ClearML. If the script has already called `Task.init`, the tracker uses that task and leaves it open.
 
     Args:
-        run_name: project and task; the variables CLEARML_PROJECT and CLEARML_TASK count before it.
-        **kwargs: passed to `Task.init`.
+        run_name: name of project and task; the variables CLEARML_PROJECT and CLEARML_TASK take precedence.
+        **kwargs: arguments of `Task.init`.
     """
 
     name = "clearml"
@@ -126,7 +126,7 @@ class ClearMLTracker(ServiceTracker):
 
     @property
     def task(self) -> Any:
-        """The same as `tracker`, by the name that it has in scripts."""
+        """The same as `tracker`, under the name of Accelerate's tracker."""
         return self.run
 
     def start(self) -> None:
@@ -145,12 +145,12 @@ class ClearMLTracker(ServiceTracker):
         self.run.connect_configuration(json_value(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records numbers: without a step as single values. A text goes to the console.
+        """Records numbers, as single values if there is no step. Texts go to the console.
 
         Args:
-            values: by name; "eval_loss" is the line "eval" of the plot "loss", and "loss" its line "train".
-            step: of the run.
-            **kwargs: of `report_scalar` or `report_single_value`.
+            values: values by name; "eval_loss" is the line "eval" of the plot "loss", and "loss" its line "train".
+            step: step of the run.
+            **kwargs: arguments of `report_scalar` or `report_single_value`.
         """
         writer = self.run.get_logger()
         for key, value in values.items():
@@ -166,7 +166,7 @@ class ClearMLTracker(ServiceTracker):
                 writer.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records images: arrays or PIL images, or lists of them; `kwargs` are those of `report_image`."""
+        """Records images: arrays, PIL images, or lists of them; `kwargs` are passed to `report_image`."""
         for key, value in values.items():
             title, series = _title_and_series(key)
             several = isinstance(value, (list, tuple))
@@ -186,15 +186,15 @@ class ClearMLTracker(ServiceTracker):
         """Records a table.
 
         Args:
-            table_name: split as the names of `log`.
-            columns: their names; None where the first row of `data` has them.
+            table_name: name of the table, split into plot and line as in `log`.
+            columns: column names; None if the first row of `data` has them.
             data: rows.
-            dataframe: a pandas DataFrame in place of both.
-            step: of the run.
-            **kwargs: of `report_table`.
+            dataframe: a pandas DataFrame, in place of columns and data.
+            step: step of the run.
+            **kwargs: arguments of `report_table`.
         """
         if dataframe is None and data is None:
-            raise ConfigurationError("log_table of the tracker 'clearml' needs data or a dataframe.")
+            raise ConfigurationError("log_table of the tracker 'clearml' got no table. Pass data or a dataframe.")
         rows = None if data is None else [list(row) for row in data]
         table = dataframe if rows is None else ([list(columns), *rows] if columns else rows)
         title, series = _title_and_series(table_name)
@@ -206,12 +206,12 @@ class ClearMLTracker(ServiceTracker):
 
 
 class DVCLiveTracker(ServiceTracker):
-    """DVCLive, in the folder `dvclive` of the working directory, or `init_kwargs={"dvclive": {"dir": …}}`.
+    """DVCLive, in the working directory's folder `dvclive`, or in that of `init_kwargs={"dvclive": {"dir": …}}`.
 
     Args:
-        run_name: ignored: a DVC experiment is named by `exp_name`.
+        run_name: ignored: `exp_name` names a DVC experiment.
         live: your own `dvclive.Live`.
-        **kwargs: passed to `dvclive.Live`.
+        **kwargs: arguments of `dvclive.Live`.
     """
 
     name = "dvclive"
@@ -222,7 +222,7 @@ class DVCLiveTracker(ServiceTracker):
 
     @property
     def live(self) -> Any:
-        """The same as `tracker`, by the name that it has in scripts."""
+        """The same as `tracker`, under the name of Accelerate's tracker."""
         return self.run
 
     def start(self) -> None:
@@ -235,7 +235,7 @@ class DVCLiveTracker(ServiceTracker):
         self.run.log_params(json_value(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records numbers and texts, and ends DVCLive's step; `kwargs` are those of `Live.log_metric`."""
+        """Records numbers and texts, and ends DVCLive's step; `kwargs` are passed to `Live.log_metric`."""
         from dvclive.plots import Metric
 
         if step is not None:
@@ -256,8 +256,8 @@ class SwanLabTracker(ServiceTracker):
     """SwanLab.
 
     Args:
-        run_name: the project.
-        **kwargs: passed to `swanlab.init`: `mode="local"` or `"offline"` needs no account.
+        run_name: name of the project.
+        **kwargs: arguments of `swanlab.init`; `mode="local"` or `"offline"` needs no account.
     """
 
     name = "swanlab"
@@ -271,7 +271,7 @@ class SwanLabTracker(ServiceTracker):
         self.run.config.update(json_value(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records numbers, texts, and objects of SwanLab's; `kwargs` are those of `Run.log`."""
+        """Records numbers, texts, and SwanLab objects; `kwargs` are passed to `Run.log`."""
         import swanlab
 
         found = {key: _item(value) for key, value in values.items()}
@@ -279,7 +279,7 @@ class SwanLabTracker(ServiceTracker):
         self.run.log({**found, **texts}, step=step, **kwargs)
 
     def log_images(self, values: Mapping[str, Sequence[Any]], step: int | None = None, **kwargs: Any) -> None:
-        """Records lists of images, each an array or a PIL image; `kwargs` are those of `Run.log`."""
+        """Records lists of images, each an array or a PIL image; `kwargs` are passed to `Run.log`."""
         import swanlab
 
         for key, images in values.items():
@@ -290,11 +290,11 @@ class SwanLabTracker(ServiceTracker):
 
 
 class TrackioTracker(ServiceTracker):
-    """Trackio, in a folder on disk (the variable TRACKIO_DIR), which `trackio show` shows, or on a Space.
+    """Trackio, in a folder on disk (variable TRACKIO_DIR) that `trackio show` displays, or on a Space.
 
     Args:
-        run_name: the project.
-        **kwargs: passed to `trackio.init`: `name`, `group`, `space_id`, ….
+        run_name: name of the project.
+        **kwargs: arguments of `trackio.init`: `name`, `group`, `space_id`, ….
     """
 
     name = "trackio"
@@ -308,7 +308,7 @@ class TrackioTracker(ServiceTracker):
         self.run.config.update(json_value(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records numbers, texts, dicts of numbers, and objects of Trackio's."""
+        """Records numbers, texts, dicts of numbers, and Trackio objects."""
         self.run.log({key: _item(value) for key, value in values.items()}, step=step, **kwargs)
 
     def finish(self) -> None:
@@ -316,7 +316,7 @@ class TrackioTracker(ServiceTracker):
 
 
 def _item(value: Any) -> Any:
-    """A tensor, an array or a scalar of NumPy with one number as that number; anything else as it is."""
+    """Returns the number in a tensor or NumPy array of one element; anything else unchanged."""
     is_one = hasattr(value, "dtype") and (value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)) == 1
     return value.item() if is_one else value
 

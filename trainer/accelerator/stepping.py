@@ -1,4 +1,4 @@
-"""The step of the user's own loop: accumulation windows, backward, clipping, and when optimizers step."""
+"""Steps of a custom training loop: accumulation windows, backward, clipping, and when optimizers step."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ if TYPE_CHECKING:
 
 
 class Stepping(Engine):
-    """The engine under a loop that the user writes.
+    """The engine of a custom training loop.
 
     `accumulate` opens a batch of a window, `backward` adds to its gradients, and the prepared optimizers step in the
-    batch that closes it. A prepared loader says when a pass begins, when a batch is done with, and when the pass ends.
+    batch that closes it. Prepared loaders report when a pass starts, when a batch has ended, and when the pass ends.
 
     Args:
         options: the Accelerator's arguments.
 
     Attributes:
-        accumulation: how batches make one step.
-        prepared_models: as `prepare` returned them.
-        bare_models: the same without what ranks or compilation wrap around them.
-        reading: the loaders that are being read, the innermost last.
-        steps: windows that a step closed.
+        accumulation: the accumulation settings.
+        prepared_models: the models that `prepare` returned.
+        bare_models: the same models without their DDP, engine or torch.compile wrappers.
+        reading: the loaders being iterated, the innermost last.
+        is_joining: True inside `joining`: ranks may have different numbers of batches, so they can exchange nothing but
+            gradients.
+        steps: number of windows that an optimizer step has closed.
     """
 
     steps: int
@@ -52,32 +54,32 @@ class Stepping(Engine):
         self.reading: list[PreparedLoader] = []
         self._rng_types = options.rng_types
         self._checks = Mistakes(self, options.device_placement)
-        self._waiting: Callable[[], Any] | None = None
+        self._deferred: Callable[[], Any] | None = None
         self._clips_to = None if self.strategy.drives_one else options.clips_to
         self.beat = LoopBeat(self.strategy.ranks, options.hang_timeout, os.fspath(options.project.project_dir or "."))
-        """Signs of life, for a watchdog."""
+        """Heartbeat for the hang watchdog."""
         self.staged = StagedSteps(self)
-        """Steps of a model that is cut into stages."""
+        """Runs the steps of a pipeline-parallel model."""
         self.begin()
 
     def begin(self) -> None:
         """Resets the counters, before the first batch."""
         self.window.plan(self.accumulation.num_steps)
         self.steps = 0
-        self._updates_scale = False
-        self._is_settled = False
-        self._in_window = False
-        self._joins = False
-        self._counted: set[int] = set()
+        self.is_joining = False
+        self._scale_is_stale = False
+        self._gradients_finalized = False
+        self._in_accumulate = False
+        self._stepped_in_window: set[int] = set()
 
     def continue_after(self, steps: int) -> None:
-        """Continues between two windows, after so many steps."""
-        self.steps, self._updates_scale = steps, False
+        """Sets the number of completed steps and resets the window."""
+        self.steps, self._scale_is_stale = steps, False
         self.window.reset()
 
-    # what is prepared -------------------------------------------------------------------------------------------------
+    # prepared objects -------------------------------------------------------------------------------------------------
     def add_model(self, prepared: nn.Module, bare: nn.Module) -> None:
-        """Adds a prepared model; optimizers prepared before it get the parameters that the strategy replaced."""
+        """Adds a prepared model. Optimizers prepared before it receive the parameters that the strategy replaced."""
         self.beat.begin()
         self.prepared_models.append(prepared)
         self.bare_models.append(bare)
@@ -85,13 +87,13 @@ class Stepping(Engine):
             self.strategy.setup_optimizers(self.bare_models, self.optimizers)
 
     def add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Adds an optimizer that the strategy has set up; it steps as windows close."""
+        """Adds an optimizer that the strategy has set up; it steps when windows close."""
         prepared = PreparedOptimizer(optimizer, self)
         self.prepared_optimizers.append(prepared)
         return prepared
 
     def release(self) -> None:
-        """Releases models, optimizers and loaders."""
+        """Releases all models, optimizers and loaders."""
         self.flush_scaler()
         self.strategy.release()
         for held in (self.prepared_models, self.bare_models, self.prepared_optimizers, self.reading):
@@ -99,18 +101,18 @@ class Stepping(Engine):
         self.continue_after(self.steps)
 
     def leave(self) -> None:
-        """Releases what ends before the interpreter does."""
+        """Releases the resources that must end before the interpreter does."""
         self.beat.end()
         self.strategy.release()
 
-    # a loader is read -------------------------------------------------------------------------------------------------
+    # passes over loaders ----------------------------------------------------------------------------------------------
     def synchronise_rng(self) -> None:
-        """Sets the random numbers that `rng_types` names to rank 0's, before a pass."""
+        """Sets the generators of `rng_types` to rank 0's state, before a pass."""
         if self._rng_types:
             synchronise(self.strategy, self._rng_types)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
-        """Begins a pass over a loader."""
+        """Starts a pass over a loader."""
         self._checks.in_pass()
         self.strategy.check_trained()
         self.reading.append(loader)
@@ -118,18 +120,18 @@ class Stepping(Engine):
         self.beat.begin_pass(loader.iteration, loader.position, self.steps)
 
     def end_turn(self) -> None:
-        """Ends a batch: runs what waits for its end. A prepared loader calls this before it draws the next one."""
+        """Ends a batch and runs the actions deferred until then. A prepared loader calls this before its next batch."""
         self.beat.batch(self.steps)
         self.strategy.own_loop.end_turn()
-        self.run_waiting()
+        self.run_deferred()
 
     @property
     def active_loader(self) -> PreparedLoader | None:
-        """The loader that is being read, the innermost of several."""
+        """The loader being iterated, the innermost if nested; None outside any."""
         return self.reading[-1] if self.reading else None
 
     def end_loader(self, loader: PreparedLoader) -> None:
-        """Ends a pass over a loader, finished or not."""
+        """Ends a pass over a loader, exhausted or not."""
         if loader in self.reading:
             self.reading.remove(loader)
             if not self.reading:
@@ -139,109 +141,104 @@ class Stepping(Engine):
     @property
     def is_within_window(self) -> bool:
         """True while a window is incomplete: a checkpoint written now would lack its gradients."""
-        return self.window.is_open and not (self._in_window and self.window.closes)
+        return self.window.is_open and not (self._in_accumulate and self.window.closes)
 
     def after_window(self, action: Callable[[], Any]) -> None:
-        """Runs an action after the last batch of this window. A second action replaces the first."""
-        self._waiting = action
+        """Defers an action until the last batch of this window has ended. A second action replaces the first."""
+        self._deferred = action
 
-    def run_waiting(self) -> None:
-        """Runs the action that waits for the window's end, if the window is closed."""
-        if self._waiting is not None and not self.window.is_open:
-            self.finish_waiting()
+    def run_deferred(self) -> None:
+        """Runs the deferred action if the window has closed."""
+        if self._deferred is not None and not self.window.is_open:
+            self.finish_deferred()
 
-    def finish_waiting(self) -> None:
-        """Runs the action that waits for the window's end, if the step that closes it is made: no other batch comes."""
-        if self._waiting is not None and not self.is_within_window:
-            action, self._waiting = self._waiting, None
+    def finish_deferred(self) -> None:
+        """Runs the deferred action, already in the batch that closes the window; for a loop that ends with it."""
+        if self._deferred is not None and not self.is_within_window:
+            action, self._deferred = self._deferred, None
             action()
 
     @property
-    def joins(self) -> bool:
-        """True where ranks may have different numbers of batches, so that nothing else can be exchanged."""
-        return self._joins
-
-    @property
-    def ends_pass(self) -> bool:
-        """True in the last batch of the loader that is being read."""
+    def is_last_batch(self) -> bool:
+        """True in the last batch of the active loader."""
         return bool(self.reading) and self.reading[-1].end_of_dataloader
 
     def close_with_this_batch(self, closes: bool) -> None:
-        """Sets whether the current batch closes the window, for a loop that counts its batches itself."""
+        """Sets whether the current batch closes the window, for a loop that counts its own batches."""
         self.window.close_here(bool(closes))
 
     def accumulate_over(self, steps: int) -> None:
         """Sets the length of the windows that follow."""
         self.accumulation = replace(self.accumulation, num_steps=steps)
-        if not self._in_window:
+        if not self._in_accumulate:
             self.window.plan(steps)
 
     @contextmanager
     def accumulate(self, models: Sequence[Any]) -> Iterator[None]:
-        """One batch of a window; see `Accelerator.accumulate`."""
+        """Runs one batch of a window; see `Accelerator.accumulate`."""
         self._checks.in_accumulate(models)
-        self.run_waiting()
+        self.run_deferred()
         self._open_batch()
-        self._in_window = True
+        self._in_accumulate = True
         try:
             with self.strategy.gradient_sync(self.window.closes or self.accumulation.sync_each_batch):
                 yield
         finally:
-            self._in_window = False
+            self._in_accumulate = False
             self.window.end_batch()
             self.window.plan(self.accumulation.num_steps)
         if not self.reading:
-            self.run_waiting()
+            self.run_deferred()
 
     def _open_batch(self) -> None:
-        window, steps = self.window, self.accumulation.num_steps
-        self._is_settled = False
-        left, ends = None, False
+        window, length = self.window, self.accumulation.num_steps
+        self._gradients_finalized = False
+        remaining, is_last = None, False
         if self.reading and self.accumulation.sync_with_dataloader:
-            left, ends = self.reading[-1].left, self.reading[-1].end_of_dataloader
+            remaining, is_last = self.reading[-1].left, self.reading[-1].end_of_dataloader
         if window.is_open:
-            window.advance(ends)
+            window.advance(is_last)
         else:
-            window.open(steps if left is None else min(steps, left), ends)
+            window.open(length if remaining is None else min(length, remaining), is_last)
 
-    def _settle(self) -> None:
-        """Brings the window's gradients to their mean, once, if its length or items were unknown before."""
+    def _finalize_gradients(self) -> None:
+        """Turns the window's summed gradients into their mean, once, if its length or items were unknown until now."""
         window = self.window
-        if self._is_settled or not self._in_window or not window.closes:
+        if self._gradients_finalized or not self._in_accumulate or not window.closes:
             return
-        self._is_settled = True
+        self._gradients_finalized = True
         self.close_window()
-        # Later losses of this batch are divided by the true length, too.
+        # Later losses of this batch must be divided by the actual length, too.
         window.end_here()
 
     @contextmanager
     def joining(self, models: Sequence[Any]) -> Iterator[None]:
-        """Lets ranks that run out of batches take part in the others' exchange of gradients, within the block."""
+        """Lets ranks that run out of batches keep taking part in the others' all-reduces, within the block."""
         with self.strategy.own_loop.joining(models) if self.strategy.ranks.world_size > 1 else nullcontext():
-            self._joins = True
+            self.is_joining = True
             try:
                 yield
             finally:
-                self._joins = False
+                self.is_joining = False
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Sends gradients in the next backward, though its forward was run without."""
+        """Synchronizes gradients in the next backward, even if its forward ran without synchronization."""
         with self.strategy.gradient_sync(True), self.strategy.own_loop.sync_in_backward(model):
             yield
 
     # the step ---------------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
-        """Backward of a loss, divided by the window's length and scaled; see `Accelerator.backward`."""
+        """Runs backward on a loss, divided by the window's length and scaled; see `Accelerator.backward`."""
         if self.strategy.outputs.are_in_parts:
             self._check_staged(loss, num_items, kwargs)
             return
         self._begin_backward()
         window = self.window
-        if num_items is not None and self._is_settled and window.index > 0:
+        if num_items is not None and self._gradients_finalized and window.index > 0:
             raise ConfigurationError(
-                "backward(num_items=…) came after this window's gradients were divided by its items: call it once for "
-                "each batch, or before the first optimizer steps."
+                "backward(num_items=…) was called after this window's gradients were divided by its items. Call it "
+                "once per batch, or before the first optimizer steps."
             )
         if num_items is not None or window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, window)
@@ -251,22 +248,22 @@ class Stepping(Engine):
     def _begin_backward(self) -> None:
         self.beat.backward()
         self._checks.in_backward()
-        if self.checker is not None and self.window.closes and not self._joins:
-            # Gradients are exchanged in it.
+        if self.checker is not None and self.window.closes and not self.is_joining:
+            # This backward synchronizes gradients, so every rank must reach it.
             self.checker.compare("backward", None)
         self.flush_scaler()
 
     def _end_backward(self) -> None:
         if not self.prepared_optimizers:
-            # The loop's own optimizer steps without a call of this class.
-            self._settle()
+            # An optimizer that was not prepared steps without calling this class.
+            self._finalize_gradients()
 
     def staged_step(self, module: nn.Module, batch: Any, step: Step) -> Tensor:
-        """Runs a batch of a model that is cut into stages; see `Accelerator.pipeline_step`."""
+        """Runs a batch of a pipeline-parallel model; see `Accelerator.pipeline_step`."""
         if not self.strategy.outputs.are_in_parts:
             raise ConfigurationError(
-                "pipeline_step runs a model that is cut into stages, and this one is whole: call it, and "
-                "accelerator.backward(loss), or give Accelerator(strategy=MeshStrategy(pp=…))."
+                "pipeline_step needs a model with pipeline stages, and this model has none. Call the model and "
+                "accelerator.backward(loss), or use Accelerator(strategy=MeshStrategy(pp=…))."
             )
         self._begin_backward()
         loss = self.staged.train(module, batch, step)
@@ -277,8 +274,8 @@ class Stepping(Engine):
         if num_items is not None or kwargs:
             given = ["num_items"] if num_items is not None else list(kwargs)
             raise ConfigurationError(
-                f"backward({given[0]}=…) comes too late in a pipeline, which has gone backward already: let the step "
-                "of accelerator.pipeline_step return {'loss': loss, 'num_items': count}, and leave other arguments out."
+                f"backward({given[0]}=…) comes too late in a pipeline, whose backward has already run. Let the step of "
+                "accelerator.pipeline_step return {'loss': loss, 'num_items': count}, and leave other arguments out."
             )
         self.staged.check_backward(loss)
 
@@ -286,12 +283,12 @@ class Stepping(Engine):
         """Steps one optimizer if the window closes; `PreparedOptimizer.step` calls this.
 
         Returns:
-            False where the gradient scaler skipped the step.
+            False if the gradient scaler skipped the step.
         """
         if not self.window.closes:
             return True
         self._checks.in_step(prepared)
-        self._settle()
+        self._finalize_gradients()
         if closure is not None and not needs_closure(prepared.optimizer):
             closure()
             closure = None
@@ -300,13 +297,13 @@ class Stepping(Engine):
             groups = self.strategy.master_weights.groups(prepared.optimizer)
             self.strategy.clip_parameters([p for group in groups for p in group], self._clips_to)
         stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
-        self._updates_scale = self.precision.may_skip
-        if id(prepared) in self._counted or not self._counted:
-            # Several optimizers step for one window, so the first one that steps a second time starts the next step.
-            self._counted = {id(prepared)}
+        self._scale_is_stale = self.precision.may_skip
+        if id(prepared) in self._stepped_in_window or not self._stepped_in_window:
+            # Several optimizers may step in one window; the first to step a second time starts the next window.
+            self._stepped_in_window = {id(prepared)}
             self.steps += 1
         else:
-            self._counted.add(id(prepared))
+            self._stepped_in_window.add(id(prepared))
         if not self.reading:
             self.strategy.own_loop.end_turn()
         return stepped
@@ -317,14 +314,14 @@ class Stepping(Engine):
             prepared.optimizer.zero_grad(set_to_none)
 
     def flush_scaler(self) -> None:
-        """Updates the gradient scaler: once after all steps, before the next loss is scaled."""
-        if self._updates_scale:
-            self._updates_scale = False
+        """Updates the gradient scaler, once after all optimizers have stepped and before the next loss is scaled."""
+        if self._scale_is_stale:
+            self._scale_is_stale = False
             self.strategy.end_step()
 
-    # gradients at their true scale ------------------------------------------------------------------------------------
+    # unscaled gradients -----------------------------------------------------------------------------------------------
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
-        """Clips gradients to a total norm, and returns the norm before; inside a window it only returns the norm."""
+        """Clips gradients to a total norm and returns the norm before clipping; inside a window it only measures."""
         chosen = self._clippable(parameters)
         if not self.window.closes:
             found = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
@@ -334,7 +331,7 @@ class Stepping(Engine):
         return norm
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
-        """Clips each gradient to ± `clip_value`; does nothing inside a window."""
+        """Clips each gradient element to ± `clip_value`; no-op inside a window."""
         chosen = self._clippable(parameters)
         if self.window.closes:
             self.strategy.clip_parameters(chosen, clip_value, "value")
@@ -342,7 +339,7 @@ class Stepping(Engine):
     def _clippable(self, parameters: Any) -> list[Tensor]:
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.window.closes:
-            self._settle()
+            self._finalize_gradients()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
                 groups = self.strategy.master_weights.groups(optimizer)
@@ -351,10 +348,10 @@ class Stepping(Engine):
         return chosen
 
     def unscale(self, optimizer: Any) -> None:
-        """Brings the gradients of one, several or all (None) optimizers to their true scale as the window closes."""
+        """Unscales the gradients of one, several or all (None) optimizers; no-op inside a window."""
         if not self.window.closes:
             return
-        self._settle()
+        self._finalize_gradients()
         chosen: Any = self.prepared_optimizers if optimizer is None else optimizer
         entries: list[Any] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
         for entry in entries:

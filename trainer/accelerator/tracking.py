@@ -1,4 +1,4 @@
-"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's interface, and the user's own classes."""
+"""Trackers of a custom training loop: the Trainer's loggers behind Accelerate's interface, and users' own classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Name -> module, class, the package that it needs, the argument for the project: "name" is a folder in the run's.
+# Name -> module, class, required package, argument for the project name. As "name" it is a subfolder of the run's.
 LOGGERS = {
     "tensorboard": ("leyden.callbacks.loggers.tensorboard", "TensorBoardLogger", "tensorboard", "name"),
     "wandb": ("leyden.callbacks.loggers.wandb_logger", "WandbLogger", "wandb", "project"),
@@ -32,7 +32,7 @@ LOGGERS = {
     "mlflow": ("leyden.callbacks.loggers.mlflow_logger", "MLFlowLogger", "mlflow", "experiment_name"),
 }
 
-# Trackers of services for which Leyden has no logger, in service_trackers.py: name -> class, the package that it needs.
+# Trackers of services without a Leyden logger, in service_trackers.py: name -> class, required package.
 SERVICES = {
     "aim": ("AimTracker", "aim"),
     "clearml": ("ClearMLTracker", "clearml"),
@@ -43,9 +43,9 @@ SERVICES = {
 
 
 def on_main_process(function: F) -> F:
-    """Decorates a method of a tracker: the main rank alone runs it, unless the tracker has `main_process_only = False`.
+    """Decorator for a tracker's method: only the main rank runs it, unless the tracker has `main_process_only = False`.
 
-    The Accelerator calls trackers by that rule anyway; a script that calls a tracker's methods itself needs it.
+    The Accelerator follows this rule anyway; scripts that call a tracker's methods directly need the decorator.
 
     Example:
         >>> class Noted(GeneralTracker):
@@ -65,14 +65,14 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker(ABC):
-    """Base class of your own trackers: pass an instance, or the class, to `Accelerator(log_with=...)`.
+    """Base class of custom trackers: pass an instance or the class to `Accelerator(log_with=...)`.
 
-    A subclass has a `name` and a method `log`; without them it is refused before anything is trained.
+    A subclass needs a `name` and a method `log`; without them the Accelerator refuses it before training starts.
 
     Attributes:
-        name: by which `get_tracker` finds it.
-        requires_logging_directory: its constructor takes a `logging_dir`.
-        main_process_only: only the main rank calls it.
+        name: name for `get_tracker`.
+        requires_logging_directory: True if the constructor takes a `logging_dir`.
+        main_process_only: True if only the main rank writes.
 
     Example:
         >>> class Printed(GeneralTracker):
@@ -89,29 +89,29 @@ class GeneralTracker(ABC):
 
     @property
     def tracker(self) -> Any:
-        """The object that writes: a SummaryWriter, a W&B run, …."""
+        """The underlying writer: a SummaryWriter, a W&B run, …."""
         return self
 
     def start(self) -> None:
-        """Called by `init_trackers`, before anything is logged."""
+        """Starts the tracker; `init_trackers` calls it before anything is logged."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Records the settings of the run."""
 
     @abstractmethod
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records values; `kwargs` are those that `Accelerator.log(log_kwargs={name: …})` has for this tracker."""
+        """Records values; `kwargs` are this tracker's entry of `Accelerator.log(log_kwargs={name: …})`."""
 
     def finish(self) -> None:
-        """Closes what is open."""
+        """Closes the tracker."""
 
 
 class LoggerTracker(GeneralTracker):
-    """One of Leyden's loggers as a tracker.
+    """A Leyden logger as a tracker.
 
     Args:
         logger: the logger.
-        name: by which it is found.
+        name: name for `get_tracker`; the logger's class name by default.
     """
 
     def __init__(self, logger: Logger, name: str | None = None) -> None:
@@ -122,7 +122,7 @@ class LoggerTracker(GeneralTracker):
 
     @classmethod
     def around(cls, logger: Logger, name: str) -> Self:
-        """A tracker of this class that writes with a logger, and has its name."""
+        """Returns a tracker of this class around an existing logger."""
         tracker = cls.__new__(cls)
         LoggerTracker.__init__(tracker, logger, name)
         return tracker
@@ -133,7 +133,7 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def writer(self) -> Any:
-        """The same, by the name that TensorBoard's tracker has in scripts."""
+        """The same as `tracker`, under the name of Accelerate's TensorBoard tracker."""
         return self.logger.experiment
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -157,16 +157,17 @@ class LoggerTracker(GeneralTracker):
         elif not self._warned_of_texts:
             self._warned_of_texts = True
             warnings.warn(
-                f"the tracker {self.name!r} records numbers; {', '.join(texts)} is text and left out.", stacklevel=5
+                f"the tracker {self.name!r} records only numbers and drops the text of {', '.join(texts)}.",
+                stacklevel=5,
             )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Records images.
 
         Args:
-            values: arrays of the shape (N, C, H, W) with 1 or 3 channels, or (N, H, W, C).
-            step: of the run.
-            **kwargs: `dataformats="NHWC"` says which shape it is, where both would fit.
+            values: arrays by name, of shape (N, C, H, W) with 1 or 3 channels, or (N, H, W, C).
+            step: step of the run.
+            **kwargs: `dataformats="NHWC"` resolves shapes that fit both layouts.
         """
         writer = self.logger.experiment
         if hasattr(writer, "add_images"):
@@ -177,7 +178,7 @@ class LoggerTracker(GeneralTracker):
             for key, images in values.items():
                 self.logger.log_image(key, list(images), step, **kwargs)
         else:
-            raise ConfigurationError(f"the tracker {self.name!r} records no images.")
+            raise ConfigurationError(f"the tracker {self.name!r} cannot record images. Use another tracker for them.")
 
     def log_table(
         self,
@@ -190,11 +191,11 @@ class LoggerTracker(GeneralTracker):
     ) -> None:
         """Records a table of `columns` and rows of `data`, or a pandas DataFrame; for TensorBoard and W&B."""
         if not hasattr(self.logger, "log_table"):
-            raise ConfigurationError(f"the tracker {self.name!r} records no tables.")
+            raise ConfigurationError(f"the tracker {self.name!r} cannot record tables. Use another tracker for them.")
         self.logger.log_table(table_name, columns, data, dataframe, step, **kwargs)
 
     def interrupt(self) -> None:
-        """The loop is preempted: the logger notes that instead of success, when `finish` closes it."""
+        """Makes `finish` report the run as interrupted instead of successful; the loop is preempted."""
         self._status = "interrupted"
 
     def finish(self) -> None:
@@ -207,9 +208,9 @@ class TensorBoardTracker(LoggerTracker):
     """TensorBoard's event files in `logging_dir/run_name`.
 
     Args:
-        run_name: of the run.
+        run_name: name of the run.
         logging_dir: folder of the runs.
-        **kwargs: of `TensorBoardLogger`, and of its SummaryWriter.
+        **kwargs: arguments of `TensorBoardLogger` and of its SummaryWriter.
     """
 
     name = "tensorboard"
@@ -223,8 +224,8 @@ class WandBTracker(LoggerTracker):
     """Weights & Biases.
 
     Args:
-        run_name: the project.
-        **kwargs: of `WandbLogger`, and of `wandb.init`.
+        run_name: name of the project.
+        **kwargs: arguments of `WandbLogger` and of `wandb.init`.
     """
 
     name = "wandb"
@@ -237,8 +238,8 @@ class CometMLTracker(LoggerTracker):
     """Comet.
 
     Args:
-        run_name: the project.
-        **kwargs: of `CometLogger`.
+        run_name: name of the project.
+        **kwargs: arguments of `CometLogger`.
     """
 
     name = "comet_ml"
@@ -251,9 +252,9 @@ class MLflowTracker(LoggerTracker):
     """MLflow.
 
     Args:
-        experiment_name: of the run.
+        experiment_name: name of the experiment.
         logging_dir: folder of its files.
-        **kwargs: of `MLFlowLogger`.
+        **kwargs: arguments of `MLFlowLogger`.
     """
 
     name = "mlflow"
@@ -263,15 +264,15 @@ class MLflowTracker(LoggerTracker):
         super().__init__(make_logger("mlflow", experiment_name, folder, kwargs), "mlflow")
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keeps a figure of Matplotlib or Plotly as an artifact; `save_kwargs` are those of MLflow's `log_figure`."""
+        """Stores a Matplotlib or Plotly figure as an artifact; `save_kwargs` are passed to MLflow's `log_figure`."""
         self.tracker.log_figure(self.logger.version, figure, artifact_file, **save_kwargs)
 
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
-        """Keeps a file as an artifact, in the folder `artifact_path` of the run's."""
+        """Stores a file as an artifact, in the run's artifact folder `artifact_path`."""
         self.tracker.log_artifact(self.logger.version, os.fspath(local_path), artifact_path)
 
     def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
-        """Keeps the files of a folder as artifacts, in the folder `artifact_path` of the run's."""
+        """Stores the files of a folder as artifacts, in the run's artifact folder `artifact_path`."""
         self.tracker.log_artifacts(self.logger.version, os.fspath(local_dir), artifact_path)
 
 
@@ -281,7 +282,7 @@ _KINDS: dict[str, type[LoggerTracker]] = {
 
 
 class SilentTracker(Silent, GeneralTracker):
-    """The tracker of a rank that writes nothing: it accepts every call and does nothing."""
+    """The tracker of a rank that does not write: every call is a no-op."""
 
     name = "silent"
 
@@ -290,12 +291,13 @@ class SilentTracker(Silent, GeneralTracker):
 
 
 def chosen(log_with: Any) -> tuple[list[Any], list[str]]:
-    """Returns the entries of `log_with` (names, loggers, trackers and classes of trackers), and the names that are left
-    out with a warning, since the service's package is not installed.
+    """Returns the usable entries of `log_with`, and the names whose service package is not installed.
+
+    The latter are left out with a warning. Entries are names, loggers, trackers and tracker classes.
 
     Raises:
-        ConfigurationError: if a name is unknown, or something is none of these.
-        MissingExtraError: if the package of one of Leyden's loggers is not installed.
+        ConfigurationError: for an unknown name or another type of object.
+        MissingExtraError: if the package of a Leyden logger is not installed.
     """
     from leyden.callbacks.loggers.logger import Logger
 
@@ -311,13 +313,14 @@ def chosen(log_with: Any) -> tuple[list[Any], list[str]]:
         elif isinstance(entry, str) and entry in SERVICES and not _is_installed(entry):
             absent.append(entry)
             warnings.warn(
-                f"log_with={entry!r} records nothing: its package is not installed. pip install {SERVICES[entry][1]}",
+                f"log_with={entry!r} records nothing: its package is not installed. Run pip install "
+                f"{SERVICES[entry][1]}.",
                 stacklevel=4,
             )
         elif isinstance(entry, str):
             if entry not in LOGGERS and entry not in SERVICES:
                 known = ("all", *LOGGERS, *SERVICES)
-                raise ConfigurationError(f"log_with={entry!r} is not known. {nearest(entry, known)}")
+                raise ConfigurationError(f"log_with={entry!r} is unknown. {nearest(entry, known)}")
             if not _is_installed(entry):
                 raise MissingExtraError(str(LOGGERS[entry][2]), entry, f"log_with={entry!r}")
             found.append(entry)
@@ -326,8 +329,8 @@ def chosen(log_with: Any) -> tuple[list[Any], list[str]]:
             found.append(entry)
         else:
             raise ConfigurationError(
-                f"log_with holds {entry!r}: give names ({', '.join((*LOGGERS, *SERVICES))}, 'all'), loggers such as "
-                "CSVLogger(), or objects of a subclass of GeneralTracker."
+                f"log_with holds {entry!r}. Pass names ({', '.join((*LOGGERS, *SERVICES))}, 'all'), loggers such as "
+                "CSVLogger(), or instances of a subclass of GeneralTracker."
             )
     return list(dict.fromkeys(found)), absent
 
@@ -337,12 +340,12 @@ def _check_complete(entry: Any) -> None:
     if isinstance(entry, type) and inspect.isabstract(entry):
         missing = " and ".join(sorted(entry.__abstractmethods__))  # type: ignore[attr-defined]
         raise ConfigurationError(
-            f"log_with holds the class {entry.__name__}, which has no {missing}: write def log(self, values, "
+            f"log_with holds the class {entry.__name__}, which has no {missing}. Define def log(self, values, "
             "step=None, **kwargs)."
         )
     if isinstance(entry, GeneralTracker) and not entry.name:
         raise ConfigurationError(
-            f'log_with holds {kind_of(entry)} without a name: write name = "mine" into the class, by which get_tracker '
+            f'log_with holds {kind_of(entry)} without a name. Set name = "mine" in the class, so that get_tracker '
             "finds it."
         )
 
@@ -358,12 +361,12 @@ def build(
     """Builds the trackers of a run.
 
     Args:
-        entries: as `chosen` returned them.
-        project_name: of the run.
-        logging_dir: folder of their files; the working directory if None.
-        options: arguments by the trackers' names.
-        is_writer: this rank writes.
-        absent: names whose options are ignored, since their packages are missing.
+        entries: entries from `chosen`.
+        project_name: name of the run.
+        logging_dir: folder for the trackers' files; the working directory if None.
+        options: constructor arguments by tracker name.
+        is_writer: True if this rank writes.
+        absent: names whose options are ignored, since their packages are not installed.
     """
     folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
     built: list[GeneralTracker] = []
@@ -381,24 +384,25 @@ def build(
         else:
             built.append(LoggerTracker(entry))
     for tracker in built:
-        # A class may name its objects only when it makes them.
+        # A class may set the name only in its constructor.
         _check_complete(tracker)
         if isinstance(tracker, LoggerTracker):
             tracker.logger.is_writer = is_writer
     unknown = [name for name in options if name not in [*absent, *(tracker.name for tracker in built)]]
     if unknown:
         raise ConfigurationError(
-            f"init_kwargs has the tracker {unknown[0]!r}. {nearest(unknown[0], [tracker.name for tracker in built])}"
+            f"init_kwargs has an unknown tracker {unknown[0]!r}. "
+            f"{nearest(unknown[0], [tracker.name for tracker in built])}"
         )
     return built
 
 
 def make_logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
-    """Makes a logger by its name, with its files below a folder."""
+    """Creates a logger by name, with its files below a folder."""
     module, kind, _, project = LOGGERS[name]
     arguments: dict[str, Any] = {project: project_name}
     if name == "tensorboard":
-        # Where scripts look for it: in the folder of that name itself, not in one for each run.
+        # Accelerate writes directly to the folder of the project, with no subfolder per run.
         arguments["version"] = ""
     logger: Logger = getattr(importlib.import_module(module), kind)(**{"save_dir": folder, **arguments, **options})
     return logger
@@ -414,15 +418,15 @@ def _is_tracker_class(entry: Any) -> bool:
 
 
 class Trackers:
-    """The trackers of an Accelerator, and which of them write on this rank.
+    """The trackers of an Accelerator.
 
     Args:
         log_with: names, classes, loggers and trackers, as passed to the Accelerator.
-        state: says whether this is the main rank, which writes.
+        state: this rank's state; the main rank writes.
 
     Attributes:
-        running: the trackers themselves, from `begin` on.
-        absent: the names that were asked for, and whose packages are not installed.
+        running: the trackers; empty before `begin`.
+        absent: requested names whose packages are not installed.
     """
 
     def __init__(self, log_with: Any, state: PartialState) -> None:
@@ -449,7 +453,7 @@ class Trackers:
         return [tracker for tracker in self.running if self._state.is_main_process or not tracker.main_process_only]
 
     def find(self, name: str, unwrap: bool) -> Any:
-        """Returns a tracker by its name; see `Accelerator.get_tracker`."""
+        """Returns a tracker by name; see `Accelerator.get_tracker`."""
         for tracker in self.running:
             if tracker.name == name:
                 if tracker not in self._writing():
@@ -457,7 +461,7 @@ class Trackers:
                 return tracker.tracker if unwrap else tracker
         if name in self.absent:
             return SilentTracker()
-        known = ", ".join(tracker.name for tracker in self.running) or "none: call init_trackers first"
+        known = ", ".join(tracker.name for tracker in self.running) or "none; call init_trackers first"
         raise ConfigurationError(f"there is no tracker {name!r}. Known: {known}.")
 
     def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any]) -> None:
@@ -466,7 +470,7 @@ class Trackers:
             tracker.log(dict(values), step=step, **log_kwargs.get(tracker.name, {}))
 
     def interrupt(self) -> None:
-        """The loop is preempted, which loggers note."""
+        """Makes loggers report the run as interrupted; the loop is preempted."""
         for tracker in self._writing():
             if isinstance(tracker, LoggerTracker):
                 tracker.interrupt()

@@ -1,4 +1,4 @@
-"""The functions of `accelerate.utils`: collectives and more, without an Accelerator."""
+"""Functions of `accelerate.utils` that need no Accelerator: collectives, seeding, saving and more."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gather_object(object: list[Any]) -> list[Any]:
 
 
 def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
-    """See `Accelerator.reduce`; the mean if left out, as in `accelerate.utils`."""
+    """See `Accelerator.reduce`; here the mean is the default, as in `accelerate.utils`."""
     return world().reduce(tensor, reduction, scale)
 
 
@@ -51,16 +51,16 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
 
 
 def wait_for_everyone() -> None:
-    """Waits until every rank has called this."""
+    """Blocks until every rank has called this function."""
     world().wait_for_everyone()
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:
-    """Gives every rank the values of one rank's tensors, in place, and returns them.
+    """Copies one rank's tensors to every rank in place, and returns them.
 
     Args:
         tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
-        from_process: the rank whose values they are.
+        from_process: the source rank.
     """
     check_tensors(tensor, "broadcast")
     collectives = world()
@@ -73,7 +73,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Gives every rank the objects of one rank's list, in place, and returns the list."""
+    """Replaces the list's objects with one rank's objects on every rank, in place, and returns the list."""
     object_list[:] = world().broadcast(object_list, from_process)
     return object_list
 
@@ -81,13 +81,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def send_to_device(
     tensor: T, device: torch.device | str, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> T:
-    """Brings every tensor of a nested structure to a device.
+    """Moves every tensor of a nested structure to a device.
 
     Args:
         tensor: any nested structure.
-        device: where to.
-        non_blocking: accepted for scripts: copies run asynchronously wherever that is safe.
-        skip_keys: keys of a dict that stay where they are.
+        device: the target device.
+        non_blocking: accepted for Accelerate's scripts; copies are asynchronous whenever that is safe.
+        skip_keys: keys of a dict whose values are not moved.
 
     Example:
         >>> send_to_device({"x": torch.ones(1), "name": "a"}, "cpu")
@@ -105,8 +105,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: 0 to 2**32 - 1.
-        device_specific: each rank gets its own seed: seed + rank.
-        deterministic: torch refuses operations whose results differ from run to run.
+        device_specific: use seed + rank on each rank.
+        deterministic: make torch refuse nondeterministic operations.
 
     Example:
         >>> set_seed(42)
@@ -118,7 +118,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Sets random numbers to rank 0's: "torch", "cuda", "numpy", "python", and a generator's own under "generator"."""
+    """Sets generators to rank 0's state: "torch", "cuda", "numpy", "python", and "generator" for the given one."""
     kinds = [str(getattr(kind, "value", kind)) for kind in rng_types]
     strategy = joined()
     synchronise(strategy, kinds)
@@ -137,7 +137,7 @@ def save(
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Returns tqdm's bar, shown on each machine's first rank only, unless `main_process_only` is False."""
+    """Returns a tqdm bar; with `main_process_only`, only the first rank of each machine shows it."""
     from tqdm.auto import tqdm as bar
 
     if main_process_only and "disable" not in kwargs:
@@ -153,5 +153,5 @@ def extract_model_from_parallel(
 
 
 def convert_to_fp32(tensor: T) -> T:
-    """Converts the tensors of a nested structure that are in half precision to float32."""
+    """Converts the half-precision tensors of a nested structure to float32."""
     return map_tensors(tensor, in_float32)

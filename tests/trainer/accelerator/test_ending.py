@@ -289,7 +289,7 @@ def test_a_loop_that_asks_for_nothing_catches_nothing(tmp_path: Path) -> None:
     run = Own(tmp_path, resume=None, preemption=None)
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
     assert not run.accelerator.check_preemption() and os.listdir(tmp_path) == []
-    with pytest.raises(ConfigurationError, match=r"leave\(\) ends a loop that is preempted"):
+    with pytest.raises(ConfigurationError, match=r"leave\(\) ends a preempted loop"):
         run.accelerator.leave()
 
 
@@ -297,7 +297,7 @@ def test_a_loop_that_asks_for_nothing_catches_nothing(tmp_path: Path) -> None:
     ("arguments", "match"),
     [
         ({"resume": "last"}, r"resume='last'\): use 'auto' or None"),
-        ({"resume": "auto"}, r"give Accelerator\(project_dir=…\)"),
+        ({"resume": "auto"}, r"Pass Accelerator\(project_dir=…\)"),
         ({"preemption": "SIGTERM"}, "preemption='SIGTERM': use True, False, or Preemption"),
     ],
     ids=str,
@@ -527,7 +527,7 @@ def hold(folder: Path, **arguments: Any) -> Accelerator:
 
 def test_a_loop_that_continues_by_itself_holds_its_folder_until_it_ends(tmp_path: Path) -> None:
     one = hold(tmp_path)
-    with pytest.raises(LeydenError, match=r"this very process.*Accelerator\(project_dir=…\).*end_training\(\) gives"):
+    with pytest.raises(LeydenError, match=r"this very process.*Accelerator\(project_dir=…\).*end_training\(\) rel"):
         hold(tmp_path)
     assert in_a_fork(lambda: hold(tmp_path)) == 1
     # Loops that do not continue by themselves may share it, as ever.
@@ -586,7 +586,7 @@ def test_where_it_saves_and_what_it_continues(tmp_path: Path, capsys: pytest.Cap
     run = Own(tmp_path, project_config=ProjectConfiguration(total_limit=2))
     accelerator = run.accelerator
     accelerator.load_state()
-    assert f"begins anew: no checkpoint in {tmp_path / 'checkpoints'} yet" in capsys.readouterr().out
+    assert f"starts from scratch: no checkpoint in {tmp_path / 'checkpoints'} yet" in capsys.readouterr().out
     names = [Path(accelerator.save_state()).name for _ in range(3)]
     # A path of one's own is used, kept, and not continued from.
     assert accelerator.save_state(tmp_path / "best") == str(tmp_path / "best")

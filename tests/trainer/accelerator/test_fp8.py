@@ -95,15 +95,15 @@ def test_the_recipes_of_a_script_choose_the_precision() -> None:
 
 
 def test_invalid_recipes_name_the_fix() -> None:
-    with pytest.raises(ConfigurationError, match="MS-AMP is no longer maintained: use AORecipeKwargs"):
+    with pytest.raises(ConfigurationError, match="MS-AMP is no longer maintained. Use AORecipeKwargs"):
         MSAMPRecipeKwargs(opt_level="O2")
     with pytest.raises(ConfigurationError, match="fp8_backend: MSAMP: MS-AMP is no longer maintained"):
         precision_of(FP8RecipeKwargs(backend="MSAMP"))
-    with pytest.raises(ConfigurationError, match="AORecipeKwargs goes with mixed_precision='fp8', and it is 'bf16'"):
+    with pytest.raises(ConfigurationError, match="AORecipeKwargs needs mixed_precision='fp8', but it is 'bf16'"):
         precision_of(AORecipeKwargs(), mixed_precision="bf16")
-    with pytest.raises(ConfigurationError, match="AORecipeKwargs and FP8RecipeKwargs: give one recipe"):
+    with pytest.raises(ConfigurationError, match="AORecipeKwargs and FP8RecipeKwargs. Pass one fp8 recipe"):
         precision_of(FP8RecipeKwargs(), AORecipeKwargs())
-    with pytest.raises(ConfigurationError, match=r"AORecipeKwargs\(config=…\) has pad_inner_dim in it"):
+    with pytest.raises(ConfigurationError, match=r"AORecipeKwargs\(config=…\) already contains pad_inner_dim"):
         precision_of(AORecipeKwargs(config=object(), pad_inner_dim=True))
     for handler in (TERecipeKwargs(), FP8RecipeKwargs(margin=0)):
         with pytest.raises(MissingExtraError, match=r"pip install transformer-engine\[pytorch\]"):

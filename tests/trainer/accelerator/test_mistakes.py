@@ -32,24 +32,24 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     ("arguments", "words"),
     [
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
-        ({"gradient_accumulation_steps": 0}, "a whole number from 1"),
-        ({"deepspeed_plugin": object()}, "give a DeepSpeedPlugin"),
-        ({"parallelism_config": object()}, "give a ParallelismConfig"),
-        ({"megatron_lm_plugin": object()}, "give a MegatronLMPlugin"),
-        ({"megatron_lm_plugin": MegatronLMPlugin(), "strategy": "ddp"}, "give one of them"),
-        ({"megatron_lm_plugin": MegatronLMPlugin(), "parallelism_config": ParallelismConfig()}, "give one of them"),
+        ({"gradient_accumulation_steps": 0}, "an integer of at least 1"),
+        ({"deepspeed_plugin": object()}, "pass a DeepSpeedPlugin"),
+        ({"parallelism_config": object()}, "Pass a ParallelismConfig"),
+        ({"megatron_lm_plugin": object()}, "Pass a MegatronLMPlugin"),
+        ({"megatron_lm_plugin": MegatronLMPlugin(), "strategy": "ddp"}, "Pass one of them"),
+        ({"megatron_lm_plugin": MegatronLMPlugin(), "parallelism_config": ParallelismConfig()}, "Pass one of them"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
         ({"rng_types": ["torchh"]}, "Did you mean 'torch'"),
         ({"log_with": "tensorbord"}, "Did you mean 'tensorboard'"),
-        ({"log_with": 3}, "give names"),
+        ({"log_with": 3}, "Pass names"),
         ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, "GradScalerKwargs twice"),
-        ({"kwargs_handlers": ["scaler"]}, "give objects such as"),
+        ({"kwargs_handlers": ["scaler"]}, "Pass objects such as"),
         ({"strategy": "dpp"}, "Did you mean 'ddp'"),
-        ({"even_batches": True, "dataloader_config": DataLoaderConfiguration()}, "give one of them"),
+        ({"even_batches": True, "dataloader_config": DataLoaderConfiguration()}, "Pass one of them"),
         ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "project_dir"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)},
-            "give one of them",
+            "Pass one of them",
         ),
     ],
 )
@@ -114,10 +114,10 @@ def test_an_optimizer_of_another_model_is_named() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, foreign = accelerator.prepare(model, foreign)
     accelerator.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(ConfigurationError, match="make it of the parameters of the model that is trained"):
+    with pytest.raises(ConfigurationError, match="create it from the parameters of the model that you train"):
         foreign.step()
     both = torch.optim.SGD([*model.parameters(), *nn.Linear(3, 1).parameters()], lr=0.1)
-    with pytest.raises(ConfigurationError, match="2 of 4 parameters that belong to no prepared model"):
+    with pytest.raises(ConfigurationError, match="2 of SGD's 4 parameters belong to no prepared model"):
         accelerator.prepare(both).step()
 
 
@@ -125,14 +125,14 @@ def test_a_model_moved_after_prepare_is_named() -> None:
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(1, 2)))
     model.to("meta")
-    with pytest.raises(ConfigurationError, match=r"was moved to meta after prepare.*leave out .to\(...\)"):
+    with pytest.raises(ConfigurationError, match=r"was moved to meta after prepare.*Remove .to\(...\)"):
         next(iter(loader))
 
 
 def test_a_scheduler_without_its_optimizer_is_named() -> None:
     _, optimizer = parts()
     accelerator = Accelerator(cpu=True)
-    with pytest.warns(UserWarning, match="prepare the optimizer too"):
+    with pytest.warns(UserWarning, match="Prepare the optimizer too"):
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 

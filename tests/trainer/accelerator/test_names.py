@@ -64,7 +64,7 @@ def test_the_modules_are_those_of_accelerate() -> None:
         ("from leyden.utils import BnbQuantizationConfig", "BitsAndBytesConfig"),
         ("from leyden.utils import merge_fsdp_weights", "leyden merge"),
         ("from leyden.data_loader import prepare_data_loader", r"accelerator\.prepare_data_loader"),
-        ("from leyden.tracking import register_tracker_class", "finds trackers by itself"),
+        ("from leyden.tracking import register_tracker_class", "finds trackers automatically"),
         ("from leyden.utils import GPTTrainStep", "pipeline_step"),
         ("from leyden.inference import prepare_pippy", r"MeshStrategy\(pp="),
         ("from leyden.utils import SAFE_WEIGHTS_NAME", "save_state"),
@@ -77,8 +77,8 @@ def test_the_modules_are_those_of_accelerate() -> None:
         ("from leyden.checkpointing import save_accelerator_state", r"accelerator\.save_state"),
         ("from leyden.utils.memory import clear_device_cache", "release_memory"),
         ("from leyden.utils.modeling import get_balanced_memory", "from_pretrained"),
-        ("from leyden.utils.constants import FSDP_SHARDING_STRATEGY", "write the words out"),
-        ("from leyden.utils.other import convert_bytes", "a line of your own"),
+        ("from leyden.utils.constants import FSDP_SHARDING_STRATEGY", "write the values out"),
+        ("from leyden.utils.other import convert_bytes", "your own line of code"),
         ("from leyden import EarlyStopping", "from leyden.callbacks import EarlyStopping"),
         ("from leyden import loggers", r"from leyden.callbacks import \*"),
         ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
@@ -137,7 +137,7 @@ def test_a_dynamo_plugin_compiles_with_its_arguments() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True))
     assert (accelerator.options.backend, accelerator.options.compile_options) == ("eager", {"fullgraph": True})
     assert type(accelerator.prepare(nn.Linear(1, 1))).__name__ == "OptimizedModule"
-    with pytest.raises(ConfigurationError, match="give one of them"):
+    with pytest.raises(ConfigurationError, match="Pass one of them"):
         Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"), dynamo_backend="eager")
     with pytest.raises(ConfigurationError, match="FSDPStrategy"):
         TorchDynamoPlugin(use_regional_compilation=True)
@@ -160,9 +160,9 @@ def test_a_parallelism_config_is_ddp_fsdp_or_both(monkeypatch: pytest.MonkeyPatc
         ParallelismConfig(cp_size=2)
     with pytest.raises(ConfigurationError, match="Ulysses is not part"):
         ParallelismConfig(sp_size=2)
-    with pytest.raises(ConfigurationError, match="and there are 1"):
+    with pytest.raises(ConfigurationError, match="but there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
-    with pytest.raises(ConfigurationError, match="give a ParallelismConfig"):
+    with pytest.raises(ConfigurationError, match="Pass a ParallelismConfig"):
         Accelerator(cpu=True, parallelism_config={"dp_shard_size": 2})
 
 

@@ -119,7 +119,7 @@ def test_load_state_refuses_what_would_be_without_effect(tmp_path: Path) -> None
         accelerator.load_state(tmp_path / "saved", map_locatoin="cpu")  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match="'strict'"):
         accelerator.load_state(tmp_path / "saved", load_kwargs={"strickt": False})
-    with pytest.raises(ConfigurationError, match="where the prepared model's are"):
+    with pytest.raises(ConfigurationError, match="to the prepared model's device"):
         accelerator.load_state(tmp_path / "saved", map_location="cuda:1")
     assert model.weight.dtype == torch.float32
 
@@ -152,7 +152,7 @@ def test_a_scheduler_with_total_steps_stops_at_its_end() -> None:
 
     for _ in range(3):
         one_step()
-    with pytest.warns(UserWarning, match="OneCycleLR has done its total_steps=3"):
+    with pytest.warns(UserWarning, match="OneCycleLR has reached its total_steps=3"):
         one_step()
     one_step()
     assert rates[2:] == [rates[2]] * 3 and rates[1] != rates[2]

@@ -52,7 +52,7 @@ def test_a_service_whose_package_is_missing_is_left_out_with_a_warning(
 
 def test_options_of_another_service_are_refused(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="init_kwargs has the tracker 'aim'"):
+    with pytest.raises(ConfigurationError, match="init_kwargs has an unknown tracker 'aim'"):
         accelerator.init_trackers("digits", init_kwargs={"aim": {}})
 
 
@@ -61,7 +61,7 @@ def test_clearml_names_a_plot_and_its_line() -> None:
 
     names = {"eval_loss": ("loss", "eval"), "loss": ("loss", "train"), "test_": ("test_", "train")}
     assert {name: _title_and_series(name) for name in names} == names
-    with pytest.raises(ConfigurationError, match="needs data or a dataframe"):
+    with pytest.raises(ConfigurationError, match="Pass data or a dataframe"):
         ClearMLTracker("digits").log_table("t")
 
 

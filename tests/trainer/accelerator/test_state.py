@@ -242,7 +242,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "saved" / "rank-0.json").unlink()
     with pytest.raises(CheckpointError, match=r"rank-0.json"):
         run.accelerator.load_state(tmp_path / "saved")
-    with pytest.raises(ConfigurationError, match="has no state_dict"):
+    with pytest.raises(ConfigurationError, match="needs both state_dict"):
         run.accelerator.register_for_checkpointing(object())
     with pytest.raises(ConfigurationError, match="needs a folder"):
         run.accelerator.save_state()
