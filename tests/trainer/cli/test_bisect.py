@@ -145,7 +145,7 @@ def test_a_run_without_one_file_of_digests_is_refused(tmp_path: Path, here: Any)
     assert "empty has no digests. Train with Trainer(digest_every_n_steps=1)." in said(run, "empty")
     assert "logs has no digests. Did you mean one of logs/version_0?" in said("logs", run)
     write(run, {0: {"a": "1"}})
-    assert "version_0 has the digests of 2 runs: give one of the files" in said(run, run)
+    assert "version_0 has the digests of 2 runs. Give one of the files" in said(run, run)
     assert here("bisect", run / "digests.jsonl", run / "digests-v1.jsonl").returncode == 0
     (run / "digests.jsonl").write_text("nothing\n")
     assert "digests.jsonl, line 1: is no line of digests" in said(run / "digests.jsonl", run / "digests-v1.jsonl")

@@ -258,9 +258,9 @@ def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], nam
         ("rows", "which tp=3 does not divide"),
         ("sizes", "a mesh of dp_shard=-1, tp=3 does not match 4 ranks: use"),
         ("words", "--tp two: give sizes, such as 1,2,4"),
-        ("layouts without ranks", "--layouts tries all sizes of --ranks"),
+        ("layouts without ranks", "--layouts tries all sizes for --ranks"),
         ("a strategy", "--strategy ddp has no layouts of a mesh"),
-        ("fp8", "--precision fp8 replaces layers, which are not traced: give bf16-mixed"),
+        ("fp8", "--precision fp8 replaces layers, which cannot be traced. Use bf16-mixed"),
         ("tokens", "and Net is a TrainModule"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_good_step_ends_with_the_weights_that_the_run_recorded(
 ) -> None:
     folder, _ = guarded
     done = replayed(folder, environ, "--step", 112, "--", sys.executable, "train.py", *_words(folder))
-    assert done.returncode == 0 and "those that the run recorded" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "equal to those that the run recorded" in done.stdout, done.stdout + done.stderr
     [recorded] = (folder / "run").rglob("digests.jsonl")
     lines = [json.loads(line) for line in recorded.read_text().splitlines()]
     names = list(lines[0]["tensors"])
@@ -133,7 +133,7 @@ def test_a_good_step_ends_with_the_weights_that_the_run_recorded(
     line["digests"][names.index("last.bias")] = "0" * 16
     (tmp_path / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = replayed(folder, environ, "--step", 112, "--yes", "--digests", tmp_path)
-    assert "other than the run recorded: last.bias" in done.stdout
+    assert "differ from those that the run recorded: last.bias" in done.stdout
 
 
 def _words(folder: Path) -> list[str]:
@@ -147,16 +147,16 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 ) -> None:
     folder, _ = guarded
     done = here("replay", folder / "run", "--step", 25)
-    assert done.returncode == 2 and "no whole checkpoint from before step 25: its checkpoints are of step 25, 50" in (
+    assert done.returncode == 2 and "no valid checkpoint before step 25, only of step 25, 50" in (
         done.stderr
     )
     done = here("replay", folder / "nothing", "--step", 25)
-    assert "is no folder: give the run's default_root_dir" in done.stderr
+    assert "is not a folder. Give the run's default_root_dir" in done.stderr
     done = here("replay", folder, "--step", 25)
     assert "holds no checkpoint from which a run can continue" in done.stderr
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
     done = here("replay", folder / "run", "--step", 26)
-    assert "nobody can be asked whether to run this: give --yes" in done.stderr
+    assert "running this needs confirmation, and there is no terminal. Pass --yes" in done.stderr
     done = here("replay", folder / "run", "--step", 26, "--", "no-such-program")
     assert "no-such-program cannot be started" in done.stderr
     done = here("replay", folder / "run", "--step", 26, "--", sys.executable, "-c", "raise SystemExit(3)")
@@ -190,7 +190,7 @@ def test_two_ranks_are_started_again_as_the_run_was(
     halves = (ORDER[(BAD_STEP - 1) * 8 :][:4], ORDER[(BAD_STEP - 1) * 8 + 4 :][:4])
     assert "; ".join(", ".join(map(str, half)) for half in halves) in done.stdout
     done = replayed(tmp_path, environ, "--step", BAD_STEP - 1, "--yes")
-    assert "those that the run recorded" in done.stdout and "norm nan" not in done.stdout
+    assert "equal to those that the run recorded" in done.stdout and "norm nan" not in done.stdout
 
 
 def test_a_command_is_that_of_the_launch_and_keeps_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,19 +13,19 @@ from leyden.trainer.format.digests import NAMES, DigestsError, Record, read_dige
 from leyden.trainer.format.text import listed
 
 SHOWN = 10
-"""So many tensors, or files, the output names at most."""
+"""Largest number of tensors, or files, that the output names."""
 
 
 @dataclass
 class Comparison:
-    """What two runs have in common.
+    """The result of comparing two runs.
 
     Attributes:
-        steps: that both have recorded, up to the first in which they differ.
-        first_step: the first of them; None without any.
-        agrees_at: the last step at which all digests are equal; None if there is none.
-        differs_at: the first step at which some are not; None if there is none.
-        tensors: those that differ there, in the module's order.
+        steps: number of steps that both runs have recorded, up to the first that differs.
+        first_step: the first such step, or None.
+        agrees_at: the last step at which all digests are equal, or None.
+        differs_at: the first step at which some digests differ, or None.
+        tensors: names of the tensors that differ there, in the module's order.
     """
 
     steps: int = 0
@@ -35,7 +35,7 @@ class Comparison:
     tensors: list[str] = field(default_factory=list)
 
     def take(self, step: int, tensors: list[str]) -> None:
-        """Takes a step of both runs, and the tensors that differ at it."""
+        """Adds a step that both runs have recorded, and the tensors that differ at it."""
         self.steps += 1
         self.first_step = step if self.first_step is None else self.first_step
         if tensors:
@@ -67,8 +67,8 @@ class Comparison:
 def command(run_a: str, run_b: str, as_json: bool) -> int:
     """Name the first step after which the weights of two runs differ, and the parameters and buffers that do.
 
-    RUN_A and RUN_B are the folders of runs trained with Trainer(digest_every_n_steps=N), or their files of digests. N =
-    1 gives the very step, a larger N an interval. Tensors are listed in the module's order.
+    RUN_A and RUN_B are the folders of runs trained with Trainer(digest_every_n_steps=N), or their digest files. N = 1
+    finds the exact step, a larger N an interval. Tensors are listed in the module's order.
 
     The exit status is 0 if the runs agree at every step that both have recorded, 1 if they differ, and 2 if they cannot
     be compared.
@@ -79,10 +79,10 @@ def command(run_a: str, run_b: str, as_json: bool) -> int:
 
 
 def compared(one: Path, other: Path) -> Comparison:
-    """Compares two files of digests, up to the first step in which they differ.
+    """Compares two digest files, up to the first step at which they differ.
 
     Raises:
-        DigestsError: if they cannot be compared; says why.
+        DigestsError: if they cannot be compared.
     """
     found = Comparison()
     for here, there in _common(one, other):
@@ -113,10 +113,10 @@ def _common(one: Path, other: Path) -> Iterator[tuple[Record, Record]]:
 
 
 def check_forms(here: Record, there: Record, one: Path, other: Path) -> None:
-    """Refuses to compare digests of other tensors, or of other shards.
+    """Checks that two records have digests of the same tensors and shards.
 
     Raises:
-        DigestsError: names them.
+        DigestsError: if they do not; names the tensors.
     """
     lines = [f"only in {one}: {_only_in(here, there)}"]
     lines += [f"only in {other}: {_only_in(there, here)}"]
@@ -128,8 +128,8 @@ def check_forms(here: Record, there: Record, one: Path, other: Path) -> None:
     if lines:
         more = f"; and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise DigestsError(
-            f"at step {here.step} the runs have other tensors or shards, whose digests cannot be compared: "
-            f"{'; '.join(lines)}{more}. Compare runs of one module, on ranks that are laid out alike."
+            f"at step {here.step} the runs have different tensors or shards, whose digests cannot be compared: "
+            f"{'; '.join(lines)}{more}. Compare runs of the same module and the same layout of ranks."
         )
 
 
@@ -146,22 +146,22 @@ def _described(path: Path) -> str:
 
 
 def file_of(run: str) -> Path:
-    """The file of digests that a path names: itself, or the one in a run's folder.
+    """Returns a run's digest file, given the file itself or the run's folder.
 
     Raises:
-        DigestsError: if there is none, or there are several.
+        DigestsError: if there is no such file, or more than one.
     """
     path = Path(run)
     if path.is_file():
         return path
     if not path.is_dir():
-        raise DigestsError(f"{run}: there is no such run. Give its folder, or its file of digests.")
+        raise DigestsError(f"{run}: there is no such run. Give its folder, or its digest file.")
     found = sorted(file for file in path.iterdir() if NAMES.fullmatch(file.name))
     if len(found) == 1:
         return found[0]
     if found:
         raise DigestsError(
-            f"{run} has the digests of {len(found)} runs: give one of the files ({listed(found, SHOWN)})."
+            f"{run} has the digests of {len(found)} runs. Give one of the files: {listed(found, SHOWN)}."
         )
     below = list(dict.fromkeys(file.parent for file in files_below(path)))
     hint = f"Did you mean one of {listed(below, SHOWN)}?" if below else "Train with Trainer(digest_every_n_steps=1)."
@@ -169,5 +169,5 @@ def file_of(run: str) -> Path:
 
 
 def files_below(run: Path) -> list[Path]:
-    """The files of digests in a folder and those below it."""
+    """Returns the digest files in a folder and its subfolders."""
     return sorted(path for path in run.glob("**/digests*.jsonl") if NAMES.fullmatch(path.name))

@@ -1,5 +1,5 @@
-"""`leyden convert` turns another trainer's checkpoint into one of ours: weights and hyperparameters are read here, the
-state of the run in `convert_state.py`.
+"""`leyden convert` converts another trainer's checkpoint. This file reads weights and hyperparameters;
+`convert_state.py` reads the state of the run.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_stat
 @click.argument("file")
 @click.argument("out", required=False)
 @click.option(
-    "--trust", is_flag=True, help="Also read what torch's safe loader refuses. This runs any code that FILE holds."
+    "--trust", is_flag=True, help="Also read files that torch's safe loader refuses. This runs any code in FILE."
 )
 @click.option("--model", type=click.IntRange(0), help="Which of several models of an Accelerate folder, from 0.")
-@click.option("--prefix", help="Put this in front of each name, for a module that holds the model under it.")
+@click.option("--prefix", help="Prefix for each name: the module's attribute that holds the model.")
 @click.option(
     "--like",
     metavar="MODULE:CLASS",
-    help="The model's class, for the order of its parameters where FILE does not record it.",
+    help="The model's class, to get the order of its parameters if FILE does not record it.",
 )
 @ARGS
 def command(
     file: str, out: str | None, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
 ) -> None:
-    """Convert what FILE holds of a run to a checkpoint, and write it to OUT.
+    """Convert FILE to a checkpoint and write it to OUT.
 
-    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file with a state dict.
-    Weights and hyperparameters are always converted. Optimizers, schedulers and counters are converted if they can be
-    identified: other trainers save them by order and not by name. Continue with fit(ckpt_path=OUT,
-    restore={"weights", "optimizers", "progress"}) or restore="weights"; with an Accelerator, by load_state(OUT). The
+    FILE is a Lightning .ckpt, a folder of Accelerate's save_state or of DeepSpeed, or a file with a state dict. Weights
+    and hyperparameters are always converted. Optimizers, schedulers and counters are converted if they can be
+    identified, since other trainers save them by order, not by name. Continue with fit(ckpt_path=OUT,
+    restore={"weights", "optimizers", "progress"}) or restore="weights"; with an Accelerator, call load_state(OUT). The
     data starts from the beginning.
     """
     source = Path(file)
@@ -219,11 +219,11 @@ def _zero(folder: Path, trust: bool) -> dict[str, Tensor]:
         try:
             found = reading.get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
         except Exception as error:
-            # A damaged or foreign pickle may raise anything.
+            # A damaged or unrelated pickle may raise anything.
             raise CheckpointError(folder, f"cannot be read by DeepSpeed ({type(error).__name__}: {error}).") from error
     weights: dict[str, Tensor] = {str(name): tensor.contiguous() for name, tensor in found.items()}
     for wrapper in ("_forward_module.", "module."):
-        # Lightning's wrappers add these to the names.
+        # Lightning's wrappers add these prefixes.
         if all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
     return weights

@@ -23,7 +23,7 @@ from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.errors import CheckpointError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of torch's own modules, which are listed among the parameters in a state dict."""
+"""Buffers of torch's own modules. A state dict lists them among the parameters."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Taken:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing but weights is known."""
+        """True if only weights were found."""
         return not (self.optimizers or self.schedulers or self.rng or self.progress != Progress())
 
     @property
     def words(self) -> str:
-        """A summary in a few words."""
+        """A short summary."""
         parts = [(len(self.optimizers), "optimizer"), (len(self.schedulers), "scheduler")]
         found = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return ", ".join([*found, *(["random numbers"] if self.rng is not None else [])])
@@ -125,10 +125,10 @@ class Names:
 def named(state: Any, known: Names) -> dict[str, Any]:
     """Returns the state of an optimizer keyed by parameter names.
 
-    This works if a single group has as many parameters as the weights have, and every shape agrees.
+    This works if there is a single group with as many parameters as the weights, and all shapes match.
 
     Raises:
-        ConfigurationError: if the names cannot be found out; says why.
+        ConfigurationError: if the names cannot be determined.
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         raise ConfigurationError("is not the state of an optimizer")

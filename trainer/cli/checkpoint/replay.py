@@ -1,4 +1,4 @@
-"""`leyden replay` runs one step of a run again, from the checkpoint before it, and reports what happens in it."""
+"""`leyden replay` repeats one step of a run, from the last checkpoint before it, and reports what happens."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ from leyden.trainer.run.saved.identity import Identity
 from leyden.trainer.run.saved.resuming import progress_of
 
 SHOWN = 20
-"""So many parameters the report shows: those that are not finite first, then those with the largest gradients."""
+"""Number of parameters in the report: first those with non-finite gradients, then those with the largest."""
 
 
 @click.command("replay")
 @click.argument("run")
 @click.option("--step", type=click.IntRange(1), required=True, help="The step, counted from 1 as in messages.")
-@click.option(
-    "--digests", metavar="PATH", help="The run's file of digests, or its folder; by default looked for in RUN."
-)
+@click.option("--digests", metavar="PATH", help="The run's digest file, or its folder. By default, RUN is searched.")
 @click.option("-y", "--yes", is_flag=True, help="Run the command that the checkpoint names without asking.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[str, ...]) -> int:
-    """Run step N of RUN again, and report its samples, loss, gradients and weights.
+    """Repeat step N of RUN, and report its samples, loss, gradients and weights.
 
     RUN is the folder of the run (its default_root_dir), its folder of checkpoints, or a checkpoint. The run continues
-    from its last whole checkpoint before the step, by COMMAND or else by the command that started it, which is shown
-    first, and ends after the step. It writes nothing: loggers are silent, and checkpoints stay as they are.
+    from its last valid checkpoint before the step and ends after the step. It is started with COMMAND, or else with the
+    command that originally started it, which is shown first. A replay changes nothing in the run's folder: loggers are
+    off, and no checkpoint is written.
 
-    A run that went back to a checkpoint took some steps twice (NonFiniteGuard("rollback")). Shown is the first time.
+    A run that rolled back (NonFiniteGuard("rollback")) took some steps twice. The replay shows the first time.
     """
     reader = checkpoint_before(Path(run), step)
     passed_over = passed_over_after(Path(run), reader)
@@ -60,7 +59,7 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
         except OSError as error:
             raise ConfigurationError(
                 f"{printable(command_line.words[0])} cannot be started in {printable(command_line.folder)} "
-                f"({error.strerror}): give the command after --."
+                f"({error.strerror}). Give the command after --."
             ) from error
         found = json.loads(replay.report.read_text(encoding="utf-8")) if replay.report.is_file() else {}
     if "step" not in found:
@@ -70,13 +69,15 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
 
 
 def checkpoint_before(run: Path, step: int) -> CheckpointReader:
-    """The last whole checkpoint of a run before a step.
+    """Returns the last valid checkpoint of a run before a step.
 
     Raises:
-        LeydenError: if there is none; says what there is.
+        LeydenError: if there is none; lists the steps of the existing checkpoints.
     """
     if not run.is_dir():
-        raise ConfigurationError(f"{run} is no folder: give the run's default_root_dir, or its folder of checkpoints.")
+        raise ConfigurationError(
+            f"{run} is not a folder. Give the run's default_root_dir, or its folder of checkpoints."
+        )
     found = _resumable(run)
     if not found:
         raise LeydenError(f"{run} holds no checkpoint from which a run can continue.")
@@ -88,13 +89,13 @@ def checkpoint_before(run: Path, step: int) -> CheckpointReader:
         try:
             reader.verify()
         except CheckpointError as error:
-            click.echo(f"leyden replay: passing over a damaged checkpoint: {error}", err=True)
+            click.echo(f"leyden replay: skipping a damaged checkpoint: {error}", err=True)
             continue
         return reader
     steps = ", ".join(str(number) for number in sorted({_step_of(reader) for reader in found}))
     raise LeydenError(
-        f"{run} has no whole checkpoint from before step {step}: its checkpoints are of step {steps}. Keep more of "
-        "them: ModelCheckpoint(every_n_train_steps=…, save_top_k=-1)."
+        f"{run} has no valid checkpoint before step {step}, only of step {steps}. Keep more of them with "
+        "ModelCheckpoint(every_n_train_steps=…, save_top_k=-1)."
     )
 
 
@@ -112,10 +113,10 @@ def _step_of(reader: CheckpointReader) -> int:
 
 
 def passed_over_after(run: Path, reader: CheckpointReader) -> int:
-    """How many batches the run passed over between a checkpoint and the next one, as it went back."""
+    """Returns how many batches a rollback skipped between a checkpoint and the next one."""
     after = [one for one in _resumable(run) if one.manifest.save_counter > reader.manifest.save_counter]
     for following in sorted(after, key=lambda one: one.manifest.save_counter):
-        # A damaged one says nothing.
+        # A damaged checkpoint has no counters to read.
         with suppress(CheckpointError):
             return max(progress_of(following).passed_over - progress_of(reader).passed_over, 0)
     return 0
@@ -127,25 +128,27 @@ def _resumable(run: Path) -> list[CheckpointReader]:
 
 
 def _command(reader: CheckpointReader, words: list[str], yes: bool) -> Command:
-    """The command that starts the script: the one that was given, or the run's own, if the user agrees.
+    """Returns the command that starts the script: the given one, or the run's own if the user confirms it.
 
-    A checkpoint may come from anybody, and nothing in it is run without a question.
+    A checkpoint may come from an untrusted source, so its command never runs without confirmation.
     """
     if words:
         return Command(words, os.getcwd())
     command_line = Command.read(reader)
     if command_line is None:
         raise ConfigurationError(
-            f"{reader.path} does not say by which command its run was started: give it, as in `leyden replay RUN "
-            "--step N -- python train.py`."
+            f"{reader.path} does not record the command that started its run. Give it, as in `leyden replay RUN --step "
+            "N -- python train.py`."
         )
     if not command_line.is_whole:
         raise ConfigurationError(
-            f"the run was started by `{command_line}`, whose secrets are not kept: give the command after --."
+            f"the run was started by `{command_line}`, whose secrets were not saved. Give the command after --."
         )
     click.echo(f"the run was started in {printable(command_line.folder)} by\n  {command_line}", err=True)
     if not yes and not sys.stdin.isatty():
-        raise ConfigurationError("nobody can be asked whether to run this: give --yes, or the command after --.")
+        raise ConfigurationError(
+            "running this needs confirmation, and there is no terminal. Pass --yes, or the command after --."
+        )
     if not yes:
         click.confirm("Run it?", abort=True, err=True)
     return command_line
@@ -162,7 +165,7 @@ def _unreached(step: int, found: dict[str, Any], status: int, command_line: Comm
 
 
 def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
-    """The digests that the run recorded after the step, each with the tensor's form; None if there are none."""
+    """Returns the digests that the run recorded after the step, each with the tensor's form, or None."""
     below = files_below(Path(run))
     if not named and len(below) != 1:
         return None
@@ -175,7 +178,7 @@ def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
 def _report(
     found: dict[str, Any], checkpoint: Path, recorded: dict[str, list[str]] | None, passed_over: int
 ) -> list[str]:
-    """The lines that the user sees."""
+    """Formats the report, line by line."""
     rows = [
         ("step", f"{found['step']} (epoch {found['epoch']}, batch {found['batch']}), from {checkpoint}"),
         ("loss", "; ".join(", ".join(f"{loss:.6g}" for loss in losses) for losses in found["losses"]) or "unknown"),
@@ -192,10 +195,10 @@ def _report(
         rows.append(("gradient", "unknown: the strategy's engine keeps it"))
     rows += [("error", found["error"])] if "error" in found else []
     if passed_over:
-        # What it recorded may be of the second time.
+        # The recorded digests may be from the second time.
         recorded = None
-        again = f"the run went back after this checkpoint, and passed {passed_over} batches over"
-        rows.append(("taken", f"for the first time: {again}, so it may have taken the step again on later ones"))
+        again = f"the run rolled back after this checkpoint and skipped {passed_over} batches"
+        rows.append(("taken", f"for the first time: {again}, so it may have repeated the step on later batches"))
     rows += [("weights", text) for text in _weights(found, recorded)]
     return [*aligned(rows, gap="   "), *_table(gradients, bad)]
 
@@ -219,10 +222,14 @@ def _weights(found: dict[str, Any], recorded: dict[str, list[str]] | None) -> It
     here: dict[str, list[str]] = found["weights"]
     alike = [name for name, (form, _) in recorded.items() if name in here and here[name][0] == form]
     if len(alike) < len(recorded):
-        yield f"{len(recorded) - len(alike)} tensors are cut into other shards here, whose digests cannot be compared"
+        yield f"{len(recorded) - len(alike)} tensors are sharded differently here; their digests cannot be compared"
     differ = [name for name in alike if here[name] != recorded[name]]
     if alike:
-        yield f"other than the run recorded: {listed(differ)}" if differ else "those that the run recorded"
+        yield (
+            f"differ from those that the run recorded: {listed(differ)}"
+            if differ
+            else "equal to those that the run recorded"
+        )
 
 
 def _table(gradients: dict[str, dict[str, float]], bad: list[str]) -> list[str]:

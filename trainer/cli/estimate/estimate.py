@@ -15,11 +15,11 @@ from leyden.trainer.cli.models import ARGS, DOWNLOAD, load_model, parse_argument
 from leyden.trainer.format.text import aligned, size_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
-"""Numbers that each optimizer keeps per parameter."""
+"""Number of state elements per parameter element of each optimizer."""
 DTYPES = {"float32": "32-true", "float64": "64-true", "float16": "16-true", "bfloat16": "bf16-true"}
 HALF = {"16-mixed": 2, "bf16-mixed": 2, "16-true": 2, "bf16-true": 2}
 HELD = {"64-true": 8, "16-true": 2, "bf16-true": 2}
-"""Bytes per element of the precisions that hold weights in a dtype of their own, not in the module's."""
+"""Bytes per element of the precisions that store weights in a dtype other than the module's."""
 STRATEGIES = ("single_device", "ddp", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
 
 
@@ -29,9 +29,9 @@ class Memory:
 
     Attributes:
         weights: parameters and buffers that stay on the device.
-        gradients: of the trained parameters, with DDP's buckets.
+        gradients: gradients of the trained parameters, including DDP's buckets.
         optimizer: the optimizer's state.
-        passing: parameters and gradients while they are gathered, or weights cast for mixed precision.
+        passing: transient copies: gathered parameters and gradients, or weights cast for mixed precision.
     """
 
     weights: int
@@ -45,10 +45,10 @@ class Memory:
 
 
 def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimizer: str) -> Memory:
-    """Estimates what training takes on each rank's device, without activations and the device's own overhead.
+    """Estimates the memory of training on each rank's device, without activations and the device's own overhead.
 
     Args:
-        model: on any device, meta too.
+        model: the model, on any device, including meta.
         strategy: one of `STRATEGIES`.
         ranks: the number of ranks.
         precision: the precision's full name.

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a rank of a layout takes.
+    """The memory of one rank in a layout.
 
     Attributes:
         layout: the sizes of the mesh.
         precision: the precision's full name.
-        memory: without activations; `passing` is what FSDP gathers.
-        activations: bytes that a step keeps for its backward; None if it could not be traced.
-        notes: why a column is empty, or is not the model's own.
+        memory: memory without activations. `passing` is what FSDP gathers.
+        activations: bytes that a step saves for backward, or None if the step could not be traced.
+        notes: reasons for an empty column, or for one that does not come from the model itself.
     """
 
     layout: Layout
@@ -48,13 +48,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained in every layout.
+    """A model, its batch and its optimizer, to be tried in each layout.
 
     Attributes:
-        model: on any device; it is copied.
-        plan: which layers are split; None for the model's own.
-        batch: of a data rank.
-        optimizer: one of `OPTIMIZERS`; None for the module's own.
+        model: the model, on any device. It is copied.
+        plan: the plan of split layers. None for the model's own.
+        batch: the batch of one data rank.
+        optimizer: one of `OPTIMIZERS`. None for the module's own.
     """
 
     model: nn.Module
@@ -63,10 +63,10 @@ class Training:
     optimizer: str | None = None
 
     def on(self, layout: Layout, precision: str) -> Row:
-        """Runs a step on a simulated rank, the first, whose shards are the largest.
+        """Runs a step on a simulated rank 0, which has the largest shards.
 
         Raises:
-            ConfigurationError: where a fit would raise it.
+            ConfigurationError: if a fit would raise it.
         """
         from leyden.strategies.mesh.simulated import simulated
         from leyden.strategies.mesh.traced import group_sizes, shapes_only
@@ -83,7 +83,7 @@ class Training:
                 gradients = _size(p.grad for p in parameters if p.grad is not None)
                 states, stepped = self._states(optimizers, parameters)
             held = _size([*parameters, *model.buffers()])
-            # What is computed, what is prefetched, and the gradients of one group before they are sharded.
+            # The group being computed, the prefetched group, and the gradients of one group before they are sharded.
             passing = root + sum(sorted(groups)[-2:]) + max([root, *groups])
             notes = tuple(note for note in (traced, own, stepped) if note)
             return Row(layout, precision, Memory(held, gradients, states, passing), kept, notes)
@@ -91,7 +91,7 @@ class Training:
     def _step(
         self, strategy: SimulatedMesh, model: nn.Module, parameters: Sequence[nn.Parameter]
     ) -> tuple[int | None, str]:
-        """The activations of a step, which leaves gradients; or None, and why, with a gradient for each parameter."""
+        """Returns the bytes of a step's activations, or None and the reason. Either way, parameters have gradients."""
         from leyden.strategies.mesh.traced import activations
 
         why = self.batch.about
@@ -100,13 +100,13 @@ class Training:
                 return activations(strategy, step_of(model), self.batch.value), ""
             except Exception as error:
                 why = f"the step cannot be traced ({_said(error)})"
-        # Those of before the step: one that failed has left some gathered in the module.
+        # The parameters from before the step, since a failed step leaves some of them gathered in the module.
         for parameter in parameters:
             parameter.grad = parameter.detach() if parameter.requires_grad else None
         return None, f"no activations: {why}"
 
     def _states(self, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> tuple[int, str]:
-        """Bytes of the optimizers' state after a step, or of the one that stands for them, and why."""
+        """Returns the bytes of optimizer state after a step. If it is estimated from a stand-in, adds the reason."""
         from leyden.strategies.mesh.traced import state_size
 
         why = ""
@@ -118,7 +118,7 @@ class Training:
         return OPTIMIZERS[self.optimizer or "adamw"] * _size(p for p in parameters if p.requires_grad), why
 
     def _optimizers(self, model: nn.Module) -> tuple[list[Optimizer], str]:
-        """The module's own optimizers; or none, and why."""
+        """Returns the module's own optimizers, or none and the reason."""
         if self.optimizer is not None:
             return [], ""
         if not isinstance(model, TrainModule):
@@ -161,18 +161,18 @@ def report(
     batch_size: int | None,
     seq_len: int | None,
 ) -> str:
-    """Formats a row for each layout and precision, the batch before it and notes below. Arguments are the command's.
+    """Formats the batch, a row for each layout and precision, and notes. The arguments are those of the command.
 
     Raises:
-        ConfigurationError: if a layout that was asked for does not fit the model; those of `every` are left out.
+        ConfigurationError: if a requested layout does not fit the model. With `every`, such layouts are left out.
     """
     sizes = [_sizes("dp_replicate", dp_replicate, 1), _sizes("dp_shard", dp_shard, -1), _sizes("tp", tp, 1)]
     if every and (not ranks or dp_replicate or dp_shard or tp):
-        raise ConfigurationError("--layouts tries all sizes of --ranks: give --ranks, and no other size.")
+        raise ConfigurationError("--layouts tries all sizes for --ranks. Give --ranks and no other size.")
     if form := [precision for precision in precisions if precision in ("fp8", "transformer-engine")]:
         raise ConfigurationError(
-            f"--precision {form[0]} replaces layers, which are not traced: give bf16-mixed, which holds as much "
-            "between operations, or leave out the sizes of the mesh."
+            f"--precision {form[0]} replaces layers, which cannot be traced. Use bf16-mixed, which takes as much "
+            "memory between operations, or remove the sizes of the mesh."
         )
     training = Training(model, load_plan(plan), find_batch(model, data, batch_size, seq_len), optimizer)
     left_out: list[tuple[str, str]] = []
@@ -198,14 +198,14 @@ def _sizes(name: str, text: str, default: int) -> list[int]:
 
 
 def _combined(sizes: Iterable[Sequence[int]], ranks: Sequence[int]) -> list[Layout]:
-    """Every combination of the sizes, for each number of ranks; without one, for as many as the sizes make up."""
+    """Returns every combination of sizes for each number of ranks, or for the product of the sizes if there is none."""
     worlds: Sequence[int | None] = ranks or [None]
     layouts = [filled(Layout(*chosen), world) for world in worlds for chosen in itertools.product(*sizes)]
     return list(dict.fromkeys(layouts))
 
 
 def _notes(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """The notes of all rows, each once, with the layouts that it is about if it is not about all."""
+    """Returns each note of the rows once. Notes that do not apply to all rows are prefixed with their layouts."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         for note in row.notes:
@@ -220,7 +220,7 @@ def _notes(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Formats a row for each."""
+    """Formats the rows as a table."""
     cells: list[tuple[str, ...]] = [
         ("ranks", "layout", "precision", "weights", "gradients", "optimizer", "passing", "activations", "total")
     ]

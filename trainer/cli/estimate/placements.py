@@ -1,4 +1,4 @@
-"""`leyden plan` prints where a mesh of ranks would put every parameter of a model, on a machine without any of them."""
+"""`leyden plan` prints where a mesh of ranks would place every parameter of a model. It needs no rank of that mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.trainer.cli.models import ARGS, DOWNLOAD, load_model, load_object, p
 from leyden.trainer.format.text import aligned, size_of
 
 SPLIT = (Shard, _StridedShard)
-"""Where both tp and FSDP split a dimension, FSDP's shards are strided."""
+"""If both tp and FSDP split a dimension, FSDP's shards are strided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Placed:
 
     Attributes:
         name: its full name.
-        shape: of the whole.
-        style: what the plan says of it, or of its module; empty for nothing.
-        placement: how each dimension of the mesh splits it; or the parameter that it is, if it is tied to one.
-        whole: bytes of all of it.
-        held: bytes that each rank has of it.
+        shape: shape of the full parameter.
+        style: its style, or its module's, in the plan. Empty if the plan does not mention it.
+        placement: how each dimension of the mesh splits it, or the name of the parameter that it is tied to.
+        whole: bytes of the full parameter.
+        held: bytes of each rank's part.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Placed:
 
 
 def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> list[Placed]:
-    """Places a model on a mesh, as a fit would, and returns its parameters. The model is of no use afterwards.
+    """Places a model on a mesh as a fit would, and returns its parameters. The model cannot be used afterwards.
 
     Args:
-        model: on any device, meta too.
-        layout: without an open size.
-        plan: which layers are split; by default the model's own.
+        model: the model, on any device, including meta.
+        layout: the sizes of the mesh, all of them set.
+        plan: the plan of split layers. Default: the model's own.
 
     Raises:
-        ConfigurationError: where a fit would raise it.
+        ConfigurationError: if a fit would raise it.
     """
     from leyden.strategies.mesh.simulated import simulated
 
@@ -73,7 +73,7 @@ def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> li
 
 
 def _placement(parameter: DTensor) -> str:
-    """The dimensions of a DTensor's mesh, each with how it splits the parameter, in torch's letters."""
+    """Formats how each dimension of a DTensor's mesh splits the parameter, in torch's notation."""
     mesh = parameter.device_mesh
     pairs = zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
     return ", ".join(f"{name} {f'S({p.dim})' if isinstance(p, SPLIT) else 'R'}" for name, p in pairs)
@@ -107,7 +107,7 @@ def command(
 
     SCRIPT is train.py (its only TrainModule), train.py:NAME (a class, or a function that builds the model), an import
     path (package.module:Class), a local Hugging Face folder, or a config.json. The model is built on the meta device,
-    which takes no memory, and no rank is started. What fit refuses is refused here, in the same words.
+    which takes no memory, and no rank is started. Layouts that fit refuses are refused here with the same error.
     """
     layout = filled(Layout(dp_replicate, dp_shard, tp), ranks)
     entries = load_plan(plan)
@@ -118,19 +118,19 @@ def command(
 
 
 def load_plan(name: str | None) -> PlanLike | None:
-    """The plan of a script or module; None for no name.
+    """Loads a plan from a script or module. Returns None without a name.
 
     Raises:
-        ConfigurationError: if it names something else.
+        ConfigurationError: if the name is not that of a plan.
     """
     found = None if name is None else load_object(name)
     if found is not None and not isinstance(found, Mapping):
-        raise ConfigurationError(f"--plan {name} is {kind_of(found)}: give a dict of pattern: style.")
+        raise ConfigurationError(f"--plan {name} is {kind_of(found)}, not a dict of pattern: style.")
     return found
 
 
 def filled(layout: Layout, ranks: int | None) -> Layout:
-    """The layout for a number of ranks; without one, of as few as its sizes make up."""
+    """Fills the open sizes of a layout for a number of ranks. Without one, open sizes become 1."""
     if ranks is not None and ranks < 1:
         raise ConfigurationError(f"--ranks {ranks}: give a number of ranks from 1.")
     if ranks is None:
@@ -139,7 +139,7 @@ def filled(layout: Layout, ranks: int | None) -> Layout:
 
 
 def collapsed(rows: Iterable[Placed]) -> Iterable[Placed]:
-    """Joins the rows of layers that repeat: one row, named by its pattern, for all that are placed alike."""
+    """Joins the rows of repeated layers: parameters with the same placement share one row, named by their pattern."""
     groups: dict[Placed, list[Placed]] = {}
     for row in rows:
         groups.setdefault(replace(row, name=_pattern(row.name), placement=_pattern(row.placement)), []).append(row)
@@ -167,7 +167,7 @@ def table(rows: Sequence[Placed]) -> str:
 
 
 def summary(rows: Sequence[Placed], layout: Layout) -> str:
-    """Describes a plan in a few lines: the mesh, and how much of the model each rank has."""
+    """Summarizes a plan: the mesh, and how much of the model each rank holds."""
     whole, held = sum(row.whole for row in rows), sum(row.held for row in rows)
     everywhere = sum(row.held for row in rows if "S(" not in row.placement)
     lines = [

@@ -1,4 +1,4 @@
-"""The training step that `leyden estimate` traces: whose it is, and its batch."""
+"""Finds the training step that `leyden estimate` traces, and its batch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TracedBatch:
     """The batch of a step.
 
     Attributes:
-        value: any nested structure of tensors; None for none.
-        about: its tensors, or why there is none.
+        value: any nested structure of tensors, or None if there is no batch.
+        about: description of its tensors, or the reason why there is no batch.
     """
 
     value: Any
@@ -32,24 +32,24 @@ class TracedBatch:
 
 
 def find_batch(model: nn.Module, data: str | None, batch_size: int | None, seq_len: int | None) -> TracedBatch:
-    """The batch of a data rank, for a step of the model.
+    """Finds the batch of one data rank.
 
     Args:
-        model: as it was built.
-        data: the name of a loader, a DataModule, or a function that builds one (`train.py:NAME`); left out, the
-            module's own `train_dataloader`, or the script's only DataModule.
+        model: the model.
+        data: the name of a loader, a DataModule, or a function that builds one (`train.py:NAME`). Default: the module's
+            own `train_dataloader`, or the script's only DataModule.
         batch_size: samples in a batch of tokens, for a model of `transformers`.
-        seq_len: tokens in each.
+        seq_len: tokens in each sample.
 
     Raises:
-        ConfigurationError: for a name or sizes that do not fit the model.
+        ConfigurationError: if the name or the sizes do not fit the model.
     """
     sized = batch_size is not None or seq_len is not None
     if isinstance(model, TrainModule):
         if sized:
             raise ConfigurationError(
-                f"--batch-size and --seq-len make a batch for a model of transformers, and {type(model).__name__} is a "
-                "TrainModule: its batch is the first of its train_dataloader, of the script's only DataModule, or of "
+                f"--batch-size and --seq-len make a batch for a model of transformers, but {type(model).__name__} is a "
+                "TrainModule. Its batch is the first of its train_dataloader, of the script's only DataModule, or of "
                 "--data train.py:NAME."
             )
         return _drawn(model, data)
@@ -63,7 +63,7 @@ def find_batch(model: nn.Module, data: str | None, batch_size: int | None, seq_l
 
 
 def step_of(model: nn.Module) -> Callable[[Any, int], Any]:
-    """The step of a model: its `training_step`, or the loss of a model of `transformers`."""
+    """Returns the step of a model: its `training_step`, or a function with the loss of a `transformers` model."""
     if isinstance(model, TrainModule):
         return model.training_step
     takes_labels = "labels" in inspect.signature(model.forward).parameters
@@ -77,7 +77,7 @@ def step_of(model: nn.Module) -> Callable[[Any, int], Any]:
 
 
 def _drawn(model: TrainModule, data: str | None) -> TracedBatch:
-    """The first batch of a loader."""
+    """Draws the first batch of the loader."""
     try:
         loader = _loader(model, data)
         if loader is None:
