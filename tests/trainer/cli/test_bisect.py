@@ -119,7 +119,7 @@ def test_a_long_list_of_tensors_is_cut(tmp_path: Path, here: Any) -> None:
         ({}, "float32 (2,)", "one has 0, 4, …, 12; other has none"),
         ({0: {"a": "1", "c": "1"}}, "float32 (2,)", r"only in one: b; only in other: c\."),
         ({0: {"a": "1", "b": "1"}}, "float32 (4,)", r"a is float32 \(2,\) in one and float32 \(4,\) in other"),
-        ({0: {"a": "1", "b": "1"}}, "float32 (2,) in 2 shards (ab)", "ranks that are laid out alike"),
+        ({0: {"a": "1", "b": "1"}}, "float32 (2,) in 2 shards (ab)", "the same layout of ranks"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(

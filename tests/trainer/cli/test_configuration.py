@@ -243,7 +243,7 @@ def test_several_optimizers_are_linked_to_arguments() -> None:
             parser.add_optimizer_args(nested_key="one")
             parser.add_optimizer_args(nested_key="two")
 
-    with pytest.raises(ConfigurationError, match="one and two are optimizers of one module: link them"):
+    with pytest.raises(ConfigurationError, match="one and two are optimizers of the same module. Link them"):
         built("--one=SGD", model=Bare, kind=Twice)
 
 
@@ -334,7 +334,7 @@ def test_defaults_of_the_trainer_are_replaced_and_can_be_overridden() -> None:
     cli = LeydenCLI(OwnNet, Points, args=[], run=False, trainer_defaults=defaults)
     assert (cli.trainer.max_epochs, cli.trainer.logger.name) == (5, "mine")
 
-    with pytest.raises(ConfigurationError, match=r"trainer_defaults: logger is .*lazy_instance"):
+    with pytest.raises(ConfigurationError, match=r"trainer_defaults: options cannot override logger=.*lazy_instance"):
         built(trainer_defaults={"logger": CSVLogger("x")})
 
     class Longer(Trainer):
@@ -521,7 +521,7 @@ def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[
     ("args", "words"),
     [
         (["fit"], "required: --model"),
-        (["fit", "--model=OwnNett"], "No class OwnNett is imported: give its path too"),
+        (["fit", "--model=OwnNett"], "No class OwnNett is imported. Give its full path"),
         (["fit", "--model=configured.OwnNett"], "module 'configured' has no attribute 'OwnNett'"),
         (["fit", "--model=OwnNet", "--model.width=wide"], "Expected a <class 'int'>"),
         (["fit", "--model=OwnNet", "--trainer.epochs=3"], "unrecognized arguments: --trainer.epochs=3"),
@@ -536,7 +536,7 @@ def test_a_wrong_command_line_is_short(args: list[str], words: str, capsys: pyte
 
 
 def test_a_class_that_is_no_module_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="model: the class Linear is no Trainer, TrainModule"):
+    with pytest.raises(ConfigurationError, match="model: the class Linear is not a Trainer, TrainModule"):
         LeydenCLI(nn.Linear, run=False, args=[])
 
 
@@ -547,7 +547,7 @@ def test_an_error_of_a_class_is_raised_as_it_is() -> None:
 
 
 def test_a_scheduler_needs_an_optimizer() -> None:
-    with pytest.raises(ConfigurationError, match="without an optimizer: give --optimizer too"):
+    with pytest.raises(ConfigurationError, match="needs an optimizer. Give --optimizer too"):
         built("--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
 
 

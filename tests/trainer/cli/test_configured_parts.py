@@ -94,7 +94,7 @@ def test_a_trainer_that_takes_no_callbacks_is_built_without_them() -> None:
         def __init__(self) -> None:
             super().__init__(**QUIET)
 
-    with pytest.warns(UserWarning, match="Own takes no argument callbacks: the configuration is not saved"):
+    with pytest.warns(UserWarning, match="Own has no argument callbacks, so the configuration is not saved"):
         cli = LeydenCLI(OwnNet, run=False, args=[], trainer_class=Own, trainer_defaults={"callbacks": Timer()})
     assert not any(isinstance(one, Timer) for one in cli.trainer.callbacks)
 

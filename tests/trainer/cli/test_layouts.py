@@ -261,7 +261,7 @@ def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], nam
         ("layouts without ranks", "--layouts tries all sizes for --ranks"),
         ("a strategy", "--strategy ddp has no layouts of a mesh"),
         ("fp8", "--precision fp8 replaces layers, which cannot be traced. Use bf16-mixed"),
-        ("tokens", "and Net is a TrainModule"),
+        ("tokens", "but Net is a TrainModule"),
     ],
 )
 def test_mistakes_are_refused_with_a_fix(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:

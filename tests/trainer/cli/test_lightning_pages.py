@@ -797,7 +797,7 @@ def test_a_parser_is_used_without_a_cli() -> None:
     flat = LeydenArgumentParser()
     flat.add_lightning_class_args(OwnNet, None)
     assert flat.parse_args(["--width=5"]).width == 5
-    with pytest.raises(ConfigurationError, match="is no Trainer, TrainModule"):
+    with pytest.raises(ConfigurationError, match="is not a Trainer, TrainModule"):
         parser.add_lightning_class_args(dict, "other")
 
 

@@ -147,9 +147,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 ) -> None:
     folder, _ = guarded
     done = here("replay", folder / "run", "--step", 25)
-    assert done.returncode == 2 and "no valid checkpoint before step 25, only of step 25, 50" in (
-        done.stderr
-    )
+    assert done.returncode == 2 and "no valid checkpoint before step 25, only of step 25, 50" in (done.stderr)
     done = here("replay", folder / "nothing", "--step", 25)
     assert "is not a folder. Give the run's default_root_dir" in done.stderr
     done = here("replay", folder, "--step", 25)

@@ -1,1 +1,1 @@
-"""Runs that a configuration describes: `leyden fit`, `validate`, `test`, `predict`, and `LeydenCLI`."""
+"""Runs from a configuration: `leyden fit`, `validate`, `test`, `predict`, and `LeydenCLI`."""

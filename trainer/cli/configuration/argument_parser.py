@@ -25,19 +25,19 @@ with needs("jsonargparse", "cli", "LeydenCLI"):
     from jsonargparse.typing import class_from_function
 
 AUTOMATIC = "AUTOMATIC"
-"""The `link_to` of an optimizer or scheduler from which the CLI makes `configure_optimizers`."""
+"""The `link_to` of an optimizer or scheduler that the CLI turns into `configure_optimizers`."""
 NOISE = (
     *("Does not validate against any", "- Does not validate against any", "Subtypes: ", "Errors:", "Given value"),
     *("- Expected a path but ", "- Expected a <class 'NoneType'>"),
 )
-"""The beginnings of lines that only list alternatives."""
+"""Prefixes of lines that only list alternatives."""
 KINDS = (Trainer, TrainModule, DataModule, Callback)
 
 Classes = type | tuple[type, ...]
 
 
 class GroupHelp(argparse._HelpAction):
-    """Shows the options of one group, where `--help` shows those of all."""
+    """Shows the options of a single group, while `--help` shows those of all groups."""
 
     def __call__(self, parser: Any, *args: Any) -> None:
         formatter = parser._get_formatter()
@@ -55,15 +55,15 @@ class LeydenArgumentParser(ArgumentParser):
     """jsonargparse's parser with groups for Trainers, modules, callbacks, optimizers and schedulers.
 
     Args:
-        *args: of jsonargparse's ArgumentParser.
-        description: what the help says first.
-        env_prefix: how the names of environment variables begin.
-        **kwargs: of jsonargparse's ArgumentParser: `default_env`, `default_config_files`, `parser_mode`, ….
+        *args: arguments of jsonargparse's ArgumentParser.
+        description: first paragraph of the help.
+        env_prefix: prefix of environment variables.
+        **kwargs: arguments of jsonargparse's ArgumentParser: `default_env`, `default_config_files`, `parser_mode`, ….
 
     Attributes:
-        callback_keys: the groups that hold a callback each.
-        optimizer_groups: the classes of each group of an optimizer, and what it is linked to.
-        lr_scheduler_groups: the same of schedulers.
+        callback_keys: names of the groups that hold a callback.
+        optimizer_groups: maps each optimizer group to its classes and its `link_to`.
+        lr_scheduler_groups: the same for schedulers.
     """
 
     def __init__(
@@ -92,26 +92,26 @@ class LeydenArgumentParser(ArgumentParser):
 
         Args:
             leyden_class: the class, or a function whose annotation says that it returns one.
-            nested_key: the name of the group; None gives options without one.
-            subclass_mode: take `class_path` and `init_args` of any subclass.
-            required: in subclass mode, whether one must be given.
+            nested_key: the name of the group. None adds the options without a group.
+            subclass_mode: True to accept `class_path` and `init_args` of any subclass.
+            required: True if the user must choose a class, in subclass mode.
 
         Returns:
-            The names of the arguments that were added.
+            The names of the added arguments.
         """
         cls: Any = leyden_class if isinstance(leyden_class, type) else class_from_function(leyden_class)
         if not issubclass(cls, KINDS):
             names = ", ".join(kind.__name__ for kind in KINDS[:-1])
             raise ConfigurationError(
-                f"{nested_key}: {kind_of(leyden_class)} is no {names} or {KINDS[-1].__name__}: give such a class, or a "
-                "function whose annotation says that it returns one."
+                f"{nested_key}: {kind_of(leyden_class)} is not a {names} or {KINDS[-1].__name__}. Give such a class, "
+                "or a function with such a return annotation."
             )
         if nested_key is not None and issubclass(cls, Callback):
             self.callback_keys.append(nested_key)
         if nested_key is not None and subclass_mode:
             self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
             return [nested_key]
-        # The CLI itself makes the Trainer, with the callbacks of other groups.
+        # The CLI itself builds the Trainer, with the callbacks of other groups.
         made_here = not issubclass(cls, Trainer)
         added: list[str] = self.add_class_arguments(
             cls, nested_key, fail_untyped=False, instantiate=made_here, sub_configs=True
@@ -129,10 +129,10 @@ class LeydenArgumentParser(ArgumentParser):
         """Adds a group for an optimizer.
 
         Args:
-            optimizer_class: one class, whose arguments are added; or a tuple, for a subclass of any of these.
+            optimizer_class: a class, whose arguments are added, or a tuple of classes, to accept any subclass of them.
             nested_key: the name of the group.
-            link_to: the argument that is given its `class_path` and `init_args`. By default the CLI makes
-                `configure_optimizers` from it.
+            link_to: the argument that receives the optimizer's `class_path` and `init_args`. By default, the CLI makes
+                `configure_optimizers` from them.
         """
         self.optimizer_groups[nested_key] = (optimizer_class, link_to)
         self._add_group(optimizer_class, nested_key, skip={"params"})
@@ -143,18 +143,18 @@ class LeydenArgumentParser(ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Adds a group for a scheduler, by the same arguments as `add_optimizer_args`."""
+        """Adds a group for a scheduler. The arguments are those of `add_optimizer_args`."""
         self.lr_scheduler_groups[nested_key] = (lr_scheduler_class, link_to)
         self._add_group(lr_scheduler_class, nested_key, skip={"optimizer"})
 
     def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:
-        """Adds the arguments of a class, with those that it passes on; see jsonargparse's ArgumentParser."""
+        """Adds the arguments of a class, including those that it forwards. See jsonargparse's ArgumentParser."""
         added: list[str] = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
         known = {action.dest for action in self._actions}
         for name, kind in passed_on(theclass).items():
             dest = name if nested_key is None else f"{nested_key}.{name}"
             if dest not in known:
-                # What is not given is not passed on: no default of torch's is in a saved configuration.
+                # Unset arguments are not forwarded, so no saved configuration has torch's defaults.
                 self.add_argument(f"--{dest}", type=kind, default=argparse.SUPPRESS, help="Passed on.")
                 added.append(dest)
         return added
@@ -167,15 +167,15 @@ class LeydenArgumentParser(ArgumentParser):
             self.add_class_arguments(classes, nested_key, sub_configs=True, **options)
 
     def ignore_in_files(self, names: Iterable[str]) -> None:
-        """Ignores arguments of other subcommands in files; on the command line they stay an error.
+        """Ignores arguments of other subcommands in files. On the command line they are still errors.
 
         Args:
-            names: arguments of any subcommand. Those that this parser has are read.
+            names: arguments of all subcommands. This parser's own arguments are read as usual.
         """
         self._ignored_in_files = set(names) - {action.dest for action in self._actions}
 
     def _load_config_parser_mode(self, content: str, *args: Any, **kwargs: Any) -> Any:
-        # Each file of a configuration comes by here, also default files and those that a variable names.
+        # Every configuration file passes through here, including default files and those named by a variable.
         import_slow(content)
         config = super()._load_config_parser_mode(content, *args, **kwargs)  # type: ignore[no-untyped-call]
         for name in self._ignored_in_files:
@@ -183,17 +183,17 @@ class LeydenArgumentParser(ArgumentParser):
         return config
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """The text of a configuration, as jsonargparse dumps it, without arguments that no file can hold.
+        """Dumps a configuration as jsonargparse does, without arguments that a file cannot represent.
 
-        A default such as a lambda has no text. It is left out, so that the default is used again. A warning names any
-        other argument that is left out. `skip_none` is Lightning's name of `skip_unset`.
+        A default such as a lambda cannot be written. It is left out, so the default applies again. A warning names any
+        other argument that is left out. `skip_none` is Lightning's name for `skip_unset`.
         """
         if "skip_none" in kwargs:
             kwargs["skip_unset"] = kwargs.pop("skip_none")
         return str(super().dump(*args, **kwargs))
 
     def _dump_cleanup_actions(self, cfg: Any, actions: Any, dump_kwargs: Any, prefix: str = "") -> None:
-        # jsonargparse turns values into what it writes here, in every format and for each file of a configuration.
+        # jsonargparse converts values for writing here, in every format and for each file of a configuration.
         raw = cfg.clone()
         super()._dump_cleanup_actions(cfg, actions, dump_kwargs, prefix)  # type: ignore[no-untyped-call]
         # The arguments of a group come before the group.
@@ -208,7 +208,7 @@ class LeydenArgumentParser(ArgumentParser):
                 cfg[dest] = kept
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Ends the process with status 2 and the message; jsonargparse would print all options first."""
+        """Prints the message and exits with status 2. jsonargparse would print all options first."""
         if not self.exit_on_error or os.environ.get("JSONARGPARSE_DEBUG") not in (None, "", "false"):
             return super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
@@ -218,20 +218,20 @@ class LeydenArgumentParser(ArgumentParser):
 
 
 def in_few_words(message: str) -> str:
-    r"""jsonargparse's message without the types that were not meant.
+    r"""Shortens a message of jsonargparse: drops the types that the user did not mean.
 
     Example:
         >>> in_few_words("the following arguments are required: fit.model")
         'the following arguments are required: --model'
         >>> print(in_few_words("model:\n  Errors:\n  - Expected a dot import path string: Net"))
         model:
-          - No class Net is imported: give its path too, as in package.module.Net.
+          - No class Net is imported. Give its full path, such as package.module.Net.
     """
     lines = [line for line in message.splitlines() if line.strip() and not line.lstrip().startswith(NOISE)]
     text = "\n".join(lines) or message
     text = re.sub(
         r"Expected a dot import path string: (\w+)",
-        r"No class \1 is imported: give its path too, as in package.module.\1.",
+        r"No class \1 is imported. Give its full path, such as package.module.\1.",
         text,
     )
     return re.sub(r"required: (?:\w+\.)?(model|data)\b", r"required: --\1", text)

@@ -1,4 +1,4 @@
-"""Classes by their names in a configuration, and the types of arguments that it fills with classes."""
+"""Resolves class names in a configuration, and defines annotations for arguments that take classes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from leyden.strategies.errors import ConfigurationError, nearest
 
 ROOMS = ("leyden.callbacks", "leyden.strategies", "leyden.trainer", "leyden.trainer.profilers")
 SLOW = ("FSDPStrategy", "MeshStrategy", "ModelParallelStrategy")
-"""These import parts of torch that take half a second each."""
+"""Classes that import parts of torch, which takes half a second each."""
 LARGE = 1_000_000
-"""Bytes; such a file is data, and no configuration."""
+"""Size in bytes from which a file is taken for data rather than a configuration."""
 FILES = re.compile(r"[^\s\"'=,\[\]{}]+\.(?:ya?ml|json)\b")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's scheduler, which also knows the name of the metric that it watches.
+    """torch's ReduceLROnPlateau with an argument for the metric that it monitors.
 
-    A configuration names it, as in `--lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=val_loss`. A
-    `configure_optimizers` of yours returns `{"scheduler": s, "monitor": s.monitor}`.
+    A configuration sets it with `--lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=val_loss`. Your own
+    `configure_optimizers` returns `{"scheduler": s, "monitor": s.monitor}`.
 
     Args:
-        optimizer: whose learning rate it lowers.
-        monitor: the metric's name, as it is logged.
-        *args: of torch's scheduler.
-        **kwargs: of torch's scheduler.
+        optimizer: the optimizer whose learning rate is reduced.
+        monitor: name of the logged metric.
+        *args: arguments of torch's scheduler.
+        **kwargs: arguments of torch's scheduler.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ def imported(path: str) -> Any:
     """Imports a class or function by its path.
 
     Raises:
-        ConfigurationError: if it is not there; suggests the nearest name.
+        ConfigurationError: if it does not exist. The message suggests the closest name.
 
     Example:
         >>> imported("torch.nn.Linear")
@@ -65,7 +65,7 @@ def imported(path: str) -> Any:
     """
     module, _, name = path.rpartition(".")
     if not module:
-        raise ConfigurationError(f"class_path={path!r}: give the module too, as in package.module.{path}.")
+        raise ConfigurationError(f"class_path={path!r} lacks the module. Give the full path: package.module.{path}.")
     found = importlib.import_module(module)
     if not hasattr(found, name):
         raise ConfigurationError(f"class_path={path!r}: {module} has no {name}. {nearest(name, dir(found))}")
@@ -76,8 +76,8 @@ def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> A
     """Builds the object that a configuration describes.
 
     Args:
-        args: positional arguments that the configuration does not have, such as parameters; a tuple of several.
-        init: `class_path`, and `init_args` if it has any.
+        args: positional argument that the configuration cannot have, such as parameters, or a tuple of several.
+        init: mapping with `class_path`, and `init_args` if there are any.
 
     Example:
         >>> from torch import nn
@@ -90,12 +90,12 @@ def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> A
 
 
 def import_own(words: Iterable[str], variables: str = "LEYDEN") -> None:
-    """Imports every callback, strategy and profiler. jsonargparse finds a class by its name only once it exists.
+    """Imports every callback, strategy and profiler. jsonargparse finds a class by name only after its import.
 
     Args:
-        words: the command line. Slow classes are imported only if it, a file that it names, or a variable mentions
-            them.
-        variables: how the names of environment variables begin.
+        words: the command line. Slow classes are imported only if they are mentioned in it, in a file that it names, or
+            in an environment variable.
+        variables: prefix of those environment variables.
     """
     for room in ROOMS:
         module = importlib.import_module(room)
@@ -107,12 +107,12 @@ def import_own(words: Iterable[str], variables: str = "LEYDEN") -> None:
 
 
 def import_slow(text: str, folder: Path | None = None, depth: int = 4) -> None:
-    """Imports the slow classes that a text mentions, or a file that it names.
+    """Imports the slow classes that are mentioned in a text, or in files that it names.
 
     Args:
-        text: a word of the command line, or a file's content.
-        folder: of that file. By default the current one.
-        depth: of files that name files.
+        text: a word of the command line, or the content of a file.
+        folder: folder of that file. Default: the current folder.
+        depth: how many levels of files that name other files to follow.
     """
     strategies = importlib.import_module("leyden.strategies")
     for name in SLOW:

@@ -1,4 +1,4 @@
-"""LeydenCLI: a command line for a Trainer, a TrainModule and a DataModule, from their arguments' annotations."""
+"""LeydenCLI: a command line for a Trainer, a TrainModule and a DataModule, derived from their annotations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUBCOMMANDS = {
     "predict": "Run predict_step on every batch.",
 }
 GIVEN_HERE = frozenset({"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders", "unknown"})
-"""The arguments of the Trainer's methods that the CLI itself gives, or that no configuration can hold."""
+"""Arguments of the Trainer's methods that the CLI itself passes, or that a configuration cannot represent."""
 
 
 class LeydenCLI:
@@ -42,30 +42,32 @@ class LeydenCLI:
     docs/configuration.md. Names and defaults are those of Lightning's `LightningCLI`.
 
     Args:
-        model_class: a TrainModule, or a function that returns one. None takes any, by `--model`.
-        datamodule_class: a DataModule, or a function that returns one. None takes any, by `--data`, or none.
-        save_config_callback: saves the configuration with the run; None saves it nowhere.
+        model_class: a TrainModule, or a function that returns one. With None, `--model` chooses any.
+        datamodule_class: a DataModule, or a function that returns one. With None, `--data` chooses any, or none.
+        save_config_callback: callback that saves the configuration with the run. None does not save it.
         save_config_kwargs: arguments of that callback: `config_filename`, `overwrite`, `multifile`.
         trainer_class: the Trainer, a subclass, or a function that returns one.
-        trainer_defaults: arguments of the Trainer that replace its defaults. Callbacks are added to those that are
-            configured.
-        seed_everything_default: of `--seed_everything`: a number; True for `seed_everything()`, which is LEYDEN_SEED
-            or else 0; False leaves random numbers alone.
-        parser_kwargs: arguments of the parser; under the name of a subcommand those of its own.
+        trainer_defaults: arguments that replace the Trainer's defaults. Callbacks are added to those in the
+            configuration.
+        seed_everything_default: default of `--seed_everything`. A number; True for `seed_everything()`, which reads
+            LEYDEN_SEED or uses 0; False to leave random numbers unseeded.
+        parser_kwargs: arguments of the parser. Under the name of a subcommand, arguments of that subcommand's parser.
         parser_class: a subclass of `LeydenArgumentParser`.
-        subclass_mode_model: take any subclass of `model_class`, by `class_path`.
-        subclass_mode_data: take any subclass of `datamodule_class`, by `class_path`.
-        args: the command line as a list, or a configuration as a dict or Namespace. By default the process's.
-        run: False adds no subcommands and runs nothing: read `trainer`, `model` and `datamodule`.
-        auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, from which `configure_optimizers` is made.
-        load_from_checkpoint_support: without effect, for scripts written for Lightning: no name in a checkpoint is
-            imported.
+        subclass_mode_model: True to accept any subclass of `model_class`, by `class_path`.
+        subclass_mode_data: True to accept any subclass of `datamodule_class`, by `class_path`.
+        args: the command line as a list, or a configuration as a dict or Namespace. Default: the process's command
+            line.
+        run: False to add no subcommands and run nothing. Use `trainer`, `model` and `datamodule` yourself.
+        auto_configure_optimizers: True to add `--optimizer` and `--lr_scheduler`, which then define
+            `configure_optimizers`.
+        load_from_checkpoint_support: ignored; accepted for scripts written for Lightning. Names in a checkpoint are
+            never imported.
 
     Attributes:
         parser: the parser.
-        subcommand: the one that was given; None with `run=False`.
-        config: what was parsed, with the subcommand's configuration under its name.
-        config_init: the same with objects in place of their configurations.
+        subcommand: the subcommand on the command line. None with `run=False`.
+        config: the parsed configuration, with that of the subcommand under its name.
+        config_init: the same configuration after its objects were built.
         trainer: the Trainer.
         model: the module.
         datamodule: the DataModule, or None.
@@ -126,14 +128,14 @@ class LeydenCLI:
         if self.subcommand is not None:
             self._run(self.subcommand)
 
-    # what a subclass may override -------------------------------------------------------------------------------------
+    # for subclasses to override ---------------------------------------------------------------------------------------
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The methods of the Trainer that are subcommands, each with its arguments that are not options."""
+        """Maps each subcommand, a method of the Trainer, to those of its arguments that are not options."""
         return {name: set(GIVEN_HERE) for name in SUBCOMMANDS}
 
     def init_parser(self, **kwargs: Any) -> LeydenArgumentParser:
-        """Makes a parser; `kwargs` are `parser_kwargs`."""
+        """Creates a parser. `kwargs` are the `parser_kwargs`."""
         from leyden.trainer.cli.configuration.argument_parser import LeydenArgumentParser
 
         parser = (self.parser_class or LeydenArgumentParser)(**kwargs)
@@ -143,13 +145,13 @@ class LeydenCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
     ) -> None:
-        """Makes the parser, from `main_kwargs`, and the parsers of the subcommands, from those of their names."""
+        """Creates the parser from `main_kwargs`, and those of the subcommands from `subparser_kwargs`."""
         names = self.subcommands()
         self.parser = self.init_parser(**main_kwargs)
         self._parsers = {None: self.parser}
         if not add_subcommands:
             self._add_arguments(self.parser)
-            # A configuration that a fit has saved is one for this parser, too.
+            # This parser also accepts a configuration that a fit has saved.
             self._add_arguments_of("fit", self.parser, names["fit"])
             self.parser.ignore_in_files(self._all_options(names))
             return
@@ -159,12 +161,12 @@ class LeydenCLI:
             self._parsers[name] = parser = self.init_parser(**kwargs)
             self._add_arguments(parser)
             self._add_arguments_of(name, parser, left_out)
-            # One file is for all subcommands: a fit saves max_steps, which test has not.
+            # All subcommands share one file, so it may have arguments that only another subcommand accepts.
             parser.ignore_in_files(self._all_options(names))
             text = SUBCOMMANDS.get(name) or inspect.getdoc(getattr(_owner(self.trainer_class), name))
             group.add_subcommand(name, parser, help=text)
             if "default_env" in kwargs:
-                # add_subcommand has given it the setting of the parser above.
+                # add_subcommand has overwritten it with the parent parser's setting.
                 parser.default_env = kwargs["default_env"]
 
     def add_default_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
@@ -185,8 +187,8 @@ class LeydenCLI:
                 parser.set_defaults({name: value})
             except ValueError as error:
                 raise ConfigurationError(
-                    f"trainer_defaults: {name.partition('.')[2]} is {value!r}, which options cannot override. For an "
-                    "object give {'class_path': …, 'init_args': {…}}, or jsonargparse.lazy_instance(cls, …)."
+                    f"trainer_defaults: options cannot override {name.partition('.')[2]}={value!r}. For an object, "
+                    "give {'class_path': …, 'init_args': {…}} or jsonargparse.lazy_instance(cls, …)."
                 ) from error
         parser.add_leyden_class_args(self.model_class, "model", self.subclass_mode_model)
         if self.datamodule_class is None:
@@ -195,10 +197,10 @@ class LeydenCLI:
             parser.add_leyden_class_args(self.datamodule_class, "data", self.subclass_mode_data)
 
     def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
-        """Override this to add arguments, links and forced callbacks, to the parser of each subcommand."""
+        """Override this to add arguments, links and mandatory callbacks to the parser of each subcommand."""
 
     def link_optimizers_and_lr_schedulers(self, parser: LeydenArgumentParser) -> None:
-        """Links each group of an optimizer or scheduler that was added with a `link_to`."""
+        """Links each optimizer or scheduler group that was added with a `link_to`."""
         for key, (classes, link_to) in {**parser.optimizer_groups, **parser.lr_scheduler_groups}.items():
             if link_to == "AUTOMATIC":
                 continue
@@ -208,14 +210,14 @@ class LeydenCLI:
                 parser.link_arguments(key, link_to, compute_fn=partial(_described, classes))
 
     def parse_arguments(self, parser: LeydenArgumentParser, args: ArgsType) -> None:
-        """Parses into `self.config`."""
+        """Parses the arguments and stores the result in `self.config`."""
         if args is None or isinstance(args, list):
             self.config = parser.parse_args(args)
         else:
             self.config = parser.parse_object(_plain(args))
 
     def before_instantiate_classes(self) -> None:
-        """Override this for what must happen before anything is built."""
+        """Override this to run code before anything is built."""
 
     def instantiate_classes(self) -> None:
         """Builds the module, the DataModule and the Trainer."""
@@ -227,7 +229,7 @@ class LeydenCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Override this for what must happen once all is built, and before anything runs."""
+        """Override this to run code after everything is built and before anything runs."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer; `kwargs` take precedence over the configuration."""
@@ -239,15 +241,15 @@ class LeydenCLI:
         if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
             config = self._of_subcommand(self.config)
             callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
-        # A default is not given, so that `leyden launch` may still fill it.
+        # Defaults are not passed, so `leyden launch` can still fill them.
         defaults = {name: p.default for name, p in _parameters(self.trainer_class).items()}
         given = {name: value for name, value in arguments.items() if not _is_same(value, defaults.get(name, ...))}
         if "callbacks" in defaults:
             given["callbacks"] = callbacks
         elif callbacks:
             warnings.warn(
-                f"{_owner(self.trainer_class).__name__} takes no argument callbacks: the configuration is not saved, "
-                "and no other callback of the CLI is added.",
+                f"{_owner(self.trainer_class).__name__} has no argument callbacks, so the configuration is not saved "
+                "and the CLI's other callbacks are not added.",
                 stacklevel=2,
             )
         return self.trainer_class(**given)
@@ -256,9 +258,9 @@ class LeydenCLI:
     def configure_optimizers(
         module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None
     ) -> Optimizer | dict[str, Any]:
-        """What the module's `configure_optimizers` returns, where it is made from `--optimizer`.
+        """Returns the value of `configure_optimizers` for a module whose optimizer comes from `--optimizer`.
 
-        Override this to have the scheduler step in another interval, for example.
+        Override this to change the scheduler's interval, for example.
         """
         if lr_scheduler is None:
             return optimizer
@@ -267,7 +269,7 @@ class LeydenCLI:
             return {"optimizer": optimizer, "lr_scheduler": watched}
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
-    # the way from arguments to a run ----------------------------------------------------------------------------------
+    # from arguments to a run ------------------------------------------------------------------------------------------
     def _add_arguments(self, parser: LeydenArgumentParser) -> None:
         self.add_default_arguments_to_parser(parser)
         self.add_core_arguments_to_parser(parser)
@@ -280,13 +282,13 @@ class LeydenCLI:
         self.link_optimizers_and_lr_schedulers(parser)
 
     def _add_arguments_of(self, name: str, parser: LeydenArgumentParser, left_out: set[str]) -> None:
-        """Adds the arguments of a method of the Trainer, but for those whose names are options of one's own."""
+        """Adds the arguments of a Trainer method, except those whose names the user's own options take."""
         left_out = left_out | {"self"} | {action.dest for action in parser._actions}
         skip = left_out & set(_arguments_of(self.trainer_class, name))
         self._method_options[name] = parser.add_method_arguments(_owner(self.trainer_class), name, skip=skip)
 
     def _all_options(self, names: dict[str, set[str]]) -> set[str]:
-        """The arguments of all methods that are subcommands."""
+        """Returns the arguments of all methods that are subcommands."""
         return {
             argument
             for name, left_out in names.items()
@@ -299,7 +301,7 @@ class LeydenCLI:
         seed = config.get("seed_everything")
         if seed is None or seed is False:
             return
-        # The number is saved with the run, which it repeats.
+        # The saved configuration gets the number, so the run can be repeated.
         config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
 
     def _of_subcommand(self, config: Any) -> Any:
@@ -309,7 +311,7 @@ class LeydenCLI:
         try:
             return self.parser.instantiate(self.config)
         except ValueError as error:
-            # jsonargparse keeps only the text of an error that an optional class raises.
+            # jsonargparse keeps only the message of an error from an optional class.
             found: BaseException | None = error
             while found is not None and not _is_foreign(found):
                 found = found.__cause__
@@ -318,7 +320,7 @@ class LeydenCLI:
             raise found from found.__cause__
 
     def _give_optimizers(self, own: Any) -> None:
-        """Has the module configure the optimizer and scheduler of the configuration."""
+        """Gives the module a `configure_optimizers` with the optimizer and scheduler of the configuration."""
         parser = self._parsers[self.subcommand]
         kinds = {"optimizer": parser.optimizer_groups, "scheduler": parser.lr_scheduler_groups}
         found: dict[str, Any] = {}
@@ -326,8 +328,8 @@ class LeydenCLI:
             automatic = [key for key, (_, link_to) in groups.items() if link_to == "AUTOMATIC"]
             if len(automatic) > 1:
                 raise ConfigurationError(
-                    f"{' and '.join(automatic)} are {kind}s of one module: link them to arguments of the module, as in "
-                    f"parser.add_optimizer_args(nested_key={automatic[1]!r}, link_to='model.…')."
+                    f"{' and '.join(automatic)} are {kind}s of the same module. Link them to arguments of the module, "
+                    f"for example with parser.add_optimizer_args(nested_key={automatic[1]!r}, link_to='model.…')."
                 )
             for key in automatic:
                 classes = groups[key][0]
@@ -336,11 +338,11 @@ class LeydenCLI:
                     found[kind] = value if isinstance(classes, tuple) else _described(classes, value)
         if "optimizer" not in found:
             if "scheduler" in found:
-                raise ConfigurationError("a learning-rate scheduler without an optimizer: give --optimizer too.")
+                raise ConfigurationError("--lr_scheduler needs an optimizer. Give --optimizer too.")
             return
         if type(self.model).configure_optimizers not in (TrainModule.configure_optimizers, self.configure_optimizers):
             warnings.warn(
-                f"{type(self.model).__name__}.configure_optimizers is not called: --optimizer takes its place.",
+                f"{type(self.model).__name__}.configure_optimizers is not called: --optimizer replaces it.",
                 stacklevel=2,
             )
         configure = partial(_configured, self.model, self.configure_optimizers, **found)
@@ -350,7 +352,7 @@ class LeydenCLI:
         before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
         if before is not None:
             before()
-        # A CLI may have a `fit` of its own.
+        # A subclass may define its own `fit`.
         method = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         own = self._of_subcommand(self.config_init)
         arguments = {name: own[name] for name in self._method_options[subcommand] if name in own}
@@ -367,13 +369,13 @@ def _configured(
     optimizer: dict[str, Any],
     scheduler: dict[str, Any] | None = None,
 ) -> Any:
-    """Builds the optimizer of a module's parameters, and its scheduler."""
+    """Builds the optimizer for a module's parameters, and its scheduler."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, made, None if scheduler is None else instantiate_class(made, scheduler))
 
 
 def _described(cls: type, init_args: Any) -> dict[str, Any]:
-    """The `class_path` and `init_args` of a class whose group holds its arguments alone."""
+    """Returns `class_path` and `init_args` for a group that has only the arguments of a known class."""
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": _as_dict(init_args)}
 
 
@@ -382,7 +384,7 @@ def _as_dict(config: Any) -> Any:
 
 
 def _plain(values: Any) -> Any:
-    """A configuration with dicts in place of argparse's Namespaces, which jsonargparse does not read."""
+    """Converts argparse's Namespaces, which jsonargparse does not accept, to dicts."""
     if type(values) is argparse.Namespace:
         values = vars(values)
     return {name: _plain(value) for name, value in values.items()} if type(values) is dict else values
@@ -401,7 +403,7 @@ def _arguments_of(trainer_class: Any, method: str) -> Iterable[str]:
 
 
 def _parameters(trainer_class: Any) -> dict[str, inspect.Parameter]:
-    """The arguments of a Trainer, and those that it passes on to Leyden's."""
+    """Returns the arguments of a Trainer subclass, including those that it forwards to Leyden's Trainer."""
     own = dict(inspect.signature(trainer_class).parameters)
     passes_on = any(p.kind is p.VAR_KEYWORD for p in own.values())
     return {**(inspect.signature(Trainer).parameters if passes_on else {}), **own}
@@ -412,7 +414,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """True for an error that code outside of jsonargparse has raised."""
+    """Returns True for an error raised outside of jsonargparse."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Arguments that a class takes without naming them: those of torch's, W&B's or Rich's that it passes on."""
+"""Arguments that a class accepts as `**kwargs` and forwards to torch, W&B or Rich."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from leyden.trainer.cli.configuration.class_paths import imported
 
 
 def passed_on(made: object) -> dict[str, Any]:
-    """The arguments that one of Leyden's classes takes as `**kwargs`, and their types.
+    """Returns the arguments that one of Leyden's classes accepts as `**kwargs`, with their types.
 
-    The class itself says which values it takes. The library that an argument is for is imported: it is needed anyway.
+    The class itself checks the values. The library that receives the arguments is imported, since it is needed anyway.
 
     Example:
         >>> from leyden.strategies import DDPStrategy
@@ -26,7 +26,7 @@ def passed_on(made: object) -> dict[str, Any]:
             try:
                 found |= TAKEN_BY[owner.__name__]()
             except ImportError:
-                # The class will name its extra.
+                # The class's own error names the missing extra.
                 continue
     return found
 
@@ -56,7 +56,7 @@ def _of_lambda() -> dict[str, Any]:
 
 
 def _named_by(path: str, *but: str) -> dict[str, Any]:
-    """The arguments that a library's class or function names."""
+    """Returns the named arguments of a library's class or function."""
     named = [name for name, one in inspect.signature(imported(path)).parameters.items() if one.kind not in VARIABLE]
     return dict.fromkeys((name for name in named if name not in but), Any)
 

@@ -17,9 +17,9 @@ GROUPS = ("--trainer", "--model", "--data", "--optimizer", "--lr_scheduler")
 
 
 def is_stage(words: Sequence[str]) -> bool:
-    """Returns True for a command line that runs a module of the user's.
+    """Returns True for a command line that runs a user's module.
 
-    `leyden test` alone, or with the flags of `leyden launch`, tests the configuration of the ranks.
+    `leyden test` on its own, or with the flags of `leyden launch`, tests the ranks instead.
 
     Example:
         >>> is_stage(["test", "--num_processes", "2"]), is_stage(["test", "--config=run.yaml"])
@@ -36,7 +36,7 @@ def is_stage(words: Sequence[str]) -> bool:
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs a stage. Modules are found in the current folder, too, as `python -m` finds them."""
+    """Runs a stage. Modules can be imported from the current folder, as with `python -m`."""
     from leyden.trainer.cli.configuration.leyden_cli import LeydenCLI
 
     if os.getcwd() not in sys.path:

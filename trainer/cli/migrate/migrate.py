@@ -1,4 +1,4 @@
-"""`leyden migrate` rewrites scripts of Lightning and Accelerate for Leyden, and says what it left."""
+"""`leyden migrate` rewrites scripts from Lightning and Accelerate to Leyden, and lists what it could not change."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from leyden.trainer.cli.migrate.names import lookup
 from leyden.trainer.cli.migrate.script import LINE, Edit, Leftover, Script, migrated
 
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
-"""The files that are read in a folder."""
+"""Suffixes of the files that are read in a folder."""
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
 CLASS_PATH = re.compile(r"^[ \t-]*class_path:[ \t]*['\"]?((?:lightning|pytorch_lightning)\.[\w.]+)", re.MULTILINE)
 MAGIC = re.compile(r"^[ \t]*(?:[%!?].*|[\w.]+\?{1,2}|\w[\w, ]*=[ \t]*[%!].*)$", re.MULTILINE)
-"""Lines of IPython's own."""
+"""Lines in IPython syntax."""
 PYTHON = ("%%capture", "%%prun", "%%time")
-"""What begins a cell of Python; any other `%%` begins one of another language."""
+"""Cell magics of Python cells. A cell with any other `%%` magic is in another language."""
 
 
 class UnreadableError(Exception):
-    """A file that is not what its name says; the message has line and reason."""
+    """Raised for a file whose content does not match its name. The message has the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Migrated:
     """A file before and after.
 
     Attributes:
-        path: of the file.
-        before: its text.
+        path: path of the file.
+        before: its original text.
         after: its text for Leyden.
-        left: what is left to the user.
-        encoding: of the file.
+        left: places that the user must change.
+        encoding: encoding of the file.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Migrated:
 
     @property
     def diff(self) -> str:
-        """The change as `patch` reads it."""
+        """The change as a unified diff."""
         before, after = (LINE.findall(text)[:-1] for text in (self.before, self.after))
         lines = [
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
@@ -66,7 +66,7 @@ class Migrated:
         return "".join(lines)
 
     def write(self) -> None:
-        """Replaces the file, at once and with its permissions."""
+        """Replaces the file atomically, keeping its permissions."""
         path = self.path.resolve()
         beside = path.with_name(f".{path.name}.migrated-{os.getpid()}")
         try:
@@ -85,9 +85,9 @@ class Migrated:
 def command(files: tuple[str, ...], mode: str) -> int:
     """Rewrite imports and names of Lightning and Accelerate in scripts, and list what is left and why.
 
-    FILE is a script, a notebook, a configuration of LightningCLI, or a folder with some. Comments and layout stay, and
-    so do strings and names that a script binds itself. What has no counterpart keeps its import, and is listed with its
-    line and what to use instead.
+    FILE is a script, a notebook, a LightningCLI configuration, or a folder with any of these. Comments, layout, strings
+    and names that a script defines itself stay as they are. A name without a counterpart keeps its import, and is
+    listed with its line and a replacement.
 
     The exit status is 2 if a file cannot be read. With --check it is 1 if anything would change or is left.
     """
@@ -119,7 +119,7 @@ def _summary(mode: str, read: int, changed: int, left: int, failed: int) -> str:
 
 
 def _files(names: tuple[str, ...]) -> Iterator[Path]:
-    """The files that are meant, each once; those in folders if they may be scripts."""
+    """Yields each file once: the given files, and those in given folders that may be scripts."""
     seen = set()
     for name in names:
         root = Path(name)
@@ -137,10 +137,10 @@ def _inside(root: Path) -> Iterator[Path]:
 
 
 def migrate_file(path: Path) -> Migrated:
-    """Rewrites the text of a file; the file stays as it is.
+    """Rewrites the text of a file without writing it back.
 
     Raises:
-        UnreadableError: if it is not Python, or not a notebook.
+        UnreadableError: if it is not valid Python, or not a notebook.
         OSError: if it cannot be read.
     """
     data = path.read_bytes()
@@ -169,7 +169,7 @@ def _script(text: str, exports: bool = False) -> Script:
 
 
 def _configuration(text: str) -> tuple[str, list[Leftover]]:
-    """Rewrites each `class_path` of a configuration of LightningCLI."""
+    """Rewrites each `class_path` of a LightningCLI configuration."""
     edits, left = [], []
     for match in CLASS_PATH.finditer(text):
         found = lookup(match[1])
@@ -181,7 +181,7 @@ def _configuration(text: str) -> tuple[str, list[Leftover]]:
 
 
 def _notebook(text: str) -> tuple[str, list[Leftover]]:
-    """Rewrites the cells of a notebook as one script; lines of IPython's own are passed over."""
+    """Rewrites the cells of a notebook as one script, ignoring lines in IPython syntax."""
     try:
         notebook = json.loads(text)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -215,7 +215,7 @@ def _in_cell(left: Leftover, ends: list[int]) -> Leftover:
 
 
 def _plain(source: str) -> str:
-    """A cell in as many characters, of which lines of IPython's own are `pass`, and all is blank if it is no Python."""
+    """Returns a cell as Python of equal length: IPython lines become `pass`, and a cell that is not Python is blank."""
     if source.startswith("%%") and not source.startswith(PYTHON):
         return re.sub(r"[^\n]", " ", source)
     if not _parses(source):

@@ -64,10 +64,10 @@ BELOW = (
     "spike stochastic_weight_avg strategy tensorboard throughput_monitor timer tqdm_progress trainer tuning wandb "
     "weight_averaging xla"
 )
-"""Their own modules, such as `callbacks.early_stopping`, which are ours too."""
+"""Submodules such as `callbacks.early_stopping`, which Leyden has too."""
 
 OF_FABRIC = ("measure_flops", "seed_everything")
-"""What `lightning.fabric` has that a Trainer's script uses too. Its other classes belong to a Fabric."""
+"""Names of `lightning.fabric` that scripts with a Trainer use too. Its other classes belong to Fabric."""
 
 _PLUGIN = "Trainer(precision='16-mixed'), 'bf16-mixed', '16-true', … chooses it"
 _TYPE = "it annotates a type, write"
@@ -109,14 +109,14 @@ INSTEAD = {
 }
 WHY = {name: f"no counterpart: {instead}" for instead, names in INSTEAD.items() for name in names.split()}
 OTHER = {"utilities": ("ModelSummary", "ReduceLROnPlateau")}
-"""Names of a module that are something else than the name in `TARGETS`."""
+"""Names in certain modules that differ from the same name in `TARGETS`."""
 WHOLE = {
     "data": "it is a package of its own, litdata",
     "demos": "models and data of demonstrations are not part of Leyden: write your own",
     "loops": "loops have no public parts: trainer.fit_loop holds the limits, and trainer.progress the counters",
     "metrics": "metrics are a package of their own: `from torchmetrics import …`",
 }
-"""Modules of which nothing has a counterpart."""
+"""Modules without any counterpart."""
 NO_COUNTERPART = "Leyden has no counterpart; docs/from-lightning.md lists what is different"
 
 MEMBERS = {
@@ -124,12 +124,12 @@ MEMBERS = {
     "from_argparse_args": "use leyden.LeydenCLI, or Trainer(**vars(args))",
     "parse_argparser": "use leyden.LeydenCLI",
 }
-"""Methods of Lightning's classes that ours do not have."""
+"""Methods of Lightning's classes that Leyden's lack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of a path of Lightning or Accelerate.
+    """The counterpart of an import path of Lightning or Accelerate.
 
     Attributes:
         target: the path of ours that takes its place; None if there is none.
@@ -145,13 +145,13 @@ class Found:
 
     @property
     def module(self) -> str:
-        """The module of ours that has to be imported for the target."""
+        """Leyden's module that has to be imported for the target."""
         target = self.target or ""
         return target if self.is_module else target.rpartition(".")[0]
 
 
 def lookup(path: str) -> Found:
-    """Finds what takes the place of a path.
+    """Finds the counterpart of a path.
 
     Args:
         path: such as `pytorch_lightning.callbacks.EarlyStopping`, with attributes behind it or without.

@@ -17,9 +17,9 @@ class Imported:
     """A name that a statement imports from Lightning or Accelerate.
 
     Attributes:
-        statement: the import.
-        alias: the part of it that binds the name.
-        path: what the name stands for, such as `lightning.pytorch.callbacks`.
+        statement: the import statement.
+        alias: the part of the statement that binds the name.
+        path: full path of the imported object, such as `lightning.pytorch.callbacks`.
     """
 
     statement: Import
@@ -29,13 +29,13 @@ class Imported:
 
 @dataclass(eq=False, slots=True)
 class Name:
-    """A name of a scope.
+    """A name in a scope.
 
     Attributes:
         imported: the imports from Lightning or Accelerate that bind it.
-        is_bound_otherwise: something else binds it too, other than None.
-        is_of_leyden: an import of Leyden binds it.
-        uses: where it is read.
+        is_bound_otherwise: True if something else binds it too, except for an assignment of None.
+        is_of_leyden: True if an import of Leyden binds it.
+        uses: the places that read it.
     """
 
     imported: list[Imported] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Name:
     uses: list[Use] = field(default_factory=list)
 
     def bind(self, by_leyden: bool = False) -> None:
-        """Notes what else binds it: an import of Leyden, or anything."""
+        """Records that something other than Lightning or Accelerate binds the name."""
         self.is_bound_otherwise = True
         self.is_of_leyden |= by_leyden
 
@@ -64,7 +64,7 @@ class Scope:
         return home.names.setdefault(name, Name())
 
     def find(self, name: str) -> Name | None:
-        """Returns what a name that is read here is; None if nothing in the file binds it."""
+        """Resolves a name that is read in this scope. None if nothing in the file binds it."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.names and (scope is self or scope.kind != "class"):
@@ -77,11 +77,11 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A name that is read, with the attributes behind it.
+    """A read of a name, with the attributes that follow it.
 
     Attributes:
         root: the name.
-        attributes: `name.a`, `name.a.b`, …
+        attributes: the nodes of `name.a`, `name.a.b`, …
     """
 
     root: ast.Name
@@ -93,16 +93,16 @@ class Use:
 
 
 class Scopes(ast.NodeVisitor):
-    """Reads a script.
+    """Collects the scopes of a script, with their names and uses.
 
     Args:
-        tree: of the script.
-        lines: of its source, for annotations that are written as strings.
+        tree: the parsed script.
+        lines: lines of its source, needed for annotations that are written as strings.
 
     Attributes:
         all: every scope.
-        free: names that are read and bound nowhere in the file, such as builtins.
-        stars: `from … import *` of Lightning or Accelerate.
+        free: names that are read but not bound in the file, such as builtins.
+        stars: the `from … import *` statements of Lightning or Accelerate.
     """
 
     def __init__(self, tree: ast.Module, lines: list[str]) -> None:
@@ -123,7 +123,7 @@ class Scopes(ast.NodeVisitor):
 
     @property
     def bound(self) -> set[str]:
-        """Every name that the file binds anywhere."""
+        """All names that the file binds."""
         return {name for scope in self.all for name in scope.names}
 
     @contextmanager
@@ -233,7 +233,7 @@ class Scopes(ast.NodeVisitor):
 
     @contextmanager
     def _arguments(self, arguments: ast.arguments) -> Iterator[None]:
-        """The scope of a function. Defaults and annotations are read outside of it."""
+        """Enters the scope of a function, after its defaults and annotations, which belong to the outer scope."""
         own = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
         for default in (*arguments.defaults, *arguments.kw_defaults):
             if default is not None:
@@ -281,7 +281,7 @@ class Scopes(ast.NodeVisitor):
         self._in_annotation = before
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """Reads an annotation that is written as a string, of one line and without escapes."""
+        """Reads an annotation written as a single-line string without escapes."""
         if not self._in_annotation or not isinstance(node.value, str) or node.lineno != node.end_lineno:
             return
         written = self._lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()

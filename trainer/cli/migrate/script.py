@@ -23,13 +23,13 @@ EVALUATIONS = ("test", "validate", "predict")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Leftover:
-    """Something that is left to the user.
+    """A place that the user must change.
 
     Attributes:
-        line: from 1.
-        name: what it is.
+        line: line number, from 1.
+        name: the name or call at that place.
         why: the reason, and what to write instead.
-        cell: of a notebook, from 1; 0 elsewhere.
+        cell: cell number in a notebook, from 1. 0 in other files.
     """
 
     line: int
@@ -43,7 +43,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edit:
-    """A piece of the source, by the places of its characters, and the text that takes its place."""
+    """A replacement of the characters from `start` to `end` of the source by a text."""
 
     start: int
     end: int
@@ -52,11 +52,11 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What becomes of one name of an import.
+    """The new form of one imported name.
 
     Attributes:
-        module: that it is imported from; None if the name is not imported any more.
-        text: such as `TrainModule as Module`.
+        module: module to import it from. None if the import is dropped.
+        text: the imported name, such as `TrainModule as Module`.
     """
 
     module: str | None
@@ -64,25 +64,25 @@ class Moved:
 
 
 def migrated(source: str, edits: list[Edit]) -> str:
-    """Returns a source with its edits."""
+    """Applies edits to a source."""
     for edit in sorted(edits, reverse=True):
         source = source[: edit.start] + edit.text + source[edit.end :]
     return source
 
 
 class Script:
-    """What `leyden migrate` does to one source.
+    """The migration of one script.
 
     Args:
-        source: of the script.
-        exports: its names are imported by other files, and keep their spelling.
+        source: the script's source.
+        exports: True if other files import its names, which then keep their spelling.
 
     Attributes:
         edits: the changes.
-        left: what has no counterpart, or behaves differently, by line.
+        left: places without a counterpart or with a different behavior, by line.
 
     Raises:
-        SyntaxError: if it is not Python.
+        SyntaxError: if the source is not valid Python.
 
     Example:
         >>> script = Script("import lightning as L\\n\\nclass Net(L.LightningModule): ...\\n")
@@ -137,7 +137,7 @@ class Script:
     def _leave(self, node: ast.AST, name: str, why: str) -> None:
         self._left.add(Leftover(getattr(node, "lineno", 1), name, why))
 
-    # What becomes of a name, and of its uses.
+    # Replacing names and their uses.
 
     def _name(self, scope: Scope, word: str, name: Name) -> None:
         first = name.imported[0]
@@ -154,7 +154,7 @@ class Script:
             self._object(scope, word, name, found)
 
     def _object(self, scope: Scope, word: str, name: Name, found: Found) -> None:
-        """A class or function: the import names ours, and so do its uses if no other name is in the way."""
+        """Replaces a class or function in its import, and in its uses if the new name does not clash."""
         assert found.target is not None
         ours = found.target.rpartition(".")[2]
         renamed = [imported for imported in name.imported if imported.alias.asname is None]
@@ -170,7 +170,7 @@ class Script:
             self._moved[imported.alias] = Moved(found.module, ours if local == ours else f"{ours} as {local}")
 
     def _module(self, word: str, name: Name, found: Found) -> None:
-        """A module: where each use has a counterpart, ours takes its place; else both are imported."""
+        """Replaces a module if all its uses have counterparts. Otherwise the script imports both."""
         if name.is_bound_otherwise and not name.is_of_leyden:
             for imported in name.imported:
                 self._leave(imported.alias, imported.path, f"the script binds {word!r} to something else too")
@@ -221,7 +221,7 @@ class Script:
         return local, found.target
 
     def _use(self, use: Use, found: Found, base: int, local: tuple[str, str] | None, imports: list[Imported]) -> None:
-        """Replaces a use of a module, and imports the module of ours that it needs."""
+        """Replaces a use of a module, and adds the import of Leyden's module that it needs."""
         assert found.target is not None
         consumed = found.used - base
         last: ast.expr = use.attributes[consumed - 1] if consumed > 0 else use.root
@@ -241,11 +241,11 @@ class Script:
         self._replace(use.root, text, last)
 
     def _imports(self, imports: list[Imported], module: str) -> bool:
-        """True if the imports, as they are rewritten, load a module."""
+        """Returns True if the rewritten imports load a module."""
         return any(self._moved.get(i.alias, Moved(None, "")).text.split(" as ")[0] == module for i in imports)
 
     def _is_free(self, word: str) -> bool:
-        """True if the name is a package's import, or nothing at all, in every scope."""
+        """Returns True if in every scope the name is either the package's import or unbound."""
         names = [scope.names[word] for scope in self._scopes.all if word in scope.names]
         return all(name.is_of_leyden and not name.imported for name in names)
 
@@ -283,7 +283,7 @@ class Script:
         if not kept and not modules:
             self._replace(statement, self._joined(statement, added))
             return
-        # The statement becomes the import of the module that most names move to, unless one of them stays.
+        # The statement becomes the import from the module that most names move to, unless one of them stays.
         main = None if kept else modules.most_common(1)[0][0]
         added += [_from(module, moved.values()) for module in modules if module != main]
         here = kept or [alias for alias, one in moved.items() if one.module == main]
@@ -296,11 +296,11 @@ class Script:
         self._before(statement, added)
 
     def _text_of(self, alias: ast.alias) -> str:
-        """What stands for the name in the import."""
+        """Returns the text of the name in the import."""
         return self._moved[alias].text if alias in self._moved else _written(alias)
 
     def _is_on_one_line(self, statement: ast.ImportFrom) -> bool:
-        """True for an import without brackets over several lines, which may be written anew."""
+        """Returns True for an import that may be rewritten as a whole: it has no parentheses over several lines."""
         text = self.source[self._at(statement) : self._end(statement)]
         return "\n" not in text or "(" not in text
 
@@ -316,7 +316,7 @@ class Script:
         self._remove(statement, [alias for alias in statement.names if alias not in stays])
 
     def _remove(self, statement: ast.ImportFrom, gone: list[ast.alias]) -> None:
-        """Takes names out of an import of several lines; a line that is empty then goes too."""
+        """Removes names from a multi-line import, along with lines that become empty."""
         for alias in gone:
             start, end = self._at(alias), self._end(alias)
             comma = re.compile(r"[ \t]*,[ \t]*").match(self.source, end)
@@ -330,7 +330,7 @@ class Script:
             self.edits.append(Edit(start, end, ""))
 
     def _joined(self, statement: Import, lines: list[str]) -> str:
-        """Several statements in the place of one."""
+        """Replaces one statement by several."""
         start = self._at(statement)
         indent = self.source[self._starts[statement.lineno - 1] : start]
         return (f"{self._newline}{indent}" if not indent.strip() else "; ").join(lines)
@@ -344,10 +344,10 @@ class Script:
     def _newline(self) -> str:
         return "\r\n" if "\r\n" in self._lines[0] else "\n"
 
-    # What is only reported.
+    # Reporting without replacing.
 
     def _members(self) -> None:
-        """Reports methods that ours do not have, hooks of Lightning 1, and calls that mean something else."""
+        """Reports methods that Leyden's classes lack, hooks of Lightning 1, and calls with another meaning."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and node.attr in MEMBERS:
                 self._leave(node, f".{node.attr}", MEMBERS[node.attr])
@@ -362,17 +362,17 @@ class Script:
                 self._leave(node, f"trainer.{node.func.attr}()", why)
 
     def _strings(self) -> None:
-        """Reports strings that are paths of Lightning or Accelerate."""
+        """Reports strings that hold import paths of Lightning or Accelerate."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and PATH.fullmatch(node.value):
                 found = lookup(node.value)
                 why = f"strings stay as they are; the path is {found.target} here" if found.target else found.why
                 self._leave(node, repr(node.value), why)
 
-    # Places.
+    # Positions in the source.
 
     def _offset(self, line: int, column: int) -> int:
-        """The place of a character, of a line and a column in UTF-8."""
+        """Converts a line and a UTF-8 column to a character position."""
         text = self._lines[line - 1]
         return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode()))
 
@@ -386,7 +386,7 @@ class Script:
     def _replace(
         self, node: ast.stmt | ast.expr | ast.alias, text: str, last: ast.stmt | ast.expr | ast.alias | None = None
     ) -> None:
-        """Puts a text in the place of a node, or of all from it to the end of another one."""
+        """Replaces a node, or everything from it to the end of another node, by a text."""
         start, end = self._at(node), self._end(last or node)
         if self.source[start:end] != text:
             self.edits.append(Edit(start, end, text))
@@ -397,12 +397,12 @@ def _written(alias: ast.alias) -> str:
 
 
 def _from(module: str, moved: Iterable[Moved]) -> str:
-    """The import of the names that come from a module now."""
+    """Formats the import of names from their new module."""
     return f"from {module} import {', '.join(one.text for one in moved if one.module == module)}"
 
 
 def _exported(tree: ast.Module) -> set[str]:
-    """The strings of a module's `__all__`."""
+    """Returns the strings in a module's `__all__`."""
     found: set[str] = set()
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -412,7 +412,7 @@ def _exported(tree: ast.Module) -> set[str]:
 
 
 def _takes_the_best(call: ast.Call) -> bool:
-    """True for `trainer.test()` without a model and a path."""
+    """Returns True for `trainer.test()` without a model and a path."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in EVALUATIONS or call.args:
         return False
     owner = call.func.value
