@@ -19,7 +19,7 @@ from leyden.callbacks.early_stopping import MODES
 from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice, check_flags, check_whole
-from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.data.sharding import NO_SAMPLES
 from leyden.trainer.format.text import listed
 from leyden.trainer.logging.values import start_reading
 
@@ -199,7 +199,7 @@ class SpikeDetection(Callback):
     ) -> None:
         self._settle(trainer, waits=False)
         loss = None if outputs is None else _loss_of(outputs)
-        if loss is None and batch is not NOTHING and trainer.strategy.outputs.are_here:
+        if loss is None and batch is not NO_SAMPLES and trainer.strategy.outputs.are_here:
             raise ConfigurationError(
                 "SpikeDetection looks at the loss that training_step returns, which was None: return it, or leave the "
                 "callback out."

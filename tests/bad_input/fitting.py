@@ -85,7 +85,7 @@ def a_validation_loader_of_length_zero(ground: Ground) -> None:
     ground.fit(None, loader(), DataLoader(samples(0)))
 
 
-@mistake(r"gave no batch: an epoch needs at least one")
+@mistake(r"yielded no batch: an epoch needs at least one")
 def a_loader_without_a_batch(ground: Ground) -> None:
     ground.fit(None, NoBatch())
 
@@ -105,12 +105,12 @@ def loaders_and_a_datamodule(ground: Ground) -> None:
     ground.trainer().fit(ground.module(), loader(), datamodule=Numbers())
 
 
-@mistake(r"val_check_interval=9 is more than the 4 batches of an epoch.*check_val_every_n_epoch=None")
+@mistake(r"val_check_interval=9 exceeds the 4 batches of an epoch.*check_val_every_n_epoch=None")
 def a_validation_interval_that_is_too_large(ground: Ground) -> None:
     ground.fit(None, loader(), loader(), val_check_interval=9)
 
 
-@mistake(r"val_check_interval=0\.5 is a fraction of an epoch, and the training loader has no length")
+@mistake(r"val_check_interval=0\.5 is a fraction of an epoch, but the training loader has no length")
 def a_validation_interval_of_an_unsized_loader(ground: Ground) -> None:
     ground.fit(None, DataLoader(Endless(), batch_size=2), loader(), val_check_interval=0.5)
 
@@ -230,7 +230,7 @@ optimizers(
 )
 optimizers(
     "LBFGS and another",
-    r"LBFGS evaluates the loss several times.*use manual optimisation",
+    r"LBFGS evaluates the loss several times.*use manual optimization",
     lambda self: [torch.optim.LBFGS(self.parameters()), sgd(self)],
 )
 
@@ -247,12 +247,12 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
-@mistake(r"gradient_clip_val cannot be used with manual optimisation: call self\.clip_gradients")
+@mistake(r"gradient_clip_val cannot be used with manual optimization: call self\.clip_gradients")
 def clipping_in_manual_optimisation(ground: Ground) -> None:
     ground.fit(ground.module(Manual), gradient_clip_val=1.0)
 
 
-@mistake(r"accumulate_grad_batches cannot be used with manual optimisation: step every n batches")
+@mistake(r"accumulate_grad_batches cannot be used with manual optimization: step every n batches")
 def accumulation_in_manual_optimisation(ground: Ground) -> None:
     ground.fit(ground.module(Manual), accumulate_grad_batches=2)
 

@@ -392,7 +392,7 @@ def fit(kind: type[GPT], compiles: bool) -> None:
 REFUSED = {
     "a step that draws its own batches": (
         (Draws, False),
-        "training_step(dataloader_iter) draws its own batches, so a pipeline cannot cut them into micro-batches",
+        "training_step(dataloader_iter) draws its own batches, so a pipeline cannot split them into micro-batches",
     ),
     "a module that is compiled as a whole": (
         (GPT, True),

@@ -252,7 +252,7 @@ def test_a_window_that_closes_early_is_divided_by_its_true_length(make: Make, tr
     module = Weighing(lambda net: SGD(net.parameters(), lr=0.1))
     module.net[2] = nn.Identity()
     plain = copy.deepcopy(module)
-    with pytest.warns(UserWarning, match="says that it has 9 batches and ended after 6"):
+    with pytest.warns(UserWarning, match="reports 9 batches but ended after 6"):
         trainer(make(), accumulate_grad_batches=4).fit(module, Short(data(6)))
     plain_loop(plain, data(6), 2, 4, {})
     for expected, found in zip(plain.parameters(), module.parameters(), strict=True):

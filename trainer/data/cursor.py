@@ -35,7 +35,7 @@ class LoaderCursor:
     Attributes:
         loader: the loader that is read: the given one, or a copy with seeded samples.
         length: batches per epoch; None if the loader has no length.
-        shares: True if it is sharded over ranks: each item is a pair of a batch (or `NOTHING`) and this rank's `Share`.
+        shares: True if it is sharded over ranks: each item pairs a batch (or `NO_SAMPLES`) with this rank's `Share`.
 
     Example:
         >>> cursor = LoaderCursor([1, 2, 3])

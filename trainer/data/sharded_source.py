@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.sharding import NOTHING, RankBatches, Share, alike, stateful_of
+from leyden.trainer.data.sharding import NO_SAMPLES, RankBatches, Share, alike, stateful_of
 from leyden.trainer.data.sources import State, TorchSource
 from leyden.trainer.data.workers import iterator_of
 
@@ -18,7 +18,7 @@ END = object()
 
 
 class Shared(Iterator[tuple[Any, Share]]):
-    """Iterates over the global batches of an epoch, with this rank's batch (or NOTHING) and its share of each."""
+    """Iterates over the global batches of an epoch, with this rank's batch (or NO_SAMPLES) and its share of each."""
 
     def __init__(self, iterator: Iterator[Any], shares: deque[Share]) -> None:
         self._iterator = iterator
@@ -29,7 +29,7 @@ class Shared(Iterator[tuple[Any, Share]]):
         if batch is END:
             if not self._shares:
                 raise StopIteration
-            batch = NOTHING
+            batch = NO_SAMPLES
         return batch, self._shares.popleft()
 
 

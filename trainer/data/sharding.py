@@ -26,14 +26,14 @@ IN_ORDER = (SequentialSampler, list, tuple, range)
 """Samplers that draw no random numbers."""
 
 
-class Nothing:
+class NoSamples:
     """Stands in for a batch if this rank has no sample of a global batch."""
 
     def __repr__(self) -> str:
-        return "NOTHING"
+        return "NO_SAMPLES"
 
 
-NOTHING = Nothing()
+NO_SAMPLES = NoSamples()
 
 
 @dataclass(frozen=True, slots=True)

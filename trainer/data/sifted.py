@@ -15,7 +15,7 @@ from leyden.trainer.data.limits import with_collate
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.samples import Sift, Sifted, named, names_samples
 from leyden.trainer.data.sharded_source import ShardedSource
-from leyden.trainer.data.sharding import NOTHING, DataRanks, RankBatches, Share, is_indexed, shard_indices
+from leyden.trainer.data.sharding import NO_SAMPLES, DataRanks, RankBatches, Share, is_indexed, shard_indices
 from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 HOPELESS = 10
@@ -140,13 +140,13 @@ class SiftedSource(Source):
         return self._filler
 
     def counted(self, item: Any) -> tuple[Any, Share]:
-        """What is left of this rank's batch (NOTHING if nothing is), and its share of what is left on all ranks."""
+        """What is left of this rank's batch (NO_SAMPLES if nothing is), and its share of what is left on all ranks."""
         batch, planned = item if self.inner.shares else (item, None)
         here, lost = 0, 0
         if isinstance(batch, Sifted):
             here, lost = batch.size, len(batch.bad)
             self._report(batch)
-            batch = batch.batch if here else NOTHING
+            batch = batch.batch if here else NO_SAMPLES
         total, absent, squares, lost = self._ranks.total([here, int(not here), here * here, lost])
         even = not absent and self._ranks.size * squares == total * total
         share = Share(here, total, absent > 0, even, rest=planned.rest if planned is not None else 0, lost=lost)

@@ -15,7 +15,7 @@ from leyden.trainer.data.generators import Generators, parts_of
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
 from leyden.trainer.data.sharding import (
-    NOTHING,
+    NO_SAMPLES,
     DataRanks,
     Share,
     drawn_apart,
@@ -167,13 +167,13 @@ class StreamSource(Source):
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
             known = [_size_of(batch) for batch in group]
             sizes = [1 if size is None else size for size in known]
-            held = [group[place]] if place < len(group) else [NOTHING]
+            held = [group[place]] if place < len(group) else [NO_SAMPLES]
             here = sizes[place] if place < len(sizes) else 0
             total, going, idle, unsized = sum(sizes), len(group), loader.span - len(group), known.count(None)
             even = len(set(sizes)) == 1
             if loader.asks:
                 total, going, idle, unsized, squares = ranks.total(
-                    [here, going, held[0] is NOTHING, unsized, here * here]
+                    [here, going, held[0] is NO_SAMPLES, unsized, here * here]
                 )
                 # The mean of squares equals the square of the mean only if all are equal.
                 even = ranks.size * squares == total * total

@@ -1,4 +1,4 @@
-"""How ranks stop together: when one of them wants to stop or validate, all of them do so at the same step."""
+"""Makes ranks stop and validate together: when one rank requests it, all ranks act on it at the same step."""
 
 from __future__ import annotations
 
@@ -11,64 +11,71 @@ if TYPE_CHECKING:
     from leyden.trainer.loops.clock import Clock
     from leyden.trainer.run.state import Run
 
-Answer = Callable[[], list[bool]]
+Exchange = Callable[[], list[bool]]
 
 
 class Agreement:
-    """What the ranks of a fit have agreed on.
+    """The requests that the ranks of a fit share: to stop, to end the epoch, or to validate.
 
-    At the end of a window each rank sends the others what it wants (to stop, to end the epoch), and reads what all of
-    them sent at the end of the window before, which has arrived by then. So nobody waits, and a request takes effect
-    one window later, on all ranks. At the end of an epoch, and after a validation, the ranks wait for each other, so
-    that both end as in one process.
+    At the end of each window a rank sends its requests to all ranks, and reads the requests sent at the end of the
+    previous window, which have arrived by then. So no rank waits, and a request takes effect one window later, on all
+    ranks. At the end of an epoch and after a validation the ranks wait for each other, so that a request takes effect
+    there as it does in a single process.
 
     Args:
-        run: of this rank, with its request to stop and its signals.
-        clock: the training time of this rank; that of the first rank counts.
+        run: this rank's run, with its signals and its `should_stop`.
+        clock: this rank's training time; only global rank 0's clock decides.
 
     Attributes:
-        stops: somebody set `should_stop`.
-        time_is_up: `max_time` is over, by the first rank's clock.
-        validation_is_due: by an interval in time, on the first rank's clock.
+        stops: True if any rank set `should_stop`.
+        time_is_up: True if `max_time` has passed on global rank 0's clock.
+        validation_is_due: True if a validation is due by time on global rank 0's clock.
     """
 
     def __init__(self, run: Run, clock: Clock) -> None:
         self._run, self._ranks, self._signals, self._clock = run, run.strategy.ranks, run.signals, clock
-        self._answer: Answer | None = None
-        self._wants_cut = False
+        self._pending: Exchange | None = None
+        self._requests_cut = False
         self.stops = self.time_is_up = self.validation_is_due = False
 
     def read(self, cut: bool) -> bool:
-        """Reads what the ranks sent one window ago.
+        """Reads the requests that the ranks sent one window ago.
 
         Args:
-            cut: this rank wants to end the epoch.
+            cut: True if this rank requests the end of the epoch.
 
         Returns:
-            Whether all ranks end it, with this window.
+            True if all ranks end the epoch with this window.
         """
-        self._wants_cut = self._wants_cut or cut
-        return self._take() if self._answer is not None else False
+        self._requests_cut = self._requests_cut or cut
+        return self._receive() if self._pending is not None else False
 
-    def send(self) -> None:
-        """Sends what this rank wants, to be read at the end of the next window."""
-        self._answer = self._ask()
-
-    def exchange(self, epoch_ends: bool = False) -> None:
-        """Asks and waits for the answer.
+    def send(self, wait: bool) -> None:
+        """Sends this rank's requests, which `read` receives at the end of the next window.
 
         Args:
-            epoch_ends: the epoch is over, and with it any request to end it.
+            wait: receive the requests of all ranks now (see `exchange`).
+        """
+        if wait:
+            self.exchange()
+        else:
+            self._pending = self._send()
+
+    def exchange(self, epoch_ends: bool = False) -> None:
+        """Sends this rank's requests and waits for those of all ranks.
+
+        Args:
+            epoch_ends: True if the epoch has ended; drops this rank's request to end it.
         """
         if epoch_ends:
-            self._wants_cut = False
-        if self._answer is not None:
-            # Older than what is asked now.
-            self._answer()
-        self._answer = self._ask()
-        self._take()
+            self._requests_cut = False
+        if self._pending is not None:
+            # Completes the pending collective; its result is stale.
+            self._pending()
+        self._pending = self._send()
+        self._receive()
 
-    def _ask(self) -> Answer:
+    def _send(self) -> Exchange:
         clock, decides_on_time = self._clock, self._ranks.is_global_zero
         return self._ranks.exchange_flags(
             (
@@ -76,61 +83,62 @@ class Agreement:
                 self._run.should_stop,
                 decides_on_time and clock.time_is_up(),
                 decides_on_time and clock.validation_is_due(),
-                self._wants_cut,
+                self._requests_cut,
             )
         )
 
-    def _take(self) -> bool:
-        assert self._answer is not None
-        *came, self.stops, self.time_is_up, self.validation_is_due, cut = self._answer()
-        self._answer = None
-        self._signals.agree(came)
+    def _receive(self) -> bool:
+        assert self._pending is not None
+        *received, self.stops, self.time_is_up, self.validation_is_due, cut = self._pending()
+        self._pending = None
+        self._signals.agree(received)
         return cut
 
 
-class Pass:
-    """An evaluation, which a signal interrupts: on several ranks on all of them, whichever has received it.
+class InterruptiblePass:
+    """Interrupts a pass over data on all ranks when any rank receives a signal.
 
-    They may have different numbers of batches: one that has no more keeps answering until nobody has any.
+    Ranks may have different numbers of batches. A rank without batches left keeps joining the exchange until all ranks
+    have finished.
 
     Args:
-        ranks: all of them.
-        signals: those that came to this rank.
+        ranks: the ranks of the run.
+        signals: the signals received by this rank.
     """
 
     def __init__(self, ranks: Ranks, signals: Signals) -> None:
         self._ranks, self._signals = ranks, signals
         self._is_alone = ranks.world_size == 1
-        self._answer: Answer | None = None
+        self._pending: Exchange | None = None
 
-    def breaks_off(self) -> bool:
-        """Called before each batch: True if the pass is interrupted here. What is sent is read before the next one."""
-        if self._answer is not None:
-            self._take()
+    def interrupted_before_batch(self) -> bool:
+        """Returns True if a signal interrupts the pass before this batch. Other ranks learn of it one batch later."""
+        if self._pending is not None:
+            self._receive()
         if self._signals.received is not None:
             return True
         if not self._is_alone:
-            self._answer = self._ask(goes_on=True)
+            self._pending = self._send(has_batches=True)
         return False
 
-    def ends(self) -> bool:
-        """Called after this rank's last batch: waits for the others; True if one of them was interrupted."""
+    def interrupted_at_end(self) -> bool:
+        """Waits, after this rank's last batch, for the other ranks; returns True if a signal interrupted any rank."""
         if self._is_alone:
             return False
-        goes_on = True
-        if self._answer is not None:
-            self._take()
-        while goes_on and self._signals.received is None:
-            self._answer = self._ask(goes_on=False)
-            goes_on = self._take()
+        any_has_batches = True
+        if self._pending is not None:
+            self._receive()
+        while any_has_batches and self._signals.received is None:
+            self._pending = self._send(has_batches=False)
+            any_has_batches = self._receive()
         return self._signals.received is not None
 
-    def _ask(self, goes_on: bool) -> Answer:
-        return self._ranks.exchange_flags((*self._signals.pending_here(), goes_on))
+    def _send(self, has_batches: bool) -> Exchange:
+        return self._ranks.exchange_flags((*self._signals.pending_here(), has_batches))
 
-    def _take(self) -> bool:
-        assert self._answer is not None
-        *came, goes_on = self._answer()
-        self._answer = None
-        self._signals.agree(came)
-        return goes_on
+    def _receive(self) -> bool:
+        assert self._pending is not None
+        *received, any_has_batches = self._pending()
+        self._pending = None
+        self._signals.agree(received)
+        return any_has_batches

@@ -1,4 +1,4 @@
-"""The step of `accumulate_grad_batches="auto"`: a batch that does not fit into memory is run again in smaller parts."""
+"""The step of `accumulate_grad_batches="auto"`: a batch that does not fit into memory is retried in micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from leyden.strategies.window import Window
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import is_indexed
 from leyden.trainer.engine.engine import needs_closure
-from leyden.trainer.loops.batches import draws_itself
+from leyden.trainer.loops.batches import takes_iterator
 from leyden.trainer.loops.largest_batch import largest_batch
 from leyden.trainer.loops.peak_memory import PeakMemory
 from leyden.trainer.loops.step import AutomaticStep, clear_gradients, detached
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from leyden.trainer.loops.schedulers import Schedulers
     from leyden.trainer.run.state import Run
 
-SMALL = 2**20
-"""Bytes of a buffer that is kept before each batch, whether it has changed before or not."""
+SMALL_BUFFER = 2**20
+"""Size in bytes up to which a buffer is always copied before a batch; larger ones only if they are known to change."""
 
 
 class OutOfMemory(LeydenError, torch.OutOfMemoryError):
-    """Not even one sample fits into memory, or a batch cannot be cut.
+    """Not even one sample fits into memory, or a batch cannot be split.
 
     Args:
-        message: what was tried, the peak of memory in each phase, and what to do.
-        of_another_rank: the error is one of another rank, which reports it.
+        message: the attempted sizes, the peak memory of each phase, and advice.
+        of_another_rank: True if another rank failed; that rank reports the error.
     """
 
     def __init__(self, message: str, of_another_rank: bool = False) -> None:
@@ -52,17 +52,17 @@ class OutOfMemory(LeydenError, torch.OutOfMemoryError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says about a pass that did not fit.
+    """A rank's report of a pass that ran out of memory.
 
     Attributes:
-        rank: which one.
-        device: of that rank.
+        rank: the global rank.
+        device: the rank's device.
         phase: "forward" or "backward".
-        rows: samples of its batch; None if it cannot be cut, for the `reason`.
-        part: samples of its largest micro-batch.
-        peaks: of memory, in words.
-        error: what was raised, in one line.
-        reason: why the batch cannot be cut any further; "" if it can.
+        rows: number of samples in the rank's batch; None if it cannot be split (see `reason`).
+        part: number of samples in its largest micro-batch.
+        peaks: peak memory of each phase, as text.
+        error: type and first line of the error.
+        reason: why the batch cannot be split any further; "" if it can.
     """
 
     rank: int
@@ -74,61 +74,61 @@ class Failure:
     error: str
     reason: str
 
-    def words(self) -> str:
-        """Where memory ran out, and with how much."""
+    def describe(self) -> str:
+        """Returns where memory ran out, and the peak memory of each phase."""
         size = "" if self.rows is None else f" with {self.part} of the batch's {self.rows} samples"
-        return f"out of memory on rank {self.rank} ({self.device}) in {self.phase}{size}; peak of memory: {self.peaks}"
+        return f"out of memory on rank {self.rank} ({self.device}) in {self.phase}{size}; peak memory: {self.peaks}"
 
 
 def check_auto(run: Run) -> None:
-    """Refuses what cannot be run in micro-batches, before training.
+    """Rejects, before training, settings that do not work with micro-batches.
 
     Raises:
-        ConfigurationError: names the fix.
+        ConfigurationError: if the module, its optimizers or the strategy cannot run a batch in parts.
     """
     module, strategy = run.module, run.strategy
     refusal = strategy.refusals.get("micro_batches")
     if refusal is not None:
         refusal = f"strategy={strategy.name!r}: {refusal}, and accumulate_grad_batches a number"
     elif not module.automatic_optimization:
-        refusal = "manual optimisation, which steps by itself: cut the batch in training_step"
-    elif draws_itself(module.training_step):
+        refusal = "manual optimization: split the batch in training_step"
+    elif takes_iterator(module.training_step):
         refusal = "training_step(dataloader_iter), which draws its own batches: take the batch as an argument"
     elif any(map(needs_closure, run.engine.optimizers)):
         refusal = "an optimizer that evaluates the loss several times (LBFGS): give a number, 1, and smaller batches"
     elif strategy.ranks.world_size > 1:
         refusal = waiting_part(module)
     if refusal is not None:
-        raise ConfigurationError(f"accumulate_grad_batches='auto' cannot go with {refusal}.")
+        raise ConfigurationError(f"accumulate_grad_batches='auto' does not work with {refusal}.")
 
 
 def waiting_part(module: nn.Module) -> str | None:
-    """The part of a module in which ranks wait for each other within a pass, and what to do; None without one."""
+    """Returns a refusal that names a submodule in which ranks wait for each other within a pass; None without one."""
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             return (
                 f"the SyncBatchNorm {name} on several ranks, which waits in each pass for ranks that may have run out "
-                "of memory: use group or layer norm, or leave sync_batchnorm out"
+                "of memory: use group or layer norm, or omit sync_batchnorm"
             )
     return None
 
 
 class AutoStep(AutomaticStep):
-    """One batch is one window: run in one pass, or in micro-batches whose gradients are accumulated.
+    """Treats each batch as one window, run in one pass or in micro-batches with accumulated gradients.
 
-    If memory runs out in a pass, nothing has been stepped yet. So its gradients are dropped, random numbers, buffers
-    and metrics are set back, and the batch is run again in twice as many micro-batches. The result is bit for bit that
-    of a run with this number from this batch on.
+    If a pass runs out of memory, no optimizer has stepped yet. The step drops the gradients, restores random states,
+    buffers and metrics, and runs the batch again in twice as many micro-batches. The result is bit for bit that of a
+    run that uses this number of micro-batches from this batch on.
 
-    On several ranks all must do so together, and a rank in a collective cannot be reached. Under DDP no pass waits for
-    another rank: the ranks agree when all have their gradients, and exchange them then. Under FSDP passes do wait, so
-    that a rank whose pass has failed ends it with one sample, for the others (`strategies/fsdp/collectives.py`).
+    With several ranks, all must retry together, but a rank inside a collective cannot be interrupted. Under DDP no pass
+    waits for another rank: gradients are exchanged once all ranks have agreed that their passes succeeded. Under FSDP
+    passes do wait, so a rank whose pass failed completes it with one sample (`strategies/fsdp/collectives.py`).
 
     Args:
-        run: of the fit.
-        training_step: the user's, as `Run.step_function` returns it.
-        schedulers: those of the run.
-        sizes: into how many micro-batches batches are cut.
+        run: the run of the fit.
+        training_step: the user's `training_step`, as `Run.step_function` returns it.
+        schedulers: the run's schedulers.
+        sizes: the number of micro-batches per batch.
     """
 
     def __init__(
@@ -137,27 +137,27 @@ class AutoStep(AutomaticStep):
         super().__init__(run, training_step, schedulers, accumulates=False)
         self.fit = run
         self.sizes = sizes
-        self.several = run.strategy.ranks.world_size > 1
-        self.late = self.several and run.strategy.exchanges_late
-        """Gradients are exchanged when all ranks have theirs, and not in the passes."""
-        self.micro = Window(is_open=True, alone=self.several)
-        """The window of the micro-batches, as the strategy sees it."""
+        self.has_ranks = run.strategy.ranks.world_size > 1
+        self.defers_exchange = self.has_ranks and run.strategy.exchanges_late
+        """True if gradients are exchanged after the passes of all ranks, and not during them."""
+        self.micro = Window(is_open=True, alone=self.has_ranks)
+        """The micro-batches' own window, which the strategy receives instead of the batch's window."""
         self.memory = PeakMemory(run.strategy.root_device)
-        self.keeper = Keeper(run.module)
+        self.snapshots = Snapshots(run.module)
         self.largest: Any = None
-        """A batch to be tried before the first one; None without one."""
-        self.measures = True
-        """The next passes note how much memory each phase takes: the first ones, and those after a failure."""
+        """A large batch to try before the first batch; None for no trial."""
+        self.measures_memory = True
+        """True for the passes whose peak memory is measured: the first ones, and those after a failure."""
 
     def begin(self) -> None:
         if not self.sizes.try_largest:
             return
-        found = largest_batch(self.fit.loaders.train_loader)
-        # All ranks try one, or none does: a data set may draw its sizes.
-        self.largest = None if self.strategy.ranks.any(found is None) else found
+        largest = largest_batch(self.fit.loaders.train_loader)
+        # Either all ranks run a trial or none does. The ranks' results may differ if the data set draws its sizes.
+        self.largest = None if self.strategy.ranks.any(largest is None) else largest
 
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        # The other ranks know that this one has no sample, and leave the trial out.
+        # The other ranks know that this rank has no sample, and skip the trial.
         self.largest = None
         super().shadow(filler, batch_idx)
 
@@ -177,16 +177,16 @@ class AutoStep(AutomaticStep):
         return outputs
 
     def _try_largest(self, batch_idx: int) -> None:
-        """Tries the largest batch that was looked at, before the first one: nothing of it stays but how it was cut."""
+        """Runs a trial of the largest candidate before the first batch. Only the number of micro-batches is kept."""
         largest, self.largest = self.largest, None
         if self.engine.share is not None and self.engine.share.idle:
-            # A rank without a sample is not here.
+            # Ranks without a sample do not take part in the trial.
             return
         if self.fit.train_transfer is not None:
             with isolated_rng():
                 largest = self.fit.train_transfer(largest, 0)
-        before = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        for parameter, _ in before:
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in gradients:
             parameter.grad = None
         extra = (batch_idx,) if self.takes_index else ()
         trial = Attempt(self, largest, batch_idx, counts=False)
@@ -196,113 +196,114 @@ class AutoStep(AutomaticStep):
                     for part in trial.parts():
                         with self.hooks.inside("training_step"):
                             trial.add(self.forward_backward(self.training_step, part.batch, extra, self.micro, trial))
-        for parameter, grad in before:
+        for parameter, grad in gradients:
             parameter.grad = grad
 
     def close(self, batch_idx: int) -> None:
-        self.memory.begin("step", self.measures)
+        self.memory.begin("step", self.measures_memory)
         try:
             super().close(batch_idx)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
-                f"out of memory in the optimizer's step of batch {batch_idx} (epoch {self.progress.epoch}), which "
-                f"smaller micro-batches would not help; peak of memory: {self.memory.failed()}. Try an optimizer with "
-                f"less state, strategy='fsdp', or precision='bf16-true'. The error was: {error}"
+                f"out of memory in the optimizer's step of batch {batch_idx} (epoch {self.progress.epoch}), where "
+                f"smaller micro-batches do not help; peak memory: {self.memory.failed()}. Use an optimizer with less "
+                f"state, strategy='fsdp', or precision='bf16-true'. The error was: {error}"
             ) from error
         self.memory.begin("", False)
-        self.measures = False
+        self.measures_memory = False
 
     def _run_shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Does what the other ranks wait for, on a rank without a sample: it agrees with them, and exchanges."""
+        """Takes part in the other ranks' agreements and exchanges on a rank without a sample."""
         extra = (batch_idx,) if self.takes_index else ()
-        one = None if self.late else filler()
+        batch = None if self.defers_exchange else filler()
         attempt = Attempt(self, None, batch_idx)
         while not attempt.is_done:
             with attempt:
                 self.open_micro(self.sizes.micro_batches)
-                for place in range(0 if self.late else self.micro.length):
+                for place in range(0 if self.defers_exchange else self.micro.length):
                     self.begin_micro(place, 1.0)
-                    self.fill(cut(one, rows_of(one) + 1)[-1].batch, extra)
+                    self.fill(cut(batch, rows_of(batch) + 1)[-1].batch, extra)
 
-    # what an attempt asks ---------------------------------------------------------------------------------------------
+    # called by an attempt ---------------------------------------------------------------------------------------------
     def begin_window(self, batch_idx: int, clears: bool) -> None:
-        """Clears gradients before the first try of a batch, unless that is done."""
+        """Starts the first attempt at a batch; clears the gradients if `clears`."""
         if clears and self.only_clears:
             clear_gradients(self.optimizers)
         elif clears:
             self._zero_grad(batch_idx)
-        if self.late:
-            # As DDP does in the first forward pass after an exchange; here no pass exchanges anything.
+        if self.defers_exchange:
+            # DDP does this in the first forward pass after an exchange, but these passes run without exchanges.
             self.strategy.synchronize_buffers()
 
     def open_micro(self, length: int) -> None:
-        """Begins the window of a batch's micro-batches."""
+        """Opens the window of a batch's micro-batches."""
         self.micro.open(length)
         share = self.engine.share
-        if self.several and not self.late:
-            known = share is not None and share.sized
-            self.micro.divide_by(share.total / self.strategy.data_size if known and share is not None else 1.0)
+        if self.has_ranks and not self.defers_exchange:
+            is_sized = share is not None and share.sized
+            self.micro.divide_by(share.total / self.strategy.data_size if is_sized and share is not None else 1.0)
 
     def begin_micro(self, place: int, weight: float) -> None:
-        """Begins the micro-batch at a place, whose mean loss has this weight."""
-        self.micro.place(place, place == self.micro.length - 1 and not self.late, weight)
-        self.memory.begin("forward", self.measures)
+        """Begins the micro-batch at position `place`; `weight` multiplies its mean loss."""
+        self.micro.place(place, place == self.micro.length - 1 and not self.defers_exchange, weight)
+        self.memory.begin("forward", self.measures_memory)
         self.strategy.begin_pass()
 
     def fill(self, batch: Any, extra: tuple[Any, ...]) -> None:
-        """Takes part in what the other ranks exchange for a micro-batch, of which this one has no sample."""
+        """Takes part in the exchanges of a micro-batch in which this rank has no sample."""
         with self.fit.logs.discarding(), without_trace(self.module):
             self.strategy.shadow_batch(self.training_step, batch, extra, self.micro)
 
     def agree(self, own: Failure | None, has_items: bool) -> tuple[list[Failure], bool]:
-        """What the ranks have found: whose passes failed, and whether any loss has `num_items`."""
-        if not self.several:
+        """Returns the failures of all ranks, and whether any rank's loss has `num_items`."""
+        if not self.has_ranks:
             return ([] if own is None else [own]), has_items
         ranks = self.strategy.ranks
         failed, any_items = ranks.exchange_flags((own is not None, has_items))()
-        return ([found for found in ranks.all_gather_object(own) if found is not None] if failed else []), any_items
+        failures = [failure for failure in ranks.all_gather_object(own) if failure is not None] if failed else []
+        return failures, any_items
 
     def exchange(self, has_items: bool, any_items: bool) -> None:
-        """Brings the gradients of all ranks together, once all have theirs."""
+        """Reduces the gradients over ranks after the passes of all ranks have succeeded."""
         if any_items:
             if not has_items:
                 self.micro.begin_items(0, 1.0 if self.micro.divisor is None else self.micro.divisor)
-            # By items of all ranks, in place of what this one's backward has divided by.
+            # Replaces the divisor of this rank's backward with the items of all ranks.
             self.engine.close_window(self.micro)
-        if self.late:
+        if self.defers_exchange:
             self.strategy.sync_gradients()
 
-    def cut_batch(self, batch: Any) -> list[MicroBatch]:
-        """The micro-batches of a batch: as many as there are now, or one for each sample.
+    def split_batch(self, batch: Any) -> list[MicroBatch]:
+        """Splits a batch into the current number of micro-batches, or into single samples if it has fewer.
 
-        Where passes wait for other ranks, all have as many, some of which may have no sample that counts.
+        If passes wait for other ranks, all ranks get the same number, and some parts may have no sample that counts.
         """
         count = self.sizes.micro_batches
         if count == 1:
             return [MicroBatch(batch, 1, 1.0)]
         self._check_rows(batch)
         parts = cut(batch, count)
-        return parts if self.several and not self.late else [part for part in parts if part.rows]
+        return parts if self.has_ranks and not self.defers_exchange else [part for part in parts if part.rows]
 
     def _check_rows(self, batch: Any) -> None:
-        """Raises ConfigurationError if the first dimension is not that of the samples, where their number is known."""
-        rows, share, loader, known = rows_of(batch), self.engine.share, self.fit.loaders.train_loader, None
+        """Raises ConfigurationError if the first dimension is not the known number of samples."""
+        rows, share, loader, expected = rows_of(batch), self.engine.share, self.fit.loaders.train_loader, None
         if share is not None:
-            known = share.here if share.sized else None
+            expected = share.here if share.sized else None
         elif is_indexed(loader) and self.fit.loaders.cursor is not None:
             # The last batch may be smaller.
-            known = None if self.progress.batch + 1 == self.fit.loaders.cursor.length else loader.batch_size
-        if known and rows != known:
+            expected = None if self.progress.batch + 1 == self.fit.loaders.cursor.length else loader.batch_size
+        if expected and rows != expected:
             raise ConfigurationError(
-                f"a batch of {known} samples cannot be cut into micro-batches, since its first tensor has {rows} rows: "
-                "let the loader's collate_fn return tensors (samples, …), or lists with an entry for each sample, "
-                "and have training_step transpose what is to be (time, samples, …)."
+                f"a batch of {expected} samples cannot be split into micro-batches: its first tensor has {rows} rows. "
+                "Return tensors of shape (samples, …), or lists with an entry per sample, from the loader's "
+                "collate_fn, and transpose them to (time, samples, …) in training_step if needed."
             )
 
     def describe(self, error: Exception, batch: Any) -> Failure:
-        """What this rank says of a pass that did not fit."""
+        """Returns this rank's report of a pass that ran out of memory."""
         ranks, rows, part, reason = self.strategy.ranks, None, None, ""
         count = self.sizes.micro_batches
         try:
@@ -310,7 +311,7 @@ class AutoStep(AutomaticStep):
             part = -(-rows // count)
             self._check_rows(batch)
             if part == 1:
-                reason = "a micro-batch of one sample cannot be cut"
+                reason = "a micro-batch of one sample cannot be split"
             else:
                 cut(batch, 2 * count)
         except ConfigurationError as refusal:
@@ -320,52 +321,52 @@ class AutoStep(AutomaticStep):
         line = f"{type(error).__name__}: {text[0] if text else ''}"
         return Failure(ranks.global_rank, device, self.memory.phase, rows, part, self.memory.failed(), line, reason)
 
-    def give_up_size(self, failures: list[Failure], trial: str = "") -> None:
-        """Goes on with twice as many micro-batches, and says so.
+    def shrink_micro_batches(self, failures: list[Failure], trial: str = "") -> None:
+        """Doubles the number of micro-batches, and reports it.
 
         Args:
-            failures: of all ranks on which it failed.
-            trial: where, if it is none of the run's own batches.
+            failures: the reports of all ranks that failed.
+            trial: text that marks a trial batch; "" for a batch of the run.
 
         Raises:
-            OutOfMemory: if a batch cannot be cut any further.
+            OutOfMemory: if a batch cannot be split any further.
         """
         final = next((failure for failure in failures if failure.reason), None)
         place = f"{trial}at step {self.progress.global_step} (epoch {self.progress.epoch}, batch {self.progress.batch})"
         if final is not None:
             raise OutOfMemory(
-                f"{final.words()}, {place}, and accumulate_grad_batches='auto' ends here: {final.reason}. Try "
-                "precision='bf16-mixed', activation checkpointing (torch.utils.checkpoint), strategy='fsdp', or "
+                f"{final.describe()}, {place}. accumulate_grad_batches='auto' cannot split it further: {final.reason}. "
+                "Use precision='bf16-mixed', activation checkpointing (torch.utils.checkpoint), strategy='fsdp', or "
                 f"shorter samples. The error was: {final.error}",
                 of_another_rank=all(failure.rank != self.strategy.ranks.global_rank for failure in failures),
             )
         self.memory.begin("", False)
-        self.measures, before = True, self.sizes.micro_batches
+        self.measures_memory, before = True, self.sizes.micro_batches
         count = self.sizes.cut_finer()
         self.fit.print(
-            f"leyden: {failures[0].words()}, {place}. From this batch on each batch is run in {count} micro-batches in "
-            f"place of {before}; the global batch, its gradient and the number of steps stay. The error was: "
-            f"{failures[0].error}"
+            f"leyden: {failures[0].describe()}, {place}. From this batch on, each batch runs in {count} micro-batches "
+            f"instead of {before}. The global batch, its gradient and the number of steps are unchanged. The error "
+            f"was: {failures[0].error}"
         )
         if before == 1 and any(isinstance(part, _BatchNorm) and part.training for part in self.module.modules()):
             warnings.warn(
-                "batch norm takes its statistics over each micro-batch, which is smaller than the batch: use group or "
-                "layer norm, if that matters.",
+                "batch norm now computes its statistics per micro-batch, not per batch. Use group or layer norm if "
+                "this changes results too much.",
                 stacklevel=2,
             )
 
 
 class Attempt:
-    """The passes of a batch: all of its micro-batches, again and again in more of them, until they fit.
+    """The attempts at one batch: runs its micro-batches, in ever smaller parts, until they fit into memory.
 
-    It is a context: around the passes of one try, at whose end all ranks agree whether it counts. It is also what the
-    strategy is handed for hooks around backward, so that the phase is known.
+    As a context manager it encloses the passes of one attempt; on exit all ranks agree whether it succeeded. It also
+    serves as the strategy's backward hooks, which tell it when the backward phase begins.
 
     Args:
-        step: whose batch it is.
-        batch: this rank's; None if it has no sample.
-        batch_idx: its number.
-        counts: False for a trial, of which nothing stays.
+        step: the step that runs the batch.
+        batch: this rank's batch; None if it has no sample.
+        batch_idx: the batch's index.
+        counts: False for a trial, which leaves no effects.
     """
 
     def __init__(self, step: AutoStep, batch: Any, batch_idx: int, counts: bool = True) -> None:
@@ -382,28 +383,28 @@ class Attempt:
         self.backward = hooks.backward
 
     def _begin_backward(self, loss: Tensor) -> None:
-        self._step.memory.begin("backward", self._step.measures)
+        self._step.memory.begin("backward", self._step.measures_memory)
 
     @property
     def _extra(self) -> tuple[Any, ...]:
         return (self._batch_idx,) if self._step.takes_index else ()
 
-    # one try ----------------------------------------------------------------------------------------------------------
+    # one attempt ------------------------------------------------------------------------------------------------------
     def __enter__(self) -> Attempt:
         step = self._step
         if self._undo is None and self._counts:
             step.begin_window(self._batch_idx, clears=self._batch is not None)
         self._parts, self._outputs = [], []
-        self._undo = step.keeper.keep()
+        self._undo = step.snapshots.take()
         self._stack.enter_context(step.fit.logs.by_micro_batch())
-        if step.late:
+        if step.defers_exchange:
             self._stack.enter_context(step.strategy.gradient_sync(False))
         return self
 
     def parts(self) -> Iterator[MicroBatch]:
-        """The micro-batches, each as the strategy and the logs see it."""
+        """Yields the micro-batches that have samples, after preparing window and logs for each."""
         step, weight = self._step, self._step.window.weight if self._counts else 1.0
-        self._parts = parts = step.cut_batch(self._batch)
+        self._parts = parts = step.split_batch(self._batch)
         rows, length = sum(part.rows for part in parts), len(parts)
         step.open_micro(length)
         for place, part in enumerate(parts):
@@ -415,21 +416,21 @@ class Attempt:
                 step.fill(part.batch, self._extra)
 
     def add(self, outputs: Any) -> None:
-        """Takes what the step has returned for a micro-batch."""
-        # Without their graph, of which backward keeps the inputs.
+        """Keeps the step's output for a micro-batch."""
+        # Detached, because the graph keeps the inputs alive.
         self._outputs.append(outputs if len(self._parts) == 1 else detached(outputs))
 
     def outputs(self) -> Any:
-        """What the step would have returned for the whole batch."""
+        """Returns the output that the step would have returned for the whole batch."""
         if len(self._parts) == 1:
             return self._outputs[0]
         parts = [part for part in self._parts if part.rows]
-        found = [read_output(output) for output in self._outputs]
-        weighed = [
+        losses = [read_output(output) for output in self._outputs]
+        weighted = [
             loss if num_items is not None else loss * part.share
-            for (loss, num_items), part in zip(found, parts, strict=True)
+            for (loss, num_items), part in zip(losses, parts, strict=True)
         ]
-        return together(self._outputs, parts, torch.stack(weighed).sum())
+        return together(self._outputs, parts, torch.stack(weighted).sum())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -440,16 +441,16 @@ class Attempt:
         try:
             return self._end(kind, error, trace)
         except BaseException:
-            # The strategy serves another fit.
+            # Restore the strategy's state, because another fit may use it.
             self._stack.close()
             raise
 
     def _end(self, kind: type[BaseException] | None, error: Exception | None, trace: TracebackType | None) -> bool:
-        """Ends a try; True if it failed on any rank, so that another one follows."""
+        """Ends an attempt; returns True, which suppresses the error, if any rank failed and all must retry."""
         step = self._step
         own = None if error is None else step.describe(error, self._batch)
         if error is not None:
-            # Whatever this rank has logged in passes that went well is logged again.
+            # Drops the values logged in earlier passes of this attempt; the retry logs them again.
             self._stack.__exit__(kind, error, trace)
             free(error)
             assert own is not None
@@ -458,20 +459,19 @@ class Attempt:
         failures, any_items = step.agree(own, has_items)
         if failures:
             if error is None:
-                again = LeydenError("another rank is out of memory")
-                self._stack.__exit__(type(again), again, None)
-            self._take_back()
-            step.give_up_size(failures, "" if self._counts else "in a trial of a large batch ")
+                retry = LeydenError("another rank is out of memory")
+                self._stack.__exit__(type(retry), retry, None)
+            self._roll_back()
+            step.shrink_micro_batches(failures, "" if self._counts else "in a trial of a large batch ")
             return True
         if not self._counts:
             self._stack.__exit__(None, None, None)
-            self._take_back()
+            self._roll_back()
             self.is_done = True
             return False
         if any_items and not has_items and self._batch is not None:
             raise ConfigurationError(
-                "training_step returned num_items on some ranks of a global batch and not on others: return it always "
-                "or never."
+                "training_step returned num_items on some ranks but not on others. Return it on every rank or on none."
             )
         step.exchange(has_items, any_items)
         self._stack.__exit__(None, None, None)
@@ -479,30 +479,30 @@ class Attempt:
         return False
 
     def _abandon(self, own: Failure) -> None:
-        """Abandons the passes of this try, after those that the other ranks wait for."""
+        """Abandons this attempt after running the passes that the other ranks wait for."""
         step = self._step
-        if own.reason and not step.late:
-            # The others are in the middle of their passes, and are ended.
-            step.give_up_size([own])
+        if own.reason and not step.defers_exchange:
+            # Final: the other ranks are inside their passes, and this rank's error ends them.
+            step.shrink_micro_batches([own])
         try:
             step.strategy.abandon_pass(self._end_passes)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            step.give_up_size([replace(own, part=1, reason="one sample, tried after that, does not fit either")])
+            step.shrink_micro_batches([replace(own, part=1, reason="a single sample does not fit either")])
 
     def _end_passes(self) -> None:
-        """Runs the micro-batch that has failed, and those after it, with one sample: the other ranks run theirs."""
+        """Runs the failed micro-batch and the remaining ones with one sample, because the other ranks run theirs."""
         step, window = self._step, self._step.micro
-        [*_, one] = cut(self._batch, rows_of(self._batch) + 1)
-        hooks = Quiet(self.backward)
+        [*_, sample] = cut(self._batch, rows_of(self._batch) + 1)
+        hooks = SilentHooks(self.backward)
         with step.fit.logs.discarding(), step.hooks.inside("training_step"):
             for place in range(window.index, window.length):
                 if place > window.index:
                     step.begin_micro(place, 1.0)
-                step.strategy.forward_backward(step.training_step, one.batch, self._extra, window, hooks)
+                step.strategy.forward_backward(step.training_step, sample.batch, self._extra, window, hooks)
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         step = self._step
         clear_gradients(step.optimizers)
         self._outputs, self._parts = [], []
@@ -511,11 +511,11 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Quiet:
-    """Hooks of a backward pass that does not count.
+class SilentHooks:
+    """Backward hooks for a pass whose result does not count: only the module's own `backward` runs.
 
     Attributes:
-        backward: the module's own; None without one.
+        backward: the module's `backward` if it overrides it; otherwise None.
     """
 
     backward: Callable[[Tensor], Any] | None
@@ -524,7 +524,7 @@ class Quiet:
 
 
 def free(error: BaseException) -> None:
-    """Frees the tensors that the frames of a failed pass still hold."""
+    """Frees the tensors held by the stack frames of a failed pass."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -532,33 +532,34 @@ def free(error: BaseException) -> None:
 
 
 def read_output(outputs: Any) -> tuple[Tensor, Any]:
-    """The loss of a micro-batch, which went backward already, and its `num_items`."""
+    """Returns the loss and `num_items` of a micro-batch after its backward."""
     if isinstance(outputs, Tensor):
         return outputs, None
     return outputs["loss"], outputs.get("num_items")
 
 
-class Keeper:
-    """Keeps what passes change beside gradients, so that it can be set back: buffers, metrics, random numbers.
+class Snapshots:
+    """Takes snapshots of the state that passes change, except gradients: buffers, metrics and random states.
 
-    A large buffer is kept before the first batch, and from its first change on: one that never changes costs nothing.
+    A large buffer is copied before the first batch, and then only once it is known to change. A constant buffer costs
+    nothing.
 
     Args:
-        module: whose passes are run.
+        module: the module whose passes are run.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._seen: dict[str, tuple[int, int]] = {}
-        """Large buffers as they were before the last pass: which tensor, and its version."""
+        """For each large buffer, the tensor's id and version before the last pass."""
         self._changing: set[str] = set()
 
-    def keep(self) -> Callable[[], None]:
-        """Returns a function that sets everything back to now; to be called once."""
-        return undoing_steps(self._module, self._may_change)
+    def take(self) -> Callable[[], None]:
+        """Takes a snapshot; returns a function that restores it, to be called once."""
+        return undoing_steps(self._module, self._needs_copy)
 
-    def _may_change(self, name: str, buffer: Tensor) -> bool:
-        if buffer.is_inference() or buffer.nbytes <= SMALL:
+    def _needs_copy(self, name: str, buffer: Tensor) -> bool:
+        if buffer.is_inference() or buffer.nbytes <= SMALL_BUFFER:
             return True
         now = id(buffer), buffer._version
         before = self._seen.get(name)

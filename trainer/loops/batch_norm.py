@@ -1,10 +1,10 @@
-"""Batch norm's statistics of weights that no training step has seen, such as averages: one more pass over the data."""
+"""Recomputes batch norm statistics for weights that never ran a training step, such as averaged weights."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,10 @@ from leyden.strategies.launch.heartbeat import EVALUATED, Phase
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import apart
 from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.data.sharding import NO_SAMPLES
 from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.logging.metric_states import MetricStates
-from leyden.trainer.loops.agreement import Pass
+from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.user_step import step_arguments, without_trace
 
 if TYPE_CHECKING:
@@ -28,79 +28,75 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def update_batch_norm(run: Run) -> bool:
-    """Recomputes the running statistics of batch norm, for the current weights.
+    """Recomputes the running statistics of batch norm for the current weights.
 
-    As torch's `update_bn`, it takes their mean over all batches of the training data. `training_step` runs without
-    gradients; what it logs is dropped, and random numbers are as before. Over several ranks it is the mean over the
-    batches of all of them.
+    Like torch's `update_bn`, it averages them over all batches of the training data, on all ranks. `training_step` runs
+    without gradients. Values that it logs are dropped, and random states are restored.
 
     Args:
-        run: a fit, whose training data is loaded.
+        run: the run of a fit whose training data is loaded.
 
     Returns:
-        False if a signal broke the pass off: the statistics are those of before.
+        False if a signal interrupted the pass; the previous statistics are then restored.
 
     Raises:
-        ConfigurationError: in manual optimisation, where `training_step` would step.
+        ConfigurationError: in manual optimization, where `training_step` would step.
     """
     layers = [part for part in run.module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
     if not layers:
         return True
     if not run.module.automatic_optimization:
         raise ConfigurationError(
-            "update_batch_norm runs training_step without gradients, and in manual optimisation it steps by itself: "
-            "compute the statistics in a loop of your own, as torch.optim.swa_utils.update_bn does."
+            "update_batch_norm runs training_step without gradients, but in manual optimization training_step steps "
+            "its optimizers. Compute the statistics in your own loop, as torch.optim.swa_utils.update_bn does."
         )
-    # A copy, so that persistent workers that the fit reads from are left alone.
+    # A copy of the loader, because the fit may be reading from the loader's persistent workers.
     loader, arguments, metrics = apart(run.loaders.train_loader), run.arguments, MetricStates(run.module)
     cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
-    seen = metrics.state_dict()
+    metrics_before = metrics.state_dict()
     statistics = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    before = [buffer.clone() for buffer in statistics]
+    statistics_before = [buffer.clone() for buffer in statistics]
     with run.logs.discarding(), isolated_rng([cursor.loader]), _accumulating(run.module, layers):
         with run.heartbeat.during(Phase.EVALUATION):
-            is_whole = _pass(run, cursor)
-    metrics.load_state_dict(seen)
-    if not is_whole:
-        for buffer, value in zip(statistics, before, strict=True):
+            is_complete = _run_batches(run, cursor)
+    metrics.load_state_dict(metrics_before)
+    if not is_complete:
+        for buffer, value in zip(statistics, statistics_before, strict=True):
             buffer.copy_(value)
     elif run.strategy.ranks.world_size > 1:
         _average(run, layers)
     run.strategy.end_evaluation()
-    return is_whole
+    return is_complete
 
 
-def _pass(run: Run, cursor: LoaderCursor) -> bool:
-    """Runs the batches through the step; False if a signal came between two."""
+def _run_batches(run: Run, cursor: LoaderCursor) -> bool:
+    """Runs the batches through the step; returns False if a signal interrupted the pass."""
     strategy, transfer = run.strategy, run.train_transfer
-    # The wrapper of DDP would give every rank the statistics of rank 0 at each batch.
+    # Without the DDP wrapper, which would broadcast rank 0's statistics in each batch.
     step = run.module.training_step if strategy.replicates else run.step_function("training_step")
     takes_index = step_arguments(run.module.training_step)[0]
     limit = run.arguments.limit_train_batches if cursor.length is None else run.loaders.limited(cursor.length)
     batches = cursor.start(run.progress.epoch)
     beat = run.heartbeat.words
-    ranks = Pass(strategy.ranks, run.signals)
-    for number, batch in enumerate(itertools.islice(batches, limit if isinstance(limit, int) else None)):
-        if ranks.breaks_off():
+    interruptible = InterruptiblePass(strategy.ranks, run.signals)
+    for batch_idx, batch in enumerate(itertools.islice(batches, limit if isinstance(limit, int) else None)):
+        if interruptible.interrupted_before_batch():
             return False
         beat[EVALUATED] += 1
         own: Any = batch[0] if cursor.shares else batch
-        if own is NOTHING and strategy.replicates:
+        if own is NO_SAMPLES and strategy.replicates:
             continue
-        filler = cursor.filler() if own is NOTHING else own
-        moved = filler if transfer is None else transfer(filler, 0)
-        extra = (number,) if takes_index else ()
-        if own is NOTHING:
-            with without_trace(run.module):
-                strategy.forward(step, moved, extra)
-        else:
-            strategy.forward(step, moved, extra)
-    return not ranks.ends()
+        on_host = cursor.filler() if own is NO_SAMPLES else own
+        on_device = on_host if transfer is None else transfer(on_host, 0)
+        extra = (batch_idx,) if takes_index else ()
+        with without_trace(run.module) if own is NO_SAMPLES else nullcontext():
+            strategy.forward(step, on_device, extra)
+    return not interruptible.interrupted_at_end()
 
 
 @contextmanager
 def _accumulating(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
-    """Has the layers average over all batches of the block, starting from none."""
+    """Resets the layers' statistics and makes them cumulative averages inside the block."""
     momenta = [layer.momentum for layer in layers]
     with keeping_modes(module):
         module.train()
@@ -115,7 +111,7 @@ def _accumulating(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]
 
 
 def _average(run: Run, layers: list[_BatchNorm]) -> None:
-    """Brings each rank's means to those over the batches of all ranks."""
+    """Averages the statistics over all ranks, weighted by each rank's number of batches."""
     for layer in layers:
         mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
         if mean is None or variance is None or count is None:

@@ -1,4 +1,4 @@
-"""The batches of a fit: counted, and drawn by the step itself if that is a `training_step(dataloader_iter)`."""
+"""Counts the batches of a fit, and passes them to a `training_step(dataloader_iter)` that draws its own."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
 
-class Count:
-    """Counts batches, and the samples in them as far as their size is known. Each batch is a sign of life.
+class BatchCounter:
+    """Counts batches and, while batch sizes are known, samples. Each batch also updates the heartbeat.
 
     Args:
         progress: holds the counts.
-        engine: knows the share of each batch.
-        heartbeat: of this rank.
+        engine: holds the current batch's `Share`.
+        heartbeat: this rank's heartbeat.
 
     Attributes:
-        shares: each batch comes with a `Share`, which knows the samples of all ranks.
+        shares: True if each batch comes with a `Share`, which knows the sample counts of all ranks.
     """
 
     def __init__(self, progress: Progress, engine: Engine, heartbeat: Heartbeat) -> None:
         self._progress, self._engine, self._heartbeat = progress, engine, heartbeat
         self._words = heartbeat.words
         self._has_begun = False
-        self._readers = engine.strategy.data_size
+        self._data_size = engine.strategy.data_size
         self._knows_size = True
         self.shares = False
-        self._at_window = (0, 0)
-        """Samples, and bad ones, before the open window of several batches."""
+        self._before_window = (0, 0)
+        """Samples and bad samples counted before the open accumulation window."""
 
     def begin_loader(self, shares: bool) -> None:
-        """Begins another loader, whose batches come with a `Share` or not."""
+        """Switches to another loader; `shares` tells whether its batches come with a `Share`."""
         self.shares = shares
 
     def begin_epoch(self) -> None:
-        """Begins the batches that are left of an epoch."""
+        """Begins to count the remaining batches of an epoch."""
         progress, heartbeat = self._progress, self._heartbeat
         if not self._has_begun:
             self._has_begun = True
@@ -55,31 +55,47 @@ class Count:
         self._words = heartbeat.words
 
     def end_epoch(self) -> None:
-        """Ends the batches of an epoch."""
+        """Ends the batches of an epoch: from here on the heartbeat reports the epoch's end."""
         self._heartbeat.mark(Phase.EPOCH)
 
     def begin_window(self) -> None:
-        """Notes where a window of several batches begins."""
-        self._at_window = self._progress.samples, self._progress.bad_samples
+        """Records the sample counts at the start of an accumulation window."""
+        self._before_window = self._progress.samples, self._progress.bad_samples
 
     def at_window_start(self, batch: int, accumulates: bool) -> Progress:
-        """The progress at the start of the open window.
+        """Returns the progress at the start of the open window.
 
         Args:
-            batch: index in the epoch of its first batch.
-            accumulates: it may have several; of a single one, nothing is counted while it is open.
+            batch: epoch index of the window's first batch.
+            accumulates: True if windows may have several batches. A window of one batch counts nothing while open.
         """
         progress = self._progress
-        counts = self._at_window if accumulates else (progress.samples, progress.bad_samples)
+        counts = self._before_window if accumulates else (progress.samples, progress.bad_samples)
         return progress.at_window_start(batch, *counts)
 
-    def passed_over(self, batch: Any) -> None:
-        """Counts a batch that is drawn and not trained on."""
-        self.batch(batch)
-        self._progress.count_passed_over()
+    def skip(self, remaining: Iterator[tuple[Any, bool]], number: int) -> bool:
+        """Draws and counts batches without training on them; returns True if the epoch has none left.
 
-    def batch(self, batch: Any) -> None:
-        """Counts a batch as done (or, where the step draws by itself, as drawn)."""
+        Args:
+            remaining: the remaining batches, each with whether it is the last.
+            number: the maximum number of batches to draw.
+        """
+        engine, epoch_ended, drawn = self._engine, False, 0
+        current_share = engine.share
+        for batch, is_last in itertools.islice(remaining, number):
+            epoch_ended, drawn = is_last, drawn + 1
+            if self.shares:
+                batch, share = batch
+                engine.begin_batch(share)
+            self.count(batch)
+            self._progress.count_passed_over()
+        if current_share is not None:
+            engine.begin_batch(current_share)
+        # A loader may end before its reported length, without a batch marked as the last.
+        return epoch_ended or drawn < number
+
+    def count(self, batch: Any) -> None:
+        """Counts a batch as trained, or as drawn if the step draws its own batches."""
         samples = 0
         if self._knows_size and self.shares:
             share = self._engine.share
@@ -89,8 +105,8 @@ class Count:
             self._progress.count_bad(share.lost)
         elif self._knows_size:
             try:
-                # A DistributedSampler of the user's gives each rank as many.
-                samples = batch_size_of(batch) * self._readers
+                # The user's own DistributedSampler yields the same number of samples on each rank.
+                samples = batch_size_of(batch) * self._data_size
             except ConfigurationError:
                 self._knows_size = False
         progress, words = self._progress, self._words
@@ -98,84 +114,69 @@ class Count:
         words[BATCHES], words[STEP] = progress.batches, progress.global_step
 
 
-class DrawnBatches(Iterator[tuple[Any, int, int]]):
-    """The `dataloader_iter` of such a step: an iterator of (batch, batch_idx, dataloader_idx) that counts its batches.
+class DataloaderIter(Iterator[tuple[Any, int, int]]):
+    """The argument of `training_step(dataloader_iter)`: yields (batch, batch_idx, dataloader_idx) and counts batches.
 
     Args:
-        batches: those that are left of the epoch, each with whether it is the last one.
-        progress: whose batch is drawn next.
-        count: counts each batch.
-        bring: returns what was drawn as the batch on the device.
+        batches: the epoch's remaining batches, each with whether it is the last.
+        progress: supplies the index of the next batch.
+        counter: counts each batch.
+        prepare: converts an item of the loader to a batch on the device.
     """
 
     def __init__(
-        self, batches: Iterator[tuple[Any, bool]], progress: Progress, count: Count, bring: Callable[[Any], Any]
+        self,
+        batches: Iterator[tuple[Any, bool]],
+        progress: Progress,
+        counter: BatchCounter,
+        prepare: Callable[[Any], Any],
     ) -> None:
-        self._batches, self._progress, self._count, self._bring = batches, progress, count, bring
+        self._batches, self._progress, self._counter, self._prepare = batches, progress, counter, prepare
         self.is_last = progress.ended or progress.cut
-        """The epoch's last batch has been drawn."""
+        """True once the epoch's last batch has been drawn."""
 
     def __next__(self) -> tuple[Any, int, int]:
         drawn, self.is_last = next(self._batches)
         index = self._progress.batch
-        batch = self._bring(drawn)
-        self._count.batch(batch)
+        batch = self._prepare(drawn)
+        self._counter.count(batch)
         return batch, index, 0
 
 
-def pass_over(left: Iterator[tuple[Any, bool]], number: int, count: Count, engine: Engine) -> bool:
-    """Draws batches without training on them; returns True if the epoch has none left.
-
-    Args:
-        left: the batches that are left, each with whether it is the last one.
-        number: how many are drawn, at most.
-        count: counts each batch.
-        engine: receives the share of each, and in the end again of that of the batch that is being trained.
-    """
-    share, ended, drawn = engine.share, False, 0
-    for batch, is_last in itertools.islice(left, number):
-        ended, drawn = is_last, drawn + 1
-        if count.shares:
-            batch, own = batch
-            engine.begin_batch(own)
-        count.passed_over(batch)
-    if share is not None:
-        engine.begin_batch(share)
-    # A loader may end before its length.
-    return ended or drawn < number
-
-
-def warn_of_length(promised: int, found: int) -> None:
-    """Warns of a training loader that has ended before its length."""
+def warn_of_length(reported: int, actual: int) -> None:
+    """Warns that a training loader ended before its reported length."""
     warnings.warn(
-        f"the training loader says that it has {promised} batches and ended after {found}: give it the right length, "
-        "or none at all.",
+        f"the training loader reports {reported} batches but ended after {actual}: fix its length, or let it report "
+        "none.",
         stacklevel=3,
     )
 
 
-def draws_itself(training_step: Callable[..., Any]) -> bool:
-    """True for a step whose batch is called `dataloader_iter`."""
+def takes_iterator(training_step: Callable[..., Any]) -> bool:
+    """True for a step whose first parameter is named `dataloader_iter`: it draws its own batches."""
     return next(iter(inspect.signature(training_step).parameters), "") == "dataloader_iter"
 
 
-def check_drawing(run: Run) -> None:
-    """Refuses what cannot be done with batches that are only known once they have been drawn.
+def check_iterator(run: Run) -> None:
+    """Rejects features that need each batch before the step: a `training_step(dataloader_iter)` draws its own.
 
     Raises:
-        ConfigurationError: with several ranks of data, a pipeline, or accumulation.
+        ConfigurationError: with several data ranks, a pipeline, `on_bad_sample="skip"`, or accumulation.
     """
     why = None
     if run.strategy.data_size > 1:
-        why = "so ranks cannot weigh them or end together: take the batch as an argument, or run on one device"
+        why = (
+            "so ranks can neither weight them nor end an epoch together: take the batch as an argument, or run on one "
+            "device"
+        )
     elif run.strategy.outputs.are_in_parts:
         why = (
-            "so a pipeline cannot cut them into micro-batches: take the batch as an argument, or use a strategy "
+            "so a pipeline cannot split them into micro-batches: take the batch as an argument, or use a strategy "
             "without pp"
         )
     elif run.arguments.on_bad_sample == "skip":
-        why = "and on_bad_sample='skip' may leave nothing of one: take the batch as an argument"
+        why = "and on_bad_sample='skip' may leave one without samples: take the batch as an argument"
     elif run.accumulation is not None:
-        why = "so accumulation cannot count them: draw several in one step instead"
+        why = "so accumulation cannot count them: draw several batches in one step instead"
     if why is not None:
         raise ConfigurationError(f"training_step(dataloader_iter) draws its own batches, {why}.")

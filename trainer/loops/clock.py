@@ -1,4 +1,4 @@
-"""How long a fit has trained, over all its resumes: what `max_time` and validations by time go by."""
+"""The training time of a fit across all its resumes, for `max_time` and for validation intervals in time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """The training time of a fit. A checkpoint holds it as `progress.seconds`, which a resume continues from.
+    """The training time of a fit. Checkpoints store it as `progress.seconds`, and a resume continues from there.
 
     Args:
-        progress: holds the time.
-        limit: seconds of training after which the fit ends; None for no end.
-        interval: seconds from one validation to the next; None where time decides none.
+        progress: stores the training time.
+        limit: seconds of training after which the fit ends; None for no limit.
+        interval: seconds between two validations; None if validations are not scheduled by time.
     """
 
     def __init__(self, progress: Progress, limit: float | None, interval: float | None) -> None:
@@ -23,26 +23,26 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Starts to count: what came before was set-up."""
-        self._noted = time.perf_counter()
+        """Starts the clock; earlier time counts as set-up."""
+        self._last_update = time.perf_counter()
 
-    def note(self) -> None:
-        """Brings `progress.seconds` up to now."""
+    def update(self) -> None:
+        """Updates `progress.seconds`."""
         now = time.perf_counter()
-        self._progress.add_time(now - self._noted)
-        self._noted = now
+        self._progress.add_time(now - self._last_update)
+        self._last_update = now
 
     def elapsed(self) -> float:
-        """Seconds of training."""
-        return self._progress.seconds + time.perf_counter() - self._noted
+        """Returns the seconds of training so far."""
+        return self._progress.seconds + time.perf_counter() - self._last_update
 
     def time_is_up(self) -> bool:
-        """True if training has taken `max_time`."""
+        """True if training has reached `max_time`."""
         return self._limit is not None and self.elapsed() >= self._limit
 
     @property
-    def decides_on_validation(self) -> bool:
-        """True if validations are due by time."""
+    def schedules_validation(self) -> bool:
+        """True if validations are scheduled by time."""
         return self._interval is not None
 
     def validation_is_due(self) -> bool:

@@ -1,7 +1,7 @@
-"""The fit loop: epochs, accumulation windows, and what happens between them. trainer/events/hooks.py has all hooks.
+"""The fit loop: epochs, accumulation windows, and the work between them.
 
-`run` is the way through a fit, `_epoch` the way through an epoch, batch by batch; everything below them is called from
-there. What a batch does to the weights is in `step.py`, validation in `validation.py`.
+Start with `FitLoop.run`, a whole fit, and `FitLoop._epoch`, an epoch batch by batch; the rest of the file serves them.
+The optimization step is in `step.py`, validation in `validation.py`; `trainer/events/hooks.py` lists all hooks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
-from leyden.trainer.data.sharding import NOTHING, Share
+from leyden.trainer.data.sharding import NO_SAMPLES, Share
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
-from leyden.trainer.loops.batches import Count, DrawnBatches, check_drawing, draws_itself, pass_over, warn_of_length
+from leyden.trainer.loops.batches import BatchCounter, DataloaderIter, check_iterator, takes_iterator, warn_of_length
 from leyden.trainer.loops.clock import Clock
+from leyden.trainer.loops.loader_timer import LoaderTimer
 from leyden.trainer.loops.schedulers import Schedulers
 from leyden.trainer.loops.step import Step, detached, make_step
 from leyden.trainer.loops.validation import Validation
-from leyden.trainer.loops.waits import Waits
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.reporting.summary import settings_of
 from leyden.trainer.run.saved.saving import check_composable
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 class FitLoop:
     """One call of `Trainer.fit`.
 
-    `progress.phase` says what was done last, and every checkpoint holds it (see the table in `Progress`). So a resume
-    knows what is left: `_resume` finishes the step, validation or epoch that the saved run had begun, and `run`
-    continues from there.
+    Every checkpoint stores `progress.phase`, the phase that the run completed last (see the table in `Progress`). A
+    resume derives from it what is pending: `_resume` finishes the step, validation or epoch that the saved run began,
+    and `run` continues from there.
 
     Args:
-        run: of which it is the loop.
+        run: the run that this loop drives.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,50 +60,50 @@ class FitLoop:
         self._restored: Unclaimed | None = None
         self.cursor: LoaderCursor | None = None
         self.num_batches: int | None = 0 if run.arguments.limit_train_batches == 0 else None
-        """Batches in an epoch, as limited; None where the loader does not know."""
+        """Batches per epoch after `limit_train_batches`; None if the loader has no length."""
         self.closes_epoch = False
-        """True while the closing callbacks of an epoch's end run; for them it is still the current epoch."""
+        """True while the closing callbacks of `on_train_epoch_end` run; they still see the epoch as current."""
         self.step: Step
         self.schedulers: Schedulers
         self._iterator: Iterator[Any] | None = None
-        self._settles = False
-        """Something may follow a step: a validation, schedulers, other ranks, or a profiler that counts it."""
+        self._has_follow_up = False
+        """Work may follow each step: validation, schedulers, an exchange between ranks, or a profiler to advance."""
         self._logs_every: int | None = None
-        """Steps from one of the loggers' rows to the next; 0 or None where they get none."""
-        self._listens_start = self._is_watched = False
-        """Some hook listens for the start of a batch, for its end."""
-        self._left: Iterator[tuple[Any, bool]] = iter(())
-        """The batches left of this epoch, as `_batches` yields them."""
-        self._cut = False
-        """The epoch should end here: a hook returned -1, or a step that draws its own batches ran out."""
+        """Steps between two rows for the loggers; 0 or None for no rows."""
+        self._fires_batch_start = self._fires_batch_end = False
+        """Whether `_epoch` calls `_start_hook_ends_epoch` and `_end_batch`: only for listeners or logger rows."""
+        self._remaining: Iterator[tuple[Any, bool]] = iter(())
+        """The remaining batches of this epoch, as `_batches` yields them."""
+        self._epoch_cut_short = False
+        """A request to end the epoch early: a hook returned -1, or a `dataloader_iter` step exhausted its batches."""
         self.window_start = 0
-        """Index in the epoch of the first batch of the open window, or of the last one."""
-        self._former_ended = True
-        """The epoch before this one was read to its end."""
-        self.count = Count(run.progress, run.engine, run.heartbeat)
-        self._waits = Waits(run)
+        """Epoch index of the first batch in the open window, or in the last window if none is open."""
+        self._previous_epoch_exhausted = True
+        """True if the previous epoch exhausted the loader."""
+        self.counter = BatchCounter(run.progress, run.engine, run.heartbeat)
+        self._loader_timer = LoaderTimer(run)
         self.clock = Clock(run.progress, run.limits.max_seconds, seconds_of(run.arguments.val_check_interval))
-        self._row: tuple[int, Mapping[str, Value]] = (-1, {})
-        """The step of the loggers' last row, and its values."""
+        self._last_row: tuple[int, Mapping[str, Value]] = (-1, {})
+        """The global step and the values of the last row sent to the loggers."""
         self._began = time.perf_counter()
         self._agreement = Agreement(run, self.clock) if run.strategy.ranks.world_size > 1 else None
         self.validation = Validation(run, self.clock, self._agreement)
 
-    # the way through a fit --------------------------------------------------------------------------------------------
+    # a fit and its epochs ---------------------------------------------------------------------------------------------
     def run(self, restored: Unclaimed | None = None) -> None:
-        """Trains until a limit or a request ends it. With `limit_train_batches=0` it only runs the sanity check.
+        """Trains until a limit or a stop request ends the fit. With `limit_train_batches=0` only the sanity check runs.
 
         Args:
-            restored: the states of a resumed run, which the loop takes back when its loaders are there.
+            restored: states of a resumed run that the loop restores once its loaders exist.
         """
         self._restored, run = restored, self._run
         self.schedulers = Schedulers(run.schedulers, run.module, run.hooks, run.strategy.ranks, run.schedulers_rest)
         if self.accumulation is not None and self.accumulation.counts_samples:
             self.load_training_data()
         self.step = make_step(run, self.schedulers)
-        draws = draws_itself(self.module.training_step)
-        if draws:
-            check_drawing(run)
+        is_iterator_step = takes_iterator(self.module.training_step)
+        if is_iterator_step:
+            check_iterator(run)
         if restored is None:
             self.validation.sanity_check()
         if self.arguments.limit_train_batches == 0:
@@ -112,8 +112,8 @@ class FitLoop:
         self.load_training_data()
         self.validation.load()
         self.validation.set_interval(self.num_batches)
-        followers = (self.validation.loop, run.profiler, self._agreement)
-        self._settles = bool(run.schedulers) or any(part is not None for part in followers)
+        follow_ups = (self.validation.loop, run.profiler, self._agreement)
+        self._has_follow_up = bool(run.schedulers) or any(part is not None for part in follow_ups)
         run.announce()
         self.hooks.fire_all("on_train_start")
         self.clock.start()
@@ -125,37 +125,37 @@ class FitLoop:
         self._resume()
         self._report_if_done()
         while not self._is_done():
-            self._note_listeners()
+            self._look_up_listeners()
             if self.progress.phase == "epoch_start":
                 self._begin_epoch()
             elif self.progress.phase == "paused":
                 self.progress.settle()
-            self.count.begin_epoch()
-            complete = self._drawn_epoch() if draws else self._epoch()
+            self.counter.begin_epoch()
+            complete = self._iterator_epoch() if is_iterator_step else self._epoch()
             if not complete:
                 self._validate_at_stop()
             self._end_epoch(complete)
-        self.clock.note()
+        self.clock.update()
         run.end_saves()
         self.hooks.fire_all("on_train_end")
 
     def _epoch(self) -> bool:
-        """Trains the batches that are left of this epoch, with all that belongs to a window.
+        """Trains the remaining batches of this epoch.
 
-        A rank without a sample of the global batch has `NOTHING` for a batch: it takes part in the others' collectives,
-        and its hooks are not called. Whatever does not change within an epoch is looked up before the loop, which runs
-        for every batch.
+        A rank that has no sample of a global batch draws `NO_SAMPLES` instead of a batch. It joins the collectives of
+        the other ranks; of its batch hooks only closing callbacks run. Values that are constant within an epoch are
+        looked up before the loop, because the loop body is the hot path.
 
         Returns:
-            True if the epoch is over: its batches are used up, or it is cut. False where a limit or a signal ends the
-            run inside it, and a resume continues there.
+            True if the epoch is complete: the loader is exhausted, or a hook cut the epoch short. False if a limit or
+            a signal stops the run inside the epoch; a resume continues there.
         """
         progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
-        transfer, count, listens_start = self._run.train_transfer, self.count.batch, self._listens_start
-        accumulates, settles, is_watched = self.accumulation is not None, self._settles, self._is_watched
-        shares = self.count.shares
-        self._left = self._batches()
-        for batch, is_last in self._left:
+        transfer, count_batch, fires_batch_start = self._run.train_transfer, self.counter.count, self._fires_batch_start
+        accumulates, shares = self.accumulation is not None, self.counter.shares
+        has_follow_up, fires_batch_end = self._has_follow_up, self._fires_batch_end
+        self._remaining = self._batches()
+        for batch, is_last in self._remaining:
             batch_idx = progress.batch
             if window.is_open:
                 window.advance(is_last)
@@ -167,163 +167,164 @@ class FitLoop:
             elif transfer is not None:
                 batch = transfer(batch, 0)
             logs.begin_batch(batch, progress.batches, batch_idx)
-            if listens_start and self._is_declined(batch, batch_idx):
+            if fires_batch_start and self._start_hook_ends_epoch(batch, batch_idx):
                 return True
-            outputs = self._shadow(batch_idx) if batch is NOTHING else step.run(batch, batch_idx)
+            outputs = self._run_without_samples(batch_idx) if batch is NO_SAMPLES else step.run(batch, batch_idx)
             window.end_batch()
-            count(batch)
-            if window.closes and (settles or is_last or self._cut):
-                is_last = self._end_window(is_last)
-            if is_watched:
+            count_batch(batch)
+            if window.closes and (has_follow_up or is_last or self._epoch_cut_short):
+                is_last = self._close_window(is_last)
+            if fires_batch_end:
                 outputs = detached(outputs)
                 self._end_batch(outputs, batch, batch_idx)
-            # Freed before the next step, where they would add to the peak of memory.
+            # Freed here so that they do not add to the next step's peak memory.
             outputs = batch = None
             logs.end_batch()
             if shares:
                 self._end_share()
             if window.closes:
                 if progress.phase == "stepped":
-                    self._follow_window(progress.ended)
-                if self._cut or self._stops():
+                    self._after_window(progress.ended)
+                if self._epoch_cut_short or self._must_stop():
                     return progress.ended
         return True
 
-    def _drawn_epoch(self) -> bool:
-        """Trains an epoch with a `training_step(dataloader_iter)`, which draws batches itself: a call is a window."""
+    def _iterator_epoch(self) -> bool:
+        """Trains an epoch with `training_step(dataloader_iter)`, which draws its own batches: one call, one window."""
         progress, window = self.progress, self.engine.window
-        self._left = self._batches()
-        draws = DrawnBatches(self._left, progress, self.count, self._bring)
-        while not draws.is_last:
+        self._remaining = self._batches()
+        dataloader_iter = DataloaderIter(self._remaining, progress, self.counter, self._prepare_drawn)
+        while not dataloader_iter.is_last:
             self.window_start = batch_idx = progress.batch
             window.open(length=1)
-            self.logs.begin_batch(draws, progress.batches, batch_idx)
-            if self._listens_start and self._is_declined(draws, batch_idx):
+            self.logs.begin_batch(dataloader_iter, progress.batches, batch_idx)
+            if self._fires_batch_start and self._start_hook_ends_epoch(dataloader_iter, batch_idx):
                 return True
             try:
-                outputs = self.step.run(draws, batch_idx)
+                outputs = self.step.run(dataloader_iter, batch_idx)
             except StopIteration:
-                # The step drew past the end: what it had drawn for this turn is dropped, and the epoch is over.
+                # The step drew past the end of the loader. Batches that it drew in this call are dropped.
                 window.abandon()
                 self._end_share()
-                self._cut = True
+                self._epoch_cut_short = True
                 return True
             window.end_batch()
-            self._end_window(draws.is_last)
+            self._close_window(dataloader_iter.is_last)
             outputs = detached(outputs)
-            self._end_batch(outputs, draws, batch_idx)
+            self._end_batch(outputs, dataloader_iter, batch_idx)
             outputs = None
             self.logs.end_batch()
             self._end_share()
-            self._follow_window(progress.ended)
-            if progress.ended or self._stops():
+            self._after_window(progress.ended)
+            if progress.ended or self._must_stop():
                 return progress.ended
         return True
 
     # a batch's start and end ------------------------------------------------------------------------------------------
     def _begin_share(self, batch: Any, share: Share) -> Any:
-        """Notes what the ranks have of the global batch, and returns this rank's batch on the device."""
+        """Records this rank's share of the global batch; returns its batch on the device."""
         self.engine.begin_batch(share)
         self.engine.window.weigh(share.weight(self.strategy.data_size), share.idle)
-        return self._on_device(batch)
+        return self._to_device(batch)
 
-    def _bring(self, drawn: Any) -> Any:
-        return self._begin_share(*drawn) if self.count.shares else self._on_device(drawn)
+    def _prepare_drawn(self, drawn: Any) -> Any:
+        return self._begin_share(*drawn) if self.counter.shares else self._to_device(drawn)
 
-    def _on_device(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         transfer = self._run.train_transfer
-        return batch if transfer is None or batch is None or batch is NOTHING else transfer(batch, 0)
+        return batch if transfer is None or batch is None or batch is NO_SAMPLES else transfer(batch, 0)
 
     def _end_share(self) -> None:
         self.engine.end_batch()
         self.engine.window.weigh(1.0, idle=False)
 
-    def _is_declined(self, batch: Any, batch_idx: int) -> bool:
-        """Fires `on_train_batch_start`; True if the epoch ends now, not when the window closes."""
-        if batch is NOTHING or self.hooks.fire_all("on_train_batch_start", batch, batch_idx) != -1:
+    def _start_hook_ends_epoch(self, batch: Any, batch_idx: int) -> bool:
+        """Fires `on_train_batch_start`; True if it ends the epoch before this batch, not when the window closes."""
+        if batch is NO_SAMPLES or self.hooks.fire_all("on_train_batch_start", batch, batch_idx) != -1:
             return False
-        self._cut = True
+        self._epoch_cut_short = True
         window = self.engine.window
         if window.index > 0 or self._agreement is not None:
+            # An open window must still step, and ranks must end the epoch together: `_close_window` ends it.
             return False
         window.abandon()
         return True
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Fires `on_train_batch_end`; its closing callbacks come after the loggers' row."""
-        if batch is not NOTHING:
+        """Fires `on_train_batch_end`. Closing callbacks run after the row is sent to the loggers."""
+        if batch is not NO_SAMPLES:
             self.hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
         if self.engine.window.closes:
             self._log_step()
         self.hooks.close("on_train_batch_end", outputs, batch, batch_idx)
 
     # an epoch's start and end -----------------------------------------------------------------------------------------
-    def _note_listeners(self) -> None:
+    def _look_up_listeners(self) -> None:
         self._logs_every = self.arguments.log_every_n_steps if self._run.loggers else 0
-        self._listens_start = self.hooks.listens("on_train_batch_start")
-        self._is_watched = self.hooks.listens("on_train_batch_end") or bool(self._logs_every)
+        self._fires_batch_start = self.hooks.listens("on_train_batch_start")
+        self._fires_batch_end = self.hooks.listens("on_train_batch_end") or bool(self._logs_every)
 
     def _begin_epoch(self) -> None:
         progress = self.progress
         every = self.arguments.reload_dataloaders_every_n_epochs
         if every and progress.epoch > 0 and progress.epoch % every == 0:
-            self.load_training_data(again=True)
-            self.validation.load(again=True)
+            self.load_training_data(reload=True)
+            self.validation.load(reload=True)
         assert self.cursor is not None
-        self.window_start, self._cut = 0, False
+        self.window_start, self._epoch_cut_short = 0, False
         self.hooks.fire_all("on_train_epoch_start")
-        # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the
-        # order of a shuffle follows what the hook drew.
+        # After the hook, as in a plain loop: workers copy the data set as the hook left it, and a shuffle draws its
+        # order after any random numbers that the hook draws.
         self._iterator = self.cursor.start(progress.epoch)
         self._limit_batches()
         progress.begin_epoch()
         self.strategy.check_trained()
 
-    def _shadow(self, batch_idx: int) -> Any:
-        """Shadows the other ranks' step, as this rank has no sample of the global batch. No hook is called."""
+    def _run_without_samples(self, batch_idx: int) -> Any:
+        """Joins the collectives of a step for which this rank has no sample. Fires no hook and logs nothing."""
         assert self.cursor is not None
         cursor = self.cursor
         self.logs.end_batch()
         if batch_idx == 0:
             self.logs.note_idle("train")
         with self.logs.discarding():
-            self.step.shadow(lambda: self._on_device(cursor.filler()), batch_idx)
+            self.step.shadow(lambda: self._to_device(cursor.filler()), batch_idx)
         return None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yields the batches left of this epoch, sharded ones with their share, and whether each is the last."""
+        """Yields (batch, is_last) for the remaining batches; a sharded loader's batch is a pair with its `Share`."""
         if self.progress.cut:
             return
         assert self._iterator is not None and self.cursor is not None
-        iterator, total = self._waits.timed(self._iterator), self.num_batches
+        iterator, total = self._loader_timer.timed(self._iterator), self.num_batches
         if self.progress.ended:
-            # A run resumed after the epoch's last window: only the loader's end is left to be drawn.
+            # Resumed after the epoch's last window: no batch remains, but the loader has yet to reach its end.
             total = self.progress.batch
         elif total is None:
-            limit = self._limit_of_unknown()
-            # Nothing is drawn beyond the limit, not even to look at.
+            limit = self._limit_without_length()
+            # The lookahead must not draw past the limit.
             yield from lookahead(itertools.islice(iterator, None if limit is None else limit - self.progress.batch))
             return
         for number in range(self.progress.batch + 1, total + 1):
             try:
-                # Not given a name here, which would keep the last batch in memory during a validation.
+                # Yielded without a local name, which would keep the last batch in memory during a validation.
                 yield next(iterator), number == total
             except StopIteration:
                 warn_of_length(total, number - 1)
                 return
         if self.progress.batch == self.cursor.length:
-            # The plain loop's last next(), in which a generator finishes and workers are shut down.
+            # The last next() of a plain loop: a generator runs to its end, and workers shut down.
             next(iterator, None)
 
     def pass_over(self, batches: int) -> None:
-        """Draws this many batches of the epoch, or those that are left, and trains on none of them."""
-        if pass_over(self._left, batches, self.count, self.engine) and not self.progress.ended:
-            # The window has turned out to be the epoch's last one: its validation is due by what it has passed, too.
+        """Skips up to this many of the epoch's remaining batches: draws and counts them without training on them."""
+        if self.counter.skip(self._remaining, batches) and not self.progress.ended:
+            # The window was the epoch's last. Check again whether validation is due, now with the skipped batches.
             self.progress.cut_short()
-            self._after_step(True)
+            self._record_step(True)
 
-    def _limit_of_unknown(self) -> int | None:
-        """The maximum number of batches to read from a loader of unknown length; None for no limit."""
+    def _limit_without_length(self) -> int | None:
+        """Returns `limit_train_batches` for a loader without a length; None for no limit, or if the length is known."""
         limit = self.arguments.limit_train_batches
         return limit if self.num_batches is None and isinstance(limit, int) else None
 
@@ -331,27 +332,26 @@ class FitLoop:
         """Ends an epoch.
 
         Args:
-            complete: False where a limit ended the run inside it: the sums of its metrics are kept, for a resume to
-                continue.
+            complete: False if the run stops inside the epoch; its metric sums are then kept for a resume.
         """
         progress = self.progress
-        self._left = iter(())  # With it the loader's workers end, where the epoch was cut.
-        self.count.end_epoch()
+        self._remaining = iter(())  # Drops the loader's iterator, whose workers then shut down, in a cut epoch too.
+        self.counter.end_epoch()
         fell_short = self.num_batches is not None and 0 < progress.batch < self.num_batches
         if self.engine.window.is_open:
             self._close_short_window()
-        elif complete and not progress.ended and (self._cut or fell_short or progress.cut):
-            self._cut_short()
+        elif complete and not progress.ended and (self._epoch_cut_short or fell_short or progress.cut):
+            self._finish_cut_epoch()
         if self._run.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
         if complete and progress.batch == 0 and not progress.cut:
-            raise ConfigurationError("the training loader gave no batch: an epoch needs at least one.")
+            raise ConfigurationError("the training loader yielded no batch: an epoch needs at least one.")
         self.strategy.check_trained()
         self.hooks.fire("on_train_epoch_end")
         self._run.send(self.logs.reduce_epoch("train", keep=not complete)[1])
         if complete and self.module.automatic_optimization:
             self._step_on_plateau("epoch", progress.epoch + 1)
-        self.clock.note()
+        self.clock.update()
         progress.end_epoch(complete)
         self.closes_epoch = True
         self.hooks.close("on_train_epoch_end")
@@ -364,52 +364,52 @@ class FitLoop:
                 self._next_epoch()
 
     def _close_short_window(self) -> None:
-        """The loader ended before its reported length: averages the open window over the batches it really had."""
+        """Steps the open window after a loader ended early; gradients are averaged over the batches it has."""
         window = self.engine.window
         window.close_early()
         self.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
         window.end_batch()
-        self._after_step(True)
+        self._record_step(True)
         self._log_step()
-        self._settle()
+        self._validate_and_schedule()
 
-    def _cut_short(self) -> None:
-        """Ends the epoch after a window that was not known to be its last: a hook cut it, or the length was wrong."""
+    def _finish_cut_epoch(self) -> None:
+        """Ends an epoch whose last window was not known to be the last: a hook cut it, or the length was wrong."""
         self.progress.cut_short()
-        # No batch came since the last window's own validation.
+        # No batches since the last window, which has already checked its own validation interval.
         self.window_start = self.progress.batch
-        self._after_step(True)
-        self._settle()
+        self._record_step(True)
+        self._validate_and_schedule()
 
     def _next_epoch(self) -> None:
-        self._former_ended = self._is_read_to_end()
+        self._previous_epoch_exhausted = self._is_exhausted()
         self.progress.next_epoch()
 
-    # a window's end ---------------------------------------------------------------------------------------------------
+    # windows ----------------------------------------------------------------------------------------------------------
     def _window_length(self) -> int:
-        """Batches of the window that starts now: the last one of an epoch may be shorter."""
+        """Returns the number of batches in the window that begins now. An epoch's last window may be shorter."""
         assert self.accumulation is not None
-        self.count.begin_window()
+        self.counter.begin_window()
         length = self.accumulation.batches(self.accumulation.at(self.progress), self._run.loaders.samples_per_batch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
-    def _end_window(self, is_last: bool) -> bool:
-        """Ends a window after its step; returns whether the epoch ends here, also at another rank's request."""
+    def _close_window(self, is_last: bool) -> bool:
+        """Closes a window after its step; returns True if the epoch ends here, possibly at another rank's request."""
         if self._agreement is not None:
-            self._cut = self._agreement.read(self._cut)
-        is_last = is_last or self._cut
-        self._after_step(is_last)
+            self._epoch_cut_short = self._agreement.read(self._epoch_cut_short)
+        is_last = is_last or self._epoch_cut_short
+        self._record_step(is_last)
         return is_last
 
-    def _follow_window(self, is_last: bool) -> None:
-        """What comes between two windows, after the batch's hooks."""
-        self._settle()
+    def _after_window(self, is_last: bool) -> None:
+        """Does the work between two windows, after the hooks of the batch."""
+        self._validate_and_schedule()
         if self._agreement is not None:
-            (self._agreement.exchange if is_last else self._agreement.send)()
+            self._agreement.send(wait=is_last)
 
-    def _after_step(self, is_last: bool) -> None:
-        """Notes for checkpoints saved from here on that the window's step is done, and whether a validation is due."""
+    def _record_step(self, is_last: bool) -> None:
+        """Records in the progress, for checkpoints saved from now on, that the window stepped and what is due next."""
         progress = self.progress
         is_due = self.validation.is_due(is_last, self.window_start)
         progress.end_window(is_last, is_due, progress.skipped if progress.cut else self.step.was_skipped)
@@ -419,36 +419,36 @@ class FitLoop:
             self._run.profiler.step()
 
     def _log_step(self) -> None:
-        """Sends the values of a step to the loggers, if it is one of those that they are sent."""
-        step, every = self.progress.global_step, self._logs_every  # Where no step counts, there is nothing new.
+        """Sends the step's values to the loggers if a row is due."""
+        step, every = self.progress.global_step, self._logs_every
         if every and step % every == 0 and self.step.is_counted:
             values = self.logs.step_values("train")
-            if self._row[0] == step:
-                # `_send_ahead` has sent the others already.
-                values = {name: value for name, value in values.items() if self._row[1].get(name) is not value}
+            if self._last_row[0] == step:
+                # A row of this step was sent before a checkpoint: send only the values logged since.
+                values = {name: value for name, value in values.items() if self._last_row[1].get(name) is not value}
             self._run.send(values)
-            self._row = step, values
+            self._last_row = step, values
 
-    def _send_ahead(self) -> None:
-        """Sends the row of the step just done before a checkpoint: loggers would get it after the hook that saves."""
+    def _log_before_checkpoint(self) -> None:
+        """Sends the row of the current step before a save in `on_train_batch_end`, which runs before `_log_step`."""
         ends_window = self.hooks.current == "on_train_batch_end" and self.engine.window.closes
-        if ends_window and self._row[0] != self.progress.global_step:
+        if ends_window and self._last_row[0] != self.progress.global_step:
             self._log_step()
 
-    def _settle(self) -> None:
-        """Does what is left after a step, in a resume too: its validation, then the schedulers that wait for one."""
+    def _validate_and_schedule(self) -> None:
+        """Runs the validation due after a step, then the schedulers that use its result. A resume calls it too."""
         progress = self.progress
         if progress.phase == "stepped" and progress.validation_due and not self.validation.run():
             return
         if progress.phase in ("stepped", "validated"):
             progress.end_validation()
-            waits = not (progress.cut or progress.skipped) and self.module.automatic_optimization
-            if self._run.schedulers and waits:
+            schedulers_follow = bool(self._run.schedulers) and not (progress.cut or progress.skipped)
+            if schedulers_follow and self.module.automatic_optimization:
                 self._step_on_plateau("step", progress.stepped)
             progress.settle()
 
     def _step_on_plateau(self, interval: str, count: int) -> None:
-        """Steps the schedulers that depend on a monitored value, and sends what they log to the loggers."""
+        """Steps the schedulers that depend on a monitored value, and sends the values they log to the loggers."""
         due = self.schedulers.due_on_plateau(interval, count)
         if not due:
             return
@@ -458,84 +458,84 @@ class FitLoop:
         if every and self.progress.global_step % every == 0:
             self._run.send(self.logs.step_values("train"))
         if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
-            # These schedulers go by the epoch's values, reduced already: what they log is reduced by itself.
+            # The epoch's values are already reduced, so values logged by `lr_scheduler_step` are reduced separately.
             self._run.send(self.logs.reduce_epoch("train")[1])
 
     def _validate_at_stop(self) -> None:
-        """Validates the weights of a run that `should_stop` ended inside an epoch, unless they just were."""
-        asked = self._run.should_stop if self._agreement is None else self._agreement.stops
-        if asked and self._past_minimum() and self._run.signals.received is None:
+        """Validates the final weights if `should_stop` ended the run inside an epoch."""
+        is_requested = self._run.should_stop if self._agreement is None else self._agreement.stops
+        if is_requested and self._has_reached_minimum() and self._run.signals.received is None:
             self.validation.run_at_stop()
 
     # data -------------------------------------------------------------------------------------------------------------
-    def load_training_data(self, again: bool = False) -> None:
-        """Gets the training loader, unless it is there.
+    def load_training_data(self, reload: bool = False) -> None:
+        """Creates the training loader if there is none yet.
 
         Args:
-            again: get it anew (`reload_dataloaders_every_n_epochs`).
+            reload: create it again (`reload_dataloaders_every_n_epochs`).
         """
-        if (self.cursor is None or again) and self.arguments.limit_train_batches != 0:
+        if (self.cursor is None or reload) and self.arguments.limit_train_batches != 0:
             self.cursor, self.num_batches = self._run.loaders.training()
-            self.count.begin_loader(self.cursor.shares)
+            self.counter.begin_loader(self.cursor.shares)
             check_batches(self.strategy.ranks, self.num_batches)
             self.strategy.check_settings(settings_of(self._run, loader=self._run.loaders.train_loader))
 
     def _limit_batches(self) -> None:
-        """Sets the number of batches of this epoch, which differs if it began with global batches of another size."""
+        """Sets `num_batches` for this epoch. It changes if the epoch began with a different global batch size."""
         assert self.cursor is not None
         if self.cursor.length is not None:
             self.num_batches = self._run.loaders.limited(self.cursor.length)
 
-    def _is_read_to_end(self) -> bool:
-        """True if no limit and no hook ended the last epoch early."""
+    def _is_exhausted(self) -> bool:
+        """True if the last epoch exhausted the loader: no limit and no hook ended it early."""
         assert self.cursor is not None
-        is_limited = self.num_batches != self.cursor.length or self.progress.batch == self._limit_of_unknown()
+        is_limited = self.num_batches != self.cursor.length or self.progress.batch == self._limit_without_length()
         return not is_limited and not self.progress.cut
 
     def progress_to_save(self) -> Progress:
-        """The progress that a checkpoint saved now holds; inside a fit, loggers and clock are brought up to it."""
+        """Returns the progress for a checkpoint. Inside a fit, first updates loggers and clock to the same point."""
         if self._run.state.stage == "fit":
-            self._send_ahead()
-            self.clock.note()
-        return self._resumable()
+            self._log_before_checkpoint()
+            self.clock.update()
+        return self._resumable_progress()
 
-    def _resumable(self) -> Progress:
-        """The current progress, or that at the start of the open window, which a resume repeats."""
+    def _resumable_progress(self) -> Progress:
+        """Returns the current progress; inside a window the progress at its start, since a resume repeats it."""
         if not self.engine.window.is_open:
             return self.progress
-        return self.count.at_window_start(self.window_start, self.accumulation is not None)
+        return self.counter.at_window_start(self.window_start, self.accumulation is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the loaders stand: in or between epochs, and for validation between passes.
+        """Returns the positions of the training and validation loaders.
 
-        Inside a validation that a resume repeats, metrics and random numbers from before it are added.
+        During a validation that a resume repeats, it includes the metrics and random states from before the pass.
         """
         if self.cursor is None:
             return {"loader": None, **self.validation.before_pass()}
-        progress, validation = self._resumable(), self.validation.loader_states()
+        progress, validation = self._resumable_progress(), self.validation.loader_states()
         if progress.is_inside:
             loader = {"place": self.cursor.state_dict(progress.batch), "rest": None, "validation": validation}
         else:
-            ended = self._former_ended if progress.phase == "epoch_start" else self._is_read_to_end()
-            loader = {"place": None, "rest": self.cursor.rest_state(ended), "validation": validation}
+            exhausted = self._previous_epoch_exhausted if progress.phase == "epoch_start" else self._is_exhausted()
+            loader = {"place": None, "rest": self.cursor.rest_state(exhausted), "validation": validation}
         return {"loader": loader, **self.validation.before_pass()}
 
     # stopping ---------------------------------------------------------------------------------------------------------
     def _is_done(self) -> bool:
         """True if no further epoch begins."""
-        return self.limits.epochs_reached(self.progress.epochs_done) or self._stops()
+        return self.limits.epochs_reached(self.progress.epochs_done) or self._must_stop()
 
     def _report_if_done(self) -> None:
-        """Reports that a resumed run trains nothing, as its checkpoint has reached the limits already."""
+        """Reports that a resumed run has nothing to train because its checkpoint has already reached the limits."""
         reached = self.limits.reached(self.progress)
         if self._restored is not None and reached and not self.arguments.barebones:
             self._run.print(
                 f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, "
-                f"and has reached {' and '.join(reached)}. Give a higher limit to train on."
+                f"and has reached {' and '.join(reached)}. Set a higher limit to continue training."
             )
 
-    def _stops(self) -> bool:
-        """True if a limit, a signal or `should_stop` ends the run here, between two windows."""
+    def _must_stop(self) -> bool:
+        """True if a limit, a signal or `should_stop` ends the run between this window and the next."""
         run = self._run
         if run.signals.received is not None:
             return True
@@ -543,30 +543,30 @@ class FitLoop:
             return True
         agreement = self._agreement
         if agreement is None:
-            is_up = run.limits.max_seconds is not None and self.clock.time_is_up()
-            return is_up or (run.should_stop and self._past_minimum())
-        if agreement.stops and self._past_minimum():
-            # Also on the ranks that did not ask for it.
+            time_is_up = run.limits.max_seconds is not None and self.clock.time_is_up()
+            return time_is_up or (run.should_stop and self._has_reached_minimum())
+        if agreement.stops and self._has_reached_minimum():
+            # Sets `should_stop` also on ranks that did not request the stop.
             run.ask_to_stop()
             return True
         return agreement.time_is_up
 
     def seconds(self) -> float:
-        """How long this fit has run, its sanity check included and earlier runs of it left out."""
+        """Returns the seconds since this fit began, including the sanity check but not the runs it resumed from."""
         return time.perf_counter() - self._began
 
-    def _past_minimum(self) -> bool:
-        """True if `min_epochs` and `min_steps` are reached, before which `should_stop` has no effect."""
+    def _has_reached_minimum(self) -> bool:
+        """True once `min_epochs` and `min_steps` are reached; until then `should_stop` has no effect."""
         return self.limits.past_minimum(self.progress.epochs_done, self.progress.global_step)
 
     # resume -----------------------------------------------------------------------------------------------------------
     def _resume(self) -> None:
-        """Takes a resumed run back to its place in the data, and finishes what it had begun of a step or an epoch."""
+        """Restores a resumed run's position in the data, and finishes the step or epoch that the saved run began."""
         if self._restored is None:
             return
         with self._restored.blame("loader"):
-            inside = self._go_to(self._restored.get("loader"))
-        # Random numbers last, since everything before may draw.
+            inside = self._restore_loaders(self._restored.get("loader"))
+        # Random states last, because everything before may draw random numbers.
         self._restored.load("logs", "metrics", "rng")
         self.validation.decide(self._restored.get("window_start") if inside else None)
         progress = self.progress
@@ -575,22 +575,22 @@ class FitLoop:
         if progress.phase == "epoch_end" and not self._is_done():
             self._next_epoch()
         elif inside and progress.phase != "paused":
-            self._settle()
-            if self._stops():
+            self._validate_and_schedule()
+            if self._must_stop():
                 self._end_epoch(complete=progress.ended)
 
-    def _go_to(self, loader: dict[str, Any] | None) -> bool:
-        """Takes the loaders back to where they stood, unless `restore=` left them out; True inside an epoch."""
+    def _restore_loaders(self, loader: dict[str, Any] | None) -> bool:
+        """Restores the loaders' positions, unless `restore=` excludes them; returns True inside an epoch."""
         progress, inside = self.progress, self.progress.is_inside
         assert self.cursor is not None
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
             self._limit_batches()
         elif inside and (progress.ended or progress.cut):
-            # Nothing is left to be read of this epoch.
+            # This epoch has no batches left.
             self._iterator = iter(())
         elif inside:
-            # The epoch starts from its first batch.
+            # Without its loader state, the epoch restarts from its first batch.
             progress.repeat_epoch()
             inside = False
         elif loader is not None:

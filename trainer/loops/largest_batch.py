@@ -1,4 +1,4 @@
-"""Looks for a large batch before training, for `AutoAccumulation(try_largest=True)`, which tries it first."""
+"""Finds a large batch before training, for `AutoAccumulation(try_largest=True)`, which tries it first."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from leyden.strategies.batch import map_tensors
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import RankBatches, is_indexed
 
-LOOKED_AT = 8
-"""Batches that are made for it, where they differ in size."""
+MAX_CANDIDATES = 8
+"""Candidate batches to build if batches differ in size."""
 
 
 def largest_batch(loader: Any) -> Any:
-    """Makes a few batches out of samples from all over the data set, and returns the largest.
+    """Builds a few batches from samples spread over the whole data set, and returns the largest.
 
-    The loader's sampler is not asked, and global random numbers are as before. The data set is read in this process,
-    and what it keeps for itself changes: an open file, a generator of its own. Two batches are made where all are of
-    one size.
+    The loader's sampler is not used, and global random states are restored. The data set is read in this process, which
+    may change its own state, such as an open file or a generator. It stops after two batches of the same shapes.
 
     Args:
-        loader: of the training data.
+        loader: the training loader.
 
     Returns:
-        The batch, on the CPU; None if batches are all of one size, or cannot be made but by the loader itself.
+        The batch on the CPU; None if batches all have one size, or if only the loader itself can build them.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -37,20 +36,21 @@ def largest_batch(loader: Any) -> Any:
         >>> largest_batch(padded).shape
         torch.Size([9, 2])
     """
-    found, largest, shapes = None, -1, set()
+    largest, largest_size, shapes = None, -1, set()
     with isolated_rng():
         try:
             for number, batch in enumerate(_batches(loader)):
-                shapes.add(tuple(_shapes(batch)))
-                size = sum(torch.Size(shape).numel() for shape in _shapes(batch))
-                if size > largest:
-                    found, largest = batch, size
+                shapes_of_batch = _shapes(batch)
+                shapes.add(tuple(shapes_of_batch))
+                size = sum(torch.Size(shape).numel() for shape in shapes_of_batch)
+                if size > largest_size:
+                    largest, largest_size = batch, size
                 if number == 1 and len(shapes) == 1:
                     return None
         except Exception:
-            # A sample that cannot be loaded is the loop's to report, if it comes to it.
+            # A sample that cannot be loaded is reported by the training loop, if it reaches that sample.
             return None
-    return found
+    return largest
 
 
 def _batches(loader: Any) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def _batches(loader: Any) -> Iterator[Any]:
     sampler = getattr(batches, "sampler", None)
     plain = type(batches) is BatchSampler or (isinstance(batches, RankBatches) and not batches.of_batches)
     if not plain or type(sampler) not in (SequentialSampler, RandomSampler):
-        # Others may leave samples out, or sort them.
+        # Other samplers may drop or sort samples.
         return
     size = batches.span // batches.ranks if isinstance(batches, RankBatches) else batches.batch_size
     count = len(loader.dataset)
@@ -73,9 +73,9 @@ def _batches(loader: Any) -> Iterator[Any]:
 
 
 def _places(count: int, size: int, in_order: bool) -> Iterator[Sequence[int]]:
-    """The samples of each batch: neighbours, of which the last are the last; or spread, as a shuffle spreads them."""
-    number = min(LOOKED_AT, count // size)
-    # The ends first: data sets are often sorted.
+    """Yields the sample indices of each candidate: contiguous blocks in order, or else indices spread over the data."""
+    number = min(MAX_CANDIDATES, count // size)
+    # First and last batch first, because data sets are often sorted by size.
     for place in sorted(range(number), key=lambda place: (place not in (0, number - 1), place)):
         if in_order:
             start = (count - size) * place // max(1, number - 1)

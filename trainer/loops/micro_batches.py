@@ -1,4 +1,4 @@
-"""Steps of a pipeline, which run once for each micro-batch and log the values of the whole batch."""
+"""Pipeline steps, which run once per micro-batch and log one value per batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class MicroBatches:
-    """Calls the strategy's `forward_backward` for a batch that it cuts into micro-batches.
+    """Calls `forward_backward` of a strategy that splits a batch into micro-batches.
 
-    What a step logs counts where it reaches its end. The values of the micro-batches are one value of the batch, which
-    every rank of the pipeline learns when the batch is done.
+    Logged values count only on the rank where a step reaches its end. The values of all micro-batches are combined into
+    one value for the batch, which every rank of the pipeline receives after the batch.
 
     Args:
-        run: of the fit.
+        run: the run of the fit.
     """
 
     def __init__(self, run: Run) -> None:
@@ -28,14 +28,14 @@ class MicroBatches:
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
-        """What `Strategy.forward_backward` does, with a step function that `step` returned."""
+        """Runs `Strategy.forward_backward` with a step function that `step` returned."""
         with self._logs.by_micro_batch():
             outputs = self._strategy.forward_backward(step_fn, batch, extra, window, hooks)
         self._logs.share_step()
         return outputs
 
     def step(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A step function that logs only where it reaches its end, and leaves no trace in a rehearsal."""
+        """Returns a step function that logs only where the step reaches its end; a rehearsal has no side effects."""
 
         def step(batch: Any, *extra: Any) -> Any:
             if self._strategy.outputs.are_here and not self._strategy.outputs.are_rehearsed:

@@ -1,4 +1,4 @@
-"""The peak of memory in each phase of a step, for the message about a batch that does not fit."""
+"""Peak memory in each phase of a step, for the error about a batch that does not fit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from leyden.trainer.format.text import size_of
 
 
 class PeakMemory:
-    """Measures phases one after the other: on CUDA what torch has allocated, elsewhere what the process has used.
+    """Measures peak memory phase by phase: allocations by torch on CUDA, memory of the process elsewhere.
 
-    Of a process only its peak so far is known, so that a later phase's is never the lower one.
+    A process reports only its overall peak, so outside CUDA a later phase never shows a lower peak.
 
     Args:
-        device: whose memory it is.
+        device: the device to measure.
 
     Attributes:
-        phase: the one that is under way; "" between steps.
+        phase: the current phase; "" between steps.
 
     Example:
         >>> peak = PeakMemory(torch.device("cpu"))
@@ -34,19 +34,19 @@ class PeakMemory:
         self.phase = ""
 
     def begin(self, phase: str, measures: bool) -> None:
-        """Begins a phase, and ends the one before; "" begins none.
+        """Ends the current phase and begins the next.
 
         Args:
-            phase: "forward", "backward" or "step".
-            measures: take its peak. On CUDA that sets torch's own back, which others may want to read.
+            phase: "forward", "backward" or "step"; "" for none.
+            measures: whether to measure the peak. On CUDA this resets torch's own peak, which user code may read.
         """
         if self._measures:
-            self._note()
+            self._record()
         self.phase, self._measures = phase, measures and bool(phase)
         if self._measures and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         self._peaks[self.phase] = max(self._now(), self._peaks.get(self.phase, 0))
 
     def _now(self) -> int:
@@ -55,15 +55,15 @@ class PeakMemory:
         try:
             import resource
         except ImportError:
-            # Windows has none.
+            # Windows has no `resource` module.
             return 0
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # Kilobytes on Linux, bytes on a Mac.
+        # In kilobytes on Linux, in bytes on macOS.
         return used if sys.platform == "darwin" else used * 1024
 
     def failed(self) -> str:
-        """The peaks of each phase, after the current one has failed."""
-        self._note()
+        """Returns the peaks of all phases as text, after the current phase failed."""
+        self._record()
         found = ", ".join(f"{phase} {size_of(peak)}" for phase, peak in self._peaks.items() if peak)
         total = ""
         if self._device.type == "cuda":

@@ -19,11 +19,11 @@ class Schedulers:
     """The learning-rate schedulers of a fit.
 
     Args:
-        configs: each with when it steps.
-        module: whose `lr_scheduler_step` steps them.
-        hooks: of the run.
-        ranks: must all end up with one learning rate.
-        rest: returns True where none of them is to step any more.
+        configs: the schedulers with their intervals.
+        module: the module whose `lr_scheduler_step` steps them.
+        hooks: the run's hooks.
+        ranks: the run's ranks, which must all use the same learning rate.
+        rest: returns True while no scheduler may step.
     """
 
     def __init__(
@@ -38,22 +38,22 @@ class Schedulers:
         self._module, self._hooks, self._ranks = module, hooks, ranks
 
     def step(self, interval: str, count: int) -> None:
-        """Steps those of an interval that are due, all but those on a plateau."""
+        """Steps the schedulers of an interval that are due and do not depend on a monitored value."""
         for config in () if self._rest() else self.configs:
             if not config.reduce_on_plateau and config.due(interval, count):
                 self._step(config, None)
 
     def due_on_plateau(self, interval: str, count: int) -> list[SchedulerConfig]:
-        """Returns those due that step on a monitored value, once a validation may have logged it."""
+        """Returns the due schedulers that depend on a monitored value; call it after the validation that may log it."""
         configs = () if self._rest() else self.configs
         return [config for config in configs if config.reduce_on_plateau and config.due(interval, count)]
 
     def step_on_plateau(self, due: Sequence[SchedulerConfig], metrics: Callable[[], Mapping[str, Value]]) -> None:
-        """Steps them on the values that are logged by now."""
+        """Steps these schedulers with the values logged so far."""
         for config in due:
             metric = config.monitored(metrics())
             if self._ranks.world_size > 1:
-                # A value of a step is each rank's own, and the learning rate must be one.
+                # Values of a step differ between ranks, but the learning rate must not.
                 metric = self._ranks.broadcast(None if metric is None else float(metric))
             if metric is not None:
                 self._step(config, metric)

@@ -1,4 +1,4 @@
-"""The optimisation step: zero_grad, forward and backward of a batch, and, where the window closes, clip and step."""
+"""The optimization step: zero_grad, forward and backward of a batch; at the end of a window, clipping and step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Step(ABC):
-    """The optimisation step of a fit, automatic or manual.
+    """The optimization step of a fit, automatic or manual.
 
     Args:
-        run: of the fit.
-        training_step: the user's, as `Run.step_function` returns it.
-        schedulers: those of the run.
-        accumulates: some window has several batches.
+        run: the run of the fit.
+        training_step: the user's `training_step`, as `Run.step_function` returns it.
+        schedulers: the run's schedulers.
+        accumulates: True if some window has several batches.
     """
 
     def __init__(self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, accumulates: bool) -> None:
@@ -48,52 +48,55 @@ class Step(ABC):
         self.accumulates = accumulates
         self.takes_index = step_arguments(self.module.training_step)[0]
         self.has_stepped = False
-        """An optimizer stepped when the last window closed."""
+        """True if an optimizer stepped at the end of the last closed window."""
 
     @property
     def was_skipped(self) -> bool:
-        """True if a gradient scaler skipped the step when the last window closed."""
+        """True if a gradient scaler skipped the step of the last closed window."""
         return bool(self.engine.prepared_optimizers) and not self.has_stepped
 
     def _is_empty(self) -> bool:
-        """True if no rank has a sample of the current global batch."""
+        """True if no rank has a sample in the current global batch."""
         share = self.engine.share
         return share is not None and not share.total
 
     def begin(self) -> None:
-        """Begins training, before its first batch is drawn."""
+        """Prepares for training, before the first batch is drawn."""
 
     @property
     @abstractmethod
     def is_counted(self) -> bool:
-        """True if the window that closed last counts as a global step."""
+        """True if the last closed window counts as a global step."""
 
     @abstractmethod
     def run(self, batch: Any, batch_idx: int) -> Any:
-        """Does one batch; returns what `training_step` returned."""
+        """Trains one batch; returns the output of `training_step`."""
 
     @abstractmethod
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Shadows the other ranks' step on a global batch of which this rank has no sample; the caller discards logs.
+        """Takes part in the other ranks' step on a global batch in which this rank has no sample.
+
+        The filler batch only keeps the collectives matched: it has no effect on gradients or module state. The caller
+        discards values that it logs.
 
         Args:
-            filler: gives a batch that may be run for it.
-            batch_idx: the number that the batch has on the other ranks.
+            filler: returns a batch to run instead.
+            batch_idx: the batch's index on the other ranks.
         """
 
     @abstractmethod
     def close(self, batch_idx: int) -> None:
-        """Ends the window: brings its gradients to their mean and steps."""
+        """Closes the window: averages its gradients and steps."""
 
 
 class AutomaticStep(Step):
-    """Leyden calls zero_grad, backward and step; all optimizers step once per window.
+    """Calls zero_grad, backward and step for the user; all optimizers step once per window.
 
-    Which parts of a step have something to do (hooks, clipping, a gradient scaler) is found out once, at set-up, so
-    that the others cost nothing.
+    The constructor determines which optional parts of a step are in use (hooks, clipping, a gradient scaler), so that
+    unused parts cost nothing per step.
 
     Raises:
-        ConfigurationError: if an optimizer that evaluates the loss several times (LBFGS) meets something that cannot.
+        ConfigurationError: if an optimizer evaluates the loss several times (LBFGS) and another setting rules that out.
     """
 
     def __init__(self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, accumulates: bool) -> None:
@@ -103,27 +106,27 @@ class AutomaticStep(Step):
         self.clip_value = arguments.gradient_clip_val
         self.clip_algorithm = arguments.gradient_clip_algorithm
         self.clips = self.clip_value is not None or overrides(module, "configure_gradient_clipping", TrainModule)
-        self.own_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
-        self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
-        # The profiler wants the label that torch's own method puts around it.
-        self.clears = run.profiler is None and all(map(only_clears, self.engine.optimizers))
-        self.only_clears = self.clears and not (self.own_zero_grad or self.hooks_zero_grad)
-        self.own_step = overrides(module, "optimizer_step", TrainModule)
-        # A plain precision does nothing around a step, so it is not called.
-        self.unscales = (
+        self.overrides_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
+        self.has_zero_grad_hook = self.hooks.listens("on_before_zero_grad")
+        # With a profiler, torch's own method is called because it adds a label to the trace.
+        self.inlines_zero_grad = run.profiler is None and all(map(has_plain_zero_grad, self.engine.optimizers))
+        self.only_clears = self.inlines_zero_grad and not (self.overrides_zero_grad or self.has_zero_grad_hook)
+        self.overrides_step = overrides(module, "optimizer_step", TrainModule)
+        # A precision without work around a step is not called.
+        self.wraps_step = (
             self.strategy.precision.may_skip
             or overrides(self.strategy, "before_step", Strategy)
             or overrides(self.strategy, "end_step", Strategy)
             or overrides(self.strategy.precision, "unscale", Precision)
             or overrides(self.strategy.precision, "end_step", Precision)
         )
-        self.plain = not (
-            self.unscales
+        self.steps_directly = not (
+            self.wraps_step
             or overrides(self.strategy, "step", Strategy)
             or overrides(self.strategy.precision, "step", Precision)
         )
-        """Nothing but `optimizer.step()` belongs to a step."""
-        self.hooks_step = self.hooks.listens("on_before_optimizer_step")
+        """True if a step consists of `optimizer.step()` alone."""
+        self.has_step_hook = self.hooks.listens("on_before_optimizer_step")
         self.engine.begin_automatic()
         self.forward_backward = self.strategy.forward_backward
         if self.strategy.outputs.are_in_parts:
@@ -136,13 +139,13 @@ class AutomaticStep(Step):
         if self.closure_optimizer is not None:
             self._check_closure(self.closure_optimizer)
         self.outputs: Any = None
-        """Of the batch that closes the window: the closure of `optimizer_step` returns its loss."""
+        """The closing batch's output, for the closure of `optimizer_step`, which returns the loss."""
 
     def _check_closure(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         refusal = None
         if len(self.optimizers) > 1:
-            refusal = "a second optimizer: use manual optimisation"
+            refusal = "a second optimizer: use manual optimization"
         elif self.accumulates:
             refusal = "accumulation over several batches: use accumulate_grad_batches=1 and a larger batch"
         elif self.strategy.precision.may_skip:
@@ -151,7 +154,7 @@ class AutomaticStep(Step):
             refusal = f"strategy={self.strategy.name!r}: use a single device or DDP"
         if refusal:
             raise ConfigurationError(
-                f"{name} evaluates the loss several times in one step, which cannot go with {refusal}."
+                f"{name} evaluates the loss several times per step, which does not work with {refusal}."
             )
 
     @property
@@ -167,7 +170,7 @@ class AutomaticStep(Step):
                 clear_gradients(self.optimizers)
             else:
                 self._zero_grad(batch_idx)
-        # Not `hooks.inside`: two calls less in every batch.
+        # Set directly, not by `hooks.inside`, which would cost two more calls per batch.
         hooks.current = "training_step"
         extra = (batch_idx,) if self.takes_index else ()
         outputs = self.forward_backward(self.training_step, batch, extra, window, hooks)
@@ -180,12 +183,12 @@ class AutomaticStep(Step):
 
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
         if self._is_empty():
-            self._pass_over(filler, batch_idx)
+            self._skip_batch(filler, batch_idx)
             return
         if self.closure_optimizer is not None:
             raise ConfigurationError(
-                f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank "
-                "without a sample cannot do: give the loader drop_last=True."
+                f"{type(self.closure_optimizer).__name__} evaluates the loss several times per step, which a rank "
+                "without a sample cannot do. Use drop_last=True in the training loader."
             )
         if self.window.index == 0:
             self._zero_grad(batch_idx)
@@ -198,14 +201,15 @@ class AutomaticStep(Step):
         with without_trace(self.module):
             self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
 
-    def _pass_over(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Leaves a batch without a good sample out of its window; a window of nothing else steps nothing."""
+    def _skip_batch(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        """Leaves a batch without samples on any rank out of its window. A window of only such batches does not step."""
         window = self.window
         window.pass_over()
         if not window.closes:
             return
         if window.index >= 0:
-            # No backward was known to be the window's last. Sharded gradients and DeepSpeed's need one.
+            # The last backward ran without gradient synchronization, because the window was still open. Replicated
+            # gradients are synchronized now; sharded ones and DeepSpeed's need another backward, of a filler batch.
             if self.strategy.replicates and not self.strategy.drives_one:
                 self.strategy.sync_gradients()
             else:
@@ -217,12 +221,12 @@ class AutomaticStep(Step):
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
-            if self.hooks_zero_grad:
+            if self.has_zero_grad_hook:
                 self.hooks.fire_all("on_before_zero_grad", optimizer)
-            if self.own_zero_grad:
+            if self.overrides_zero_grad:
                 with self.hooks.inside("optimizer_zero_grad"):
                     self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
-            elif self.clears:
+            elif self.inlines_zero_grad:
                 clear_gradients((optimizer,))
             else:
                 optimizer.zero_grad()
@@ -232,18 +236,18 @@ class AutomaticStep(Step):
         if window.length > 1 or window.num_items is not None:
             self.engine.close_window()
         for prepared in self.prepared:
-            if self.unscales:
+            if self.wraps_step:
                 strategy.before_step(prepared.optimizer)
-            if self.hooks_step or self.clips:
+            if self.has_step_hook or self.clips:
                 self._before_step(prepared.optimizer)
-            if self.own_step:
-                stepped = self._own_step(batch_idx, prepared, self._last_loss) or stepped
-            elif self.plain:
+            if self.overrides_step:
+                stepped = self._call_optimizer_step(batch_idx, prepared, self._last_loss) or stepped
+            elif self.steps_directly:
                 prepared.optimizer.step()
                 stepped = True
             elif strategy.step(prepared.optimizer):
                 stepped = True
-        if self.unscales:
+        if self.wraps_step:
             strategy.end_step()
         self.has_stepped = stepped
         self.progress.count_window(stepped or not self.prepared)
@@ -251,14 +255,14 @@ class AutomaticStep(Step):
             self.schedulers.step("step", self.progress.stepped)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self.hooks_step:
+        if self.has_step_hook:
             self.hooks.fire_all("on_before_optimizer_step", optimizer)
         if self.clips:
             with self.hooks.inside("configure_gradient_clipping"):
                 self.module.configure_gradient_clipping(optimizer, self.clip_value, self.clip_algorithm)
 
-    def _own_step(self, batch_idx: int, prepared: PreparedOptimizer, closure: Callable[[], Any]) -> bool:
-        """Calls the module's `optimizer_step`; true if it stepped the optimizer."""
+    def _call_optimizer_step(self, batch_idx: int, prepared: PreparedOptimizer, closure: Callable[[], Any]) -> bool:
+        """Calls the module's `optimizer_step`; returns True if it stepped the optimizer."""
         self.engine.begin_step()
         with self.hooks.inside("optimizer_step"):
             self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, closure)
@@ -268,27 +272,27 @@ class AutomaticStep(Step):
         return read_loss(self.outputs)[0].detach() if self.outputs is not None else None
 
     def _run_closure(self, batch: Any, batch_idx: int) -> Any:
-        """The step of an optimizer like LBFGS: the closure is the whole pass, and the optimizer decides how often."""
+        """Steps an optimizer like LBFGS: the closure is a whole forward and backward pass that it calls repeatedly."""
         [prepared] = self.prepared
         hooks, window = self.hooks, self.window
         extra = (batch_idx,) if self.takes_index else ()
-        first: list[Any] = []
+        first_outputs: list[Any] = []
 
         def closure() -> Tensor:
             self._zero_grad(batch_idx)
             with hooks.inside("training_step"):
                 outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
-            if not first:
-                # Of the further evaluations nothing is kept: each would hold its tensors until the step is done.
-                first.append(outputs)
+            if not first_outputs:
+                # Later outputs are dropped: each would keep its tensors alive until the step is done.
+                first_outputs.append(outputs)
             self.engine.close_window()
             self.strategy.before_step(prepared.optimizer)
             self._before_step(prepared.optimizer)
-            # Of all ranks, which must choose the same step.
+            # The mean over all ranks, because all ranks must choose the same step.
             return self.strategy.ranks.reduce(read_loss(outputs)[0].detach())
 
-        if self.own_step:
-            self.has_stepped = self._own_step(batch_idx, prepared, closure)
+        if self.overrides_step:
+            self.has_stepped = self._call_optimizer_step(batch_idx, prepared, closure)
         else:
             self.engine.begin_step()
             prepared.step(closure)
@@ -297,23 +301,23 @@ class AutomaticStep(Step):
         self.progress.count_window(self.has_stepped)
         if self.has_stepped:
             self.schedulers.step("step", self.progress.stepped)
-        return first[0] if first else None
+        return first_outputs[0] if first_outputs else None
 
 
 class ManualStep(Step):
-    """The module calls `manual_backward` and steps its optimizers; a batch in which one stepped is a global step."""
+    """The module calls `manual_backward` and steps its optimizers. A batch with at least one step is a global step."""
 
     def __init__(self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, accumulates: bool) -> None:
         super().__init__(run, training_step, schedulers, accumulates)
         arguments = run.arguments
         if accumulates:
             raise ConfigurationError(
-                "accumulate_grad_batches cannot be used with manual optimisation: step every n batches in "
+                "accumulate_grad_batches cannot be used with manual optimization: step every n batches in "
                 "training_step."
             )
         if arguments.gradient_clip_val is not None:
             raise ConfigurationError(
-                "gradient_clip_val cannot be used with manual optimisation: call self.clip_gradients(optimizer, value) "
+                "gradient_clip_val cannot be used with manual optimization: call self.clip_gradients(optimizer, value) "
                 "before optimizer.step()."
             )
         self._inside_step = self.hooks.inside("training_step")
@@ -337,14 +341,15 @@ class ManualStep(Step):
         return outputs
 
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Runs the step on a batch that does not count: only it knows how often it calls backward and steps."""
+        """Runs the step on a filler batch with weight 0: only the step knows how often it calls backward and steps."""
         if self._is_empty():
             self.has_stepped = False
             return
         batch = filler()
         if batch is None:
             raise ConfigurationError(
-                "manual optimisation on a rank without a sample needs a batch to run: give all ranks as many batches."
+                "manual optimization needs a batch on each rank, and this rank has no sample: give all ranks the same "
+                "number of batches."
             )
         self.window.weigh(0.0, idle=True)
         self.engine.begin_step()
@@ -354,7 +359,7 @@ class ManualStep(Step):
         self.close(batch_idx)
 
     def close(self, batch_idx: int) -> None:
-        """Steps nothing: in manual optimisation the module steps optimizers and schedulers."""
+        """Ends the window without a step: in manual optimization the module steps optimizers and schedulers."""
         self.strategy.end_step()
         self.has_stepped = self.engine.has_stepped
         if self.has_stepped:
@@ -362,18 +367,18 @@ class ManualStep(Step):
 
 
 def make_step(run: Run, schedulers: Schedulers) -> Step:
-    """Makes the optimisation step of a fit: automatic, manual, or one that cuts its batches into micro-batches.
+    """Creates the optimization step of a fit: automatic, manual, or with batches split into micro-batches.
 
     Args:
-        run: of the fit.
-        schedulers: those of the run.
+        run: the run of the fit.
+        schedulers: the run's schedulers.
 
     Raises:
-        ConfigurationError: if something that was asked for does not go with it.
+        ConfigurationError: if the module, its optimizers or the strategy do not support the requested step.
     """
     accumulation, training_step = run.accumulation, run.step_function("training_step")
     if isinstance(accumulation, AutoAccumulation):
-        # Imported here, since a step that cuts batches is the rare one.
+        # Imported here because few runs use it.
         from leyden.trainer.loops.auto_step import AutoStep, check_auto
 
         check_auto(run)
@@ -386,13 +391,13 @@ def make_step(run: Run, schedulers: Schedulers) -> Step:
     return kind(run, training_step, schedulers, accumulates)
 
 
-def only_clears(optimizer: Optimizer) -> bool:
+def has_plain_zero_grad(optimizer: Optimizer) -> bool:
     """True if `optimizer.zero_grad` is torch's own method, not overridden or patched."""
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Does what torch's `zero_grad()` does, without its label for profilers, which costs more than the loop itself."""
+    """Clears gradients as torch's `zero_grad()` does, without its profiler label, which costs more than the loop."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -400,7 +405,7 @@ def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
 
 
 def detached(outputs: Any) -> Any:
-    """What `training_step` returned, without the graph that listeners would otherwise keep alive."""
+    """Returns the output of `training_step` without its graph, which listeners would otherwise keep alive."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
     if isinstance(outputs, dict):

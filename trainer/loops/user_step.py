@@ -1,4 +1,4 @@
-"""The user's step as a loop calls it: its arguments, and a call that leaves no trace."""
+"""How loops call the user's step: its arguments, and calls without side effects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from leyden.trainer.logging.metric_states import MetricStates
 
 
 def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[bool, bool]:
-    """Whether a step takes the index of the batch, whatever its name, and `dataloader_idx`, after the batch itself.
+    """Returns whether a step takes a batch index (under any name) and a `dataloader_idx` after the batch.
 
     Args:
         step: the user's method.
-        several: there are several loaders, so that `*args` take the index of the loader too.
+        several: True with several loaders; `*args` then also receive the loader's index.
     """
     parameters = list(inspect.signature(step).parameters.values())
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
@@ -34,7 +34,7 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
-    """Has a step that shadows the other ranks leave no buffer, metric state or random number changed."""
+    """Restores buffers, metric states and random states after a step whose result does not count."""
     undo = undoing_steps(module)
     try:
         yield
@@ -43,16 +43,14 @@ def without_trace(module: nn.Module) -> Iterator[None]:
 
 
 def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | None = None) -> Callable[[], None]:
-    """Notes what steps change, and returns a function that undoes it.
+    """Records the state that steps change, and returns a function that restores it.
 
-    A step may change a buffer in place, or give the module another tensor by its name: both are taken back.
+    The returned function undoes changes of a buffer in place as well as assignments of another tensor to its name. It
+    raises LeydenError if a buffer that was not copied has changed in place.
 
     Args:
-        module: whose buffers and metrics may be changed.
-        copies: says by name and buffer whether its values are copied; all are if None.
-
-    Raises:
-        LeydenError: by that function, if a buffer that was not copied has changed in place.
+        module: the module whose buffers and metrics steps may change.
+        copies: called with name and buffer, returns whether to copy its values; None copies all buffers.
     """
     places = [
         (owner, name, buffer, f"{path}.{name}".removeprefix("."))
@@ -73,20 +71,20 @@ def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | Non
 
     def undo() -> None:
         for owner, key, buffer, name in places:
-            # A scripted module's buffers have no get().
+            # The buffers of a scripted module have no get().
             if key not in owner._buffers or owner._buffers[key] is not buffer:
                 owner._buffers[key] = buffer
             if buffer is None:
                 continue
             value = values.get(id(buffer))
             if value is not None:
-                # Not the buffer itself, which backward may still need: it would count as changed.
+                # Through `.data`: backward may still need the buffer, and copying into it would bump its version.
                 buffer.data.copy_(value)
             elif buffer._version != versions[id(buffer)]:
                 raise LeydenError(
                     f"the buffer {name} ({buffer.nbytes / 2**20:.1f} MiB) changed for the first time in a pass that "
-                    "ran out of memory, and there is no copy to set it back to: begin with as many micro-batches as "
-                    "memory needs, AutoAccumulation(micro_batches=…), or change the buffer from the first batch on."
+                    "ran out of memory, and no copy exists to restore it. Start with enough micro-batches, "
+                    "AutoAccumulation(micro_batches=…), or change the buffer from the first batch on."
                 )
         metrics.load_state_dict(accumulated)
         undo_draws()

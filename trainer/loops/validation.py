@@ -1,4 +1,4 @@
-"""The validation inside a fit: the sanity check before training, when a validation is due, and running it."""
+"""Validation inside a fit: the sanity check before training, the schedule, and the validation pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Validation:
     """When and how a fit validates.
 
     Args:
-        run: of the fit.
+        run: the run of the fit.
         clock: the training time.
-        agreement: what the ranks have agreed on; None where there is one rank.
+        agreement: the requests shared by all ranks; None with a single rank.
 
     Attributes:
-        loop: the pass over the validation loaders; None until `load`, and where the fit has nothing to validate on.
+        loop: the loop over the validation loaders; None before `load`, and if the fit has no validation batches.
     """
 
     def __init__(self, run: Run, clock: Clock, agreement: Agreement | None) -> None:
@@ -36,22 +36,24 @@ class Validation:
         self._clock = clock
         self._agreement = agreement
         self._every: int | None = None
-        """Batches between two validations; None for the end of an epoch, or an interval in time."""
+        """Batches between two validations; None to validate at the end of an epoch or by time."""
         self.loop: EvaluationLoop | None = None
-        self._before: dict[str, Any] | None = None
-        self._aside = False
-        self._validated = -1
-        """Batches that had been trained at the last pass."""
+        self._snapshot: dict[str, Any] | None = None
+        """During a pass, the state from before it."""
+        self._is_at_stop = False
+        """True during the pass of `run_at_stop`."""
+        self._validated_at = -1
+        """`progress.batches` at the last pass."""
 
-    def load(self, again: bool = False) -> None:
-        """Gets the validation loaders, unless they are there."""
-        if self.loop is None or again:
+    def load(self, reload: bool = False) -> None:
+        """Creates the validation loaders if there are none yet, or again with `reload`."""
+        if self.loop is None or reload:
             loaders = self._run.loaders.evaluation("val")
             has_batches = any(limit != 0 for _, limit in loaders)
             self.loop = EvaluationLoop(self._run, "validation", loaders) if has_batches else None
 
     def sanity_check(self) -> None:
-        """Runs a few validation batches before the first step, which leave no trace in counters or random numbers."""
+        """Runs a few validation batches before the first step. Counters and random states stay unchanged."""
         run, count = self._run, self._arguments.num_sanity_val_steps
         if count == 0 or self._arguments.limit_val_batches == 0 or not run.loaders.has("val"):
             return
@@ -59,34 +61,34 @@ class Validation:
             run.hooks.fire_all("on_sanity_check_start")
             self.load()
             if self.loop is not None:
-                with self._remembering(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
+                with self._keeping_snapshot(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
                     self.loop.run(limit=None if count == -1 else count)
             run.hooks.fire_all("on_sanity_check_end")
         run.logs.clear()
 
     def set_interval(self, num_batches: int | None) -> None:
-        """Works out how many batches lie between two validations, by `val_check_interval`.
+        """Computes the number of batches between two validations from `val_check_interval`.
 
         Args:
-            num_batches: batches in an epoch; None where the loader does not know.
+            num_batches: batches per epoch; None if the loader has no length.
 
         Raises:
-            ConfigurationError: if the interval is longer than an epoch, shorter than a batch, or a fraction of an
-                epoch whose length is not known.
+            ConfigurationError: if the interval is longer than an epoch or shorter than a batch, or if it is a fraction
+                and the epoch's length is unknown.
         """
         interval, total = self._arguments.val_check_interval, num_batches
         self._every = None
         if isinstance(interval, int):
             if self._arguments.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} is more than the {total} batches of an epoch: give a smaller "
-                    "number, or check_val_every_n_epoch=None to count over epochs."
+                    f"val_check_interval={interval} exceeds the {total} batches of an epoch. Use a smaller number, or "
+                    "check_val_every_n_epoch=None to count batches across epochs."
                 )
             self._every = interval
         elif isinstance(interval, float) and interval != 1.0:
             if total is None:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length: "
+                    f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length: "
                     "give a number of batches."
                 )
             if total * interval < 1:
@@ -97,16 +99,16 @@ class Validation:
             self._every = math.floor(total * interval)
 
     def is_due(self, ends_epoch: bool, window_start: int) -> bool:
-        """True if the window that closed reached or passed a point of validation.
+        """True if the closed window reached a point of the validation schedule.
 
         Args:
-            ends_epoch: it is the last one of its epoch.
-            window_start: index in the epoch of its first batch.
+            ends_epoch: True if the window is the last of its epoch.
+            window_start: epoch index of the window's first batch.
         """
         progress, every_epochs = self._progress, self._arguments.check_val_every_n_epoch
-        if not self._in_this_epoch():
+        if not self._validates_in_this_epoch():
             return False
-        if self._clock.decides_on_validation:
+        if self._clock.schedules_validation:
             agreement = self._agreement
             return self._clock.validation_is_due() if agreement is None else agreement.validation_is_due
         if self._every is None:
@@ -116,55 +118,54 @@ class Validation:
         return done // self._every > before // self._every
 
     def decide(self, window_start: int | None) -> None:
-        """Decides in a resumed run whether a validation follows the window that was closed last.
+        """Decides in a resumed run whether a validation is due after the last closed window.
 
         Args:
-            window_start: index in the epoch of its first batch; None where the checkpoint has decided.
+            window_start: epoch index of the window's first batch; None if the checkpoint already stores the decision.
         """
         if window_start is not None:
             ended = self._progress.ended
             self._progress.end_window(ended, self.is_due(ended, window_start), skipped=False)
 
-    def _in_this_epoch(self) -> bool:
-        """True if the fit validates in this epoch."""
+    def _validates_in_this_epoch(self) -> bool:
         every = self._arguments.check_val_every_n_epoch
         return self.loop is not None and (every is None or (self._progress.epoch + 1) % every == 0)
 
     def run_at_stop(self) -> None:
-        """Validates where the run is asked to stop inside an epoch, unless it has just validated.
+        """Validates at a stop request inside an epoch, unless these weights have just been validated.
 
-        A run that was not stopped there would not validate, so a resume must go on as if this pass had not been: it
-        leaves no trace in loaders and random numbers, no scheduler follows it, and it is not run again.
+        An uninterrupted run would not validate at this point, so a resume must continue as if the pass had not
+        happened: loaders and random states are set back, no scheduler steps after it, and it is never repeated.
         """
-        if not self._in_this_epoch() or self._validated == self._progress.batches:
+        if not self._validates_in_this_epoch() or self._validated_at == self._progress.batches:
             return
-        self._aside = True
+        self._is_at_stop = True
         try:
             with self._progress.aside():
                 self.run()
         finally:
-            self._aside = False
+            self._is_at_stop = False
 
     def run(self) -> bool:
-        """Validates; False if a signal interrupted it, so that it is still to be done."""
+        """Runs a validation pass; returns False if a signal interrupted it and it is still pending."""
         if self.loop is None:
-            # It was due in the checkpoint's run, and this one has none.
+            # It was due in the saved run, but this run has no validation loader.
             return True
-        self._clock.note()
-        # What swaps averaged weights in for a validation, does so in it.
+        self._clock.update()
+        # Callbacks may swap averaged weights in during the pass, so pending copies of the weights must finish first.
         self._run.saves.finish_copies()
         self._progress.begin_validation()
-        self._validated = self._progress.batches
+        self._validated_at = self._progress.batches
         done = False
-        with self._remembering() as before:
-            undo = self.loop.undoing(before)
+        with self._keeping_snapshot() as snapshot:
+            undo = self.loop.undoing(snapshot)
             try:
                 done = self.loop.run() is not None
-                if self._aside:
+                if self._is_at_stop:
                     undo()
             finally:
                 if not done:
-                    # After an error the device may be unusable, and the error is what counts.
+                    # After an error the device may be unusable. The original error must not be masked.
                     with suppress(Exception):
                         undo()
         if self._agreement is not None:
@@ -172,33 +173,33 @@ class Validation:
         return done
 
     @contextmanager
-    def _remembering(self) -> Iterator[dict[str, Any]]:
-        """Keeps what a pass changes as it was before, for checkpoints saved inside the block."""
+    def _keeping_snapshot(self) -> Iterator[dict[str, Any]]:
+        """Keeps a snapshot of the state that a pass changes, for checkpoints saved during the pass."""
         assert self.loop is not None
-        self._before = before = self.loop.snapshot()
+        self._snapshot = snapshot = self.loop.snapshot()
         try:
-            yield before
+            yield snapshot
         finally:
-            self._before = None
+            self._snapshot = None
 
     def before_pass(self) -> dict[str, Any]:
-        """Returns "metrics" and "rng" from before the pass that runs, if a resume begins there; else nothing."""
-        before = self._before if self._runs_again else None
-        return {} if before is None else {name: before[name] for name in ("metrics", "rng")}
+        """Returns "metrics" and "rng" from before the current pass if a resume begins before it; otherwise {}."""
+        snapshot = self._snapshot if self._resume_precedes_pass else None
+        return {} if snapshot is None else {name: snapshot[name] for name in ("metrics", "rng")}
 
     @property
-    def _runs_again(self) -> bool:
-        """True if a resume begins before the pass that runs."""
-        return self._run.state.sanity_checking or self._aside or self._progress.phase == "stepped"
+    def _resume_precedes_pass(self) -> bool:
+        """True if a resume from a checkpoint saved now begins before the current pass."""
+        return self._run.state.sanity_checking or self._is_at_stop or self._progress.phase == "stepped"
 
     def loader_states(self) -> list[dict[str, Any]]:
-        """Where the validation loaders stand between two passes."""
-        if self._before is not None and self._runs_again:
-            found: list[dict[str, Any]] = self._before["loaders"]
-            return found
+        """Returns the state that the validation loaders keep between two passes."""
+        if self._snapshot is not None and self._resume_precedes_pass:
+            loaders: list[dict[str, Any]] = self._snapshot["loaders"]
+            return loaders
         return [] if self.loop is None else self.loop.loader_states()
 
     def load_loader_states(self, states: list[dict[str, Any]]) -> None:
-        """Restores what `loader_states` returned."""
+        """Restores states returned by `loader_states`."""
         if self.loop is not None:
             self.loop.load_loader_states(states)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leyden.callbacks.base import CLOSING_ORDER, Callback
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.data.sharding import NO_SAMPLES
 from leyden.trainer.tuning.trial import Subject, owners_of
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Sweep(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch is not NOTHING:
+        if batch is not NO_SAMPLES:
             loss, items = _loss_of(outputs)
             weight = trainer.window.weight
             total, count = (loss * weight, weight) if items is None else (loss, items)

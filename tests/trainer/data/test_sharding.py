@@ -29,7 +29,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, seed_everything, set_rng_state
-from leyden.trainer.data.sharding import NOTHING, DataRanks, Share, block
+from leyden.trainer.data.sharding import NO_SAMPLES, DataRanks, Share, block
 from leyden.trainer.data.streams import shard
 
 SIZE = 103
@@ -144,7 +144,7 @@ class World:
             if drawn[0] is None:
                 assert drawn == [None] * self.ranks
                 return found
-            blocks = [[] if batch is NOTHING else batch.tolist() for batch, _ in drawn]
+            blocks = [[] if batch is NO_SAMPLES else batch.tolist() for batch, _ in drawn]
             whole = [index for part in blocks for index in part]
             assert [(share.here, share.total) for _, share in drawn] == [(len(part), len(whole)) for part in blocks]
             found.append(whole)
@@ -370,7 +370,7 @@ def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
     alone = list(make(3))
     cursors = [LoaderCursor(shard(make(3), DataRanks(rank, 2), asks=False)) for rank in range(2)]
     pairs = zip(*(cursor.start(0) for cursor in cursors), strict=True)
-    found = [batch for pair in pairs for batch, _ in pair if batch is not NOTHING]
+    found = [batch for pair in pairs for batch, _ in pair if batch is not NO_SAMPLES]
     assert len(found) == len(alone)
     assert all(str(one) == str(other) for one, other in zip(found, alone, strict=True))
 

@@ -73,9 +73,9 @@ def test_after_memory_ran_out_weights_are_bit_for_bit_those_of_a_plain_loop_with
     assert trainer.global_step == 3 and parts_of(trainer) == 4
     assert module.rows[:3] == [8, 8, 4] and module.rows[-8:] == [2, 2, 2, 2, 1, 1, 1, 1]
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("leyden: out of memory"))
-    assert f"in {phase} with 8 of the batch's 8 samples; peak of memory: forward" in first
-    assert "at step 1 (epoch 0, batch 1)" in first and "2 micro-batches in place of 1" in first
-    assert "with 4 of the batch's 8 samples" in second and "4 micro-batches in place of 2" in second
+    assert f"in {phase} with 8 of the batch's 8 samples; peak memory: forward" in first
+    assert "at step 1 (epoch 0, batch 1)" in first and "2 micro-batches instead of 1" in first
+    assert "with 4 of the batch's 8 samples" in second and "4 micro-batches instead of 2" in second
 
 
 @pytest.mark.parametrize("items", [False, True])
@@ -241,9 +241,7 @@ def test_the_callback_takes_a_number_to_begin_with_and_checks_it() -> None:
 
 
 def test_one_sample_that_does_not_fit_is_an_error_with_the_peak_of_each_phase() -> None:
-    with pytest.raises(
-        torch.OutOfMemoryError, match="in backward with 1 of the batch's 8 samples; peak of memory:"
-    ) as e:
+    with pytest.raises(torch.OutOfMemoryError, match="in backward with 1 of the batch's 8 samples; peak memory:") as e:
         fitted(Hungry({(0, "backward"): 0}), loader())
     text = str(e.value)
     assert re.search(r"forward [\d.]+ [MG]iB, backward", text) and "activation checkpointing" in text
@@ -332,13 +330,13 @@ UNCUT: list[tuple[Any, str]] = [
     ),
     (
         DataLoader([torch.ones(3, 8, 8)] * 8, 4, collate_fn=tuple),  # type: ignore[arg-type]
-        "a batch of 4 samples cannot be cut into micro-batches, since its first tensor has 3 rows",
+        "a batch of 4 samples cannot be split into micro-batches: its first tensor has 3 rows",
     ),
     (
         DataLoader(
             [torch.ones(10, 3)] * 8, 4, collate_fn=lambda parts: {"x": torch.stack(parts, 1), "y": torch.ones(4)}
         ),
-        "a batch of 4 samples cannot be cut .* has 10 rows: .*have training_step transpose",
+        "a batch of 4 samples cannot be split .* has 10 rows. .* in training_step if needed",
     ),
     (
         DataLoader([torch.ones(4), torch.ones(10)], 2, collate_fn=tuple),  # type: ignore[arg-type]
@@ -349,7 +347,7 @@ UNCUT: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("data", "reason"), UNCUT)
 def test_a_batch_that_cannot_be_cut_is_an_error_that_says_why(data: Any, reason: str) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=f"out of memory on rank 0.*ends here: {reason}"):
+    with pytest.raises(torch.OutOfMemoryError, match=f"out of memory on rank 0.*cannot split it further: {reason}"):
         fitted(Any1(), data)
 
 
@@ -372,13 +370,13 @@ class Closing(Line):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Manual, "manual optimisation, which steps by itself: cut the batch in training_step"),
+        (Manual, "manual optimization: split the batch in training_step"),
         (Drawing, "draws its own batches: take the batch as an argument"),
         (Closing, r"an optimizer that evaluates the loss several times \(LBFGS\)"),
     ],
 )
 def test_what_cannot_be_run_in_micro_batches_is_refused_before_training(module: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"accumulate_grad_batches='auto' cannot go with .*{message}"):
+    with pytest.raises(ConfigurationError, match=f"accumulate_grad_batches='auto' does not work with .*{message}"):
         fitted(module(), [torch.ones(4, 2)])
 
 

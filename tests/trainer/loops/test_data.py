@@ -86,7 +86,7 @@ def test_a_limit_holds_for_a_loader_without_a_length(fit: Any, limit: Any) -> No
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_a_loader_shorter_than_it_claims_ends_its_epoch_in_order(fit: Any, accumulate: int) -> None:
     module = Tiny(scheduled)
-    with pytest.warns(UserWarning, match="says that it has 8 batches and ended after 6: give it the right length"):
+    with pytest.warns(UserWarning, match="reports 8 batches but ended after 6: fix its length"):
         trainer = fit(module, Lying(numbered(6), 8), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate)
     assert trainer.global_step == 2 * -(-6 // accumulate)
     assert torch.allclose(module.net.weight, weights_of_plain_loop(numbered(6), accumulate, epochs=2))

@@ -1,4 +1,4 @@
-"""A loader for which training waits is named, by what was measured: a clock that only samples and steps advance."""
+"""A slow training loader causes a warning, measured by a clock that only samples and steps advance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from leyden import Trainer
 from leyden.trainer.data.combined import CombinedLoader
-from leyden.trainer.loops import waits
+from leyden.trainer.loops import loader_timer
 
 
 class Time:
-    """Stands still until somebody moves it."""
+    """A clock that advances only when told to."""
 
     now = 0.0
 
@@ -50,7 +50,7 @@ class Module(Line):
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(waits, "perf_counter", time)
+    monkeypatch.setattr(loader_timer, "perf_counter", time)
     return time
 
 
@@ -67,21 +67,22 @@ def warned(time: Time, load: float, step: float, folder: Path, epochs: int = 3, 
 def test_a_loader_that_takes_a_good_part_of_the_time_is_named_once(
     time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(loader_timer.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     [message] = warned(time, 0.4, 0.6, tmp_path)
     assert message == (
-        "data took 40% of the time of training over 50 batches (0.4 of 1 s each): raise num_workers (now 0, with "
+        "data took 40% of the training time over 50 batches (0.4 of 1 s each): raise num_workers (now 0, with "
         "8 cores) in the training loader."
     )
 
 
 def test_the_cores_are_shared_by_the_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(loader_timer.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=2)
-    assert waits._fix(loader, 2) == "raise num_workers (now 2, with 8 cores for 2 ranks) in the training loader"
-    assert waits._fix(loader, 4).startswith("num_workers=2 is this rank's part of 8 cores for 4 ranks, so make samples")
+    assert loader_timer._fix(loader, 2) == "raise num_workers (now 2, with 8 cores for 2 ranks) in the training loader"
+    advice = loader_timer._fix(loader, 4)
+    assert advice.startswith("num_workers=2 is this rank's share of 8 cores for 4 ranks, so make samples")
     both = CombinedLoader([DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=3), loader])
-    assert waits._fix(both, 1) == "raise num_workers (now 2, with 8 cores) in the training loader"
+    assert loader_timer._fix(both, 1) == "raise num_workers (now 2, with 8 cores) in the training loader"
 
 
 class Validated(Module):
@@ -124,6 +125,6 @@ def test_a_loader_is_not_asked_again_once_it_has_ended(length: int, tmp_path: Pa
 
     asked: list[int] = []
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path})
-    with pytest.warns(UserWarning, match=f"says that it has {length + 1} batches and ended after {length}"):
+    with pytest.warns(UserWarning, match=f"reports {length + 1} batches but ended after {length}"):
         trainer.fit(Line(), Once())
     assert trainer.progress.batches == length and asked == [1]
