@@ -1,4 +1,4 @@
-"""Trainer: turns arguments into parts, then fits, validates, tests and predicts with them."""
+"""Trainer: builds a run from its arguments, then fits, validates, tests or predicts."""
 
 from __future__ import annotations
 
@@ -63,69 +63,69 @@ Loaders = Any
 class Trainer(TrainerView):
     """Trains a `TrainModule`: devices, precision, accumulation, validation, logging, checkpoints and resume.
 
-    Names and defaults are PyTorch Lightning's, except where it says so. None means the default, but where it says
-    otherwise.
+    Names and defaults are those of PyTorch Lightning unless noted. None means the default unless noted.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
-        strategy: a name of `leyden.strategies.NAMES`, a `Strategy`, or "auto", the default: "ddp" on several devices.
-        devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks
-            are started at the first fit, validate, test or predict. Default "auto".
+        strategy: a name from `leyden.strategies.NAMES`, a `Strategy` or "auto": "ddp" on several devices. Default "auto".
+        devices: devices per machine, one rank each: a number, indices such as [0, 1] or "0,1", or "auto" (all GPUs, or
+            one CPU). Ranks start at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
         precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine",
-            a short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
-        logger: True (TensorBoard), False, a logger or several. Default True.
-        callbacks: one or a list.
-        plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO` to write checkpoints beside the training;
-            a `CheckpointIO` of your own, which stores them; a `ClusterEnvironment`, which says which rank this is.
+            a short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default "32-true", or the given strategy's.
+        logger: True (TensorBoard), False, a logger or a list of loggers. Default True.
+        callbacks: a callback or a list of callbacks.
+        plugins: a `Precision` (instead of `precision`); `AsyncCheckpointIO` to write checkpoints in the background; a
+            custom `CheckpointIO` to store them; or a `ClusterEnvironment`, which defines this process's rank.
         fast_dev_run: True or a number of batches: runs every hook once and writes nothing.
-        max_epochs: default 1000 if nothing else ends the run; -1 for no end.
-        min_epochs: no early stop before.
-        max_steps: optimizer steps; -1 for no end.
-        min_steps: no early stop before.
-        max_time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
-        limit_train_batches: a fraction of an epoch (float) or a number of batches (int); so for val, test and predict.
+        max_epochs: maximum number of epochs; -1 for no limit. Default 1000 if no other limit is set.
+        min_epochs: epochs before an early stop may take effect.
+        max_steps: maximum number of optimizer steps; -1 for no limit.
+        min_steps: optimizer steps before an early stop may take effect.
+        max_time: maximum training time: "DD:HH:MM:SS", a timedelta, or a dict of timedelta arguments.
+        limit_train_batches: a fraction of an epoch (float) or a number of batches (int).
         limit_val_batches: see limit_train_batches.
         limit_test_batches: see limit_train_batches.
         limit_predict_batches: see limit_train_batches.
-        overfit_batches: train and validate on so many batches, the same ones each epoch.
-        val_check_interval: a fraction of an epoch, a number of batches, or a time as max_time. Default 1.0.
-        check_val_every_n_epoch: validate in every n-th epoch; None counts batches over epochs. Default 1.
-        num_sanity_val_steps: validation batches before training; -1 for all. Default 2.
-        log_every_n_steps: loggers are given step values this often. Default 50.
+        overfit_batches: a fraction or number of training batches to train and validate on, the same in each epoch.
+        val_check_interval: a fraction of an epoch, a number of batches, or a time as in max_time. Default 1.0.
+        check_val_every_n_epoch: validate every n epochs; None counts batches across epochs. Default 1.
+        num_sanity_val_steps: validation batches to run before training; -1 for all. Default 2.
+        log_every_n_steps: steps between two rows of step values for the loggers. Default 50.
         enable_checkpointing: add a `ModelCheckpoint` if there is none. Default True.
         enable_progress_bar: add a `TQDMProgressBar` if there is none. Default True.
-        enable_model_summary: add a `ModelSummary`. Default False, unlike Lightning: fit prints five lines and no more.
-        accumulate_grad_batches: batches of one optimizer step; "auto" cuts each into parts that fit. Default 1.
-        gradient_clip_val: clip to this; None for no clipping.
+        enable_model_summary: add a `ModelSummary`. Default False, unlike in Lightning: fit prints only five lines.
+        accumulate_grad_batches: batches per optimizer step; "auto" splits each batch to fit into memory. Default 1.
+        gradient_clip_val: the maximum norm or value of gradients; None for no clipping.
         gradient_clip_algorithm: "norm" or "value". Default "norm".
-        deterministic: True, False or "warn": only deterministic algorithms, during the run.
-        benchmark: cuDNN's search for the fastest algorithm, during the run.
-        inference_mode: evaluate under `torch.inference_mode`, else `no_grad`. Default True.
+        deterministic: True, False or "warn": use only deterministic algorithms during the run.
+        benchmark: let cuDNN search for the fastest algorithms during the run.
+        inference_mode: evaluate under `torch.inference_mode`; False for `no_grad`. Default True.
         use_distributed_sampler: shard loaders over ranks. Default True.
         profiler: "simple", "advanced", "pytorch", or a `Profiler`.
-        detect_anomaly: find the operation that made a nan; slow.
-        barebones: nothing but the loop, to measure it.
-        sync_batchnorm: statistics of batch norm over all ranks.
-        reload_dataloaders_every_n_epochs: fetch loaders anew every n epochs; 0 for never.
-        default_root_dir: where runs and checkpoints go. Default: the current folder.
-        even_batches: repeat samples until each rank has as many in the last training batch. Ours, as are the following.
-        global_batch_size: samples of a training batch on all ranks together, in place of batch_size × ranks.
+        detect_anomaly: find the operation that produced a nan (slow).
+        barebones: run only the loop, to measure its overhead.
+        sync_batchnorm: compute batch norm statistics over all ranks.
+        reload_dataloaders_every_n_epochs: create the loaders again every n epochs; 0 for never.
+        default_root_dir: the folder for runs and checkpoints. Default: the current folder.
+        even_batches: pad the last training batch with repeated samples so that all ranks have the same number. This and
+            all following arguments are Leyden's own.
+        global_batch_size: samples per training batch over all ranks, instead of batch_size × ranks.
         sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly.
-        allow_replay: let a resume load and drop what cannot be sought.
-        resume: "auto" continues the same run from its newest whole checkpoint, or begins it, whenever the command is
-            started again: what `fit(ckpt_path=…)` is where it is left out. None begins anew.
-        preemption: True or a `Preemption`: SIGTERM, SIGUSR1 or a notice save a checkpoint and end the run with exit
-            code 75, and a job of SLURM is requeued. None: True where resume="auto".
+        allow_replay: let a resume load and drop batches if the loader cannot seek.
+        resume: "auto" continues this run from its newest complete checkpoint, or starts it if there is none, whenever
+            the command runs again; it is the default of `fit(ckpt_path=…)`. None starts from scratch.
+        preemption: True or a `Preemption`: on SIGTERM, SIGUSR1 or a preemption notice, save a checkpoint, exit with
+            code 75 and requeue a SLURM job. None means True with resume="auto".
         hang_timeout: seconds, or a timedelta, that a training batch may take before the watchdog ends the job and names
-            the rank that hangs; an evaluation's batch may take five times as long, set-up or a save thirty times.
-            "auto", the default: ten times the slowest of late, and 60 s at least. None or False turns it off.
-        digest_every_n_steps: record digests of the weights, which `leyden bisect` compares; see `WeightDigests`.
-        record_run: loggers record how a fit was started, with the changes to its code unless this is "no_diff".
-        on_bad_sample: "skip" leaves training samples that raise out of their batches, and counts them. Default "raise".
+            the hanging rank. An evaluation batch may take five times as long, set-up or a save thirty times. "auto"
+            allows ten times the slowest recent batch, at least 60 s. None or False disables it. Default "auto".
+        digest_every_n_steps: steps between two digests of the weights, for `leyden bisect`; see `WeightDigests`.
+        record_run: let loggers record how a fit was started, and the uncommitted code changes unless "no_diff".
+        on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
 
     Raises:
-        ConfigurationError: for a value that cannot be; names the fix.
+        ConfigurationError: if a value is invalid; the message names the fix.
 
     Example:
         >>> trainer = Trainer(max_epochs=3, precision="bf16", logger=False)
@@ -199,7 +199,7 @@ class Trainer(TrainerView):
         )
         self.last_checkpoint: Path | None = None
         self._fit: FitLoop | None = None
-        self._kept: dict[str, Any] | None = None
+        self._fit_end_state: dict[str, Any] | None = None
         profiler, module = find_profiler(arguments.profiler), TrainModule()
         notices: Preemption | None = arguments.preemption
         hooks = self._hooks_of(module, profiler)
@@ -219,7 +219,7 @@ class Trainer(TrainerView):
         )
         self.strategy.check_settings(summary.settings_of(self._run))
 
-    # what users call --------------------------------------------------------------------------------------------------
+    # public API -------------------------------------------------------------------------------------------------------
     def fit(
         self,
         model: nn.Module | None = None,
@@ -236,31 +236,30 @@ class Trainer(TrainerView):
         max_steps: int | None = None,
         **unknown: Never,
     ) -> None:
-        """Trains. Begins anew each time, with the weights as they are, unless `ckpt_path` or `Trainer(resume=…)` says
-        otherwise.
+        """Trains a module. Each call starts a new run from the current weights unless it resumes a checkpoint.
 
         Args:
-            model: what to train.
-            train_dataloaders: a loader, or a dict or list of loaders; or a DataModule.
-            val_dataloaders: one or several.
-            datamodule: gives loaders in place of the two.
-            ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last
-                if there is one and this run saved it (see `TrainModule.run_identity`), else anew; "current", where this
-                Trainer's own last fit ended. None means the Trainer's `resume`.
-            weights_only: for pickle files of other trainers alone: True reads them by torch's safe loader, which runs
-                no code; False in full if need be, as `trust=True`. Leyden's own checkpoints hold no pickle.
+            model: the module to train.
+            train_dataloaders: a loader, a dict or list of loaders, or a DataModule.
+            val_dataloaders: a loader or a list of loaders.
+            datamodule: provides the loaders instead of the two arguments above.
+            ckpt_path: a checkpoint's path; "last", the newest complete checkpoint in the run's folder; "best"; "auto",
+                the last checkpoint if this run saved one (see `TrainModule.run_identity`), otherwise a new run; or
+                "current", the end of this Trainer's last fit. None means the Trainer's `resume`.
+            weights_only: only for pickle files of other trainers. True uses torch's safe loader, which runs no code;
+                False allows full unpickling, like `trust=True`. Leyden's own checkpoints contain no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
-            same_run: what "auto" finds is this run's own, whatever differs (for a job that is requeued unattended).
-            trust: `ckpt_path` may be a pickle file: a run of Lightning's goes on, of any other the weights are taken.
-            max_epochs: in place of the Trainer's.
-            max_steps: in place of the Trainer's.
-            **unknown: nothing; an argument by any other name is an error that suggests the nearest.
+            same_run: treat the checkpoint found by "auto" as this run's own despite differences (for unattended jobs).
+            trust: allow a pickle file as `ckpt_path`: a Lightning run resumes, from others only weights are loaded.
+            max_epochs: overrides the Trainer's value.
+            max_steps: overrides the Trainer's value.
+            **unknown: not accepted; an unknown name raises an error that suggests the nearest one.
 
         Raises:
-            ConfigurationError: if something is missing or cannot work, or "auto" found another run's checkpoint; names
-                the fix.
+            ConfigurationError: if an argument is missing or invalid, or "auto" found another run's checkpoint; the
+                message names the fix.
             CheckpointError: if the checkpoint is missing or damaged.
-            KeyboardInterrupt: after Ctrl-C, when the run has ended in order.
+            KeyboardInterrupt: after Ctrl-C, once the run has ended in order.
         """
         refuse(Trainer.fit, unknown)
         if isinstance(train_dataloaders, DataModule):
@@ -286,19 +285,19 @@ class Trainer(TrainerView):
         *,
         trust: bool = False,
     ) -> list[dict[str, float]]:
-        """One pass over the validation data.
+        """Runs one pass over the validation data.
 
         Args:
-            model: the module; the last one that ran if left out.
-            dataloaders: one or several; the module's or datamodule's own if left out.
-            ckpt_path: weights to load first: a path, "best" or "last". The weights as they are if left out.
+            model: the module; by default the last one that ran.
+            dataloaders: a loader or a list of loaders; by default those of the module or datamodule.
+            ckpt_path: weights to load first: a path, "best" or "last". By default the current weights.
             verbose: print the values.
-            datamodule: gives the loaders.
-            weights_only: see `fit`: for pickle files of other trainers alone.
+            datamodule: provides the loaders.
+            weights_only: see `fit`; only for pickle files of other trainers.
             trust: see `fit`.
 
         Returns:
-            For each loader the values that were logged.
+            The logged values of each loader.
         """
         goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
         return self._evaluate("validate", model, dataloaders, datamodule, verbose, goal)
@@ -314,7 +313,7 @@ class Trainer(TrainerView):
         *,
         trust: bool = False,
     ) -> list[dict[str, float]]:
-        """One pass over the test data; see `validate`. Tests the weights as they are, never silently the best."""
+        """Runs one pass over the test data; see `validate`. Tests the current weights, never silently the best ones."""
         goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
         return self._evaluate("test", model, dataloaders, datamodule, verbose, goal)
 
@@ -333,17 +332,17 @@ class Trainer(TrainerView):
         """Runs `predict_step` on every batch.
 
         Args:
-            model: the module; the last one that ran if left out.
-            dataloaders: one or several.
-            datamodule: gives the loaders.
-            return_predictions: False if a callback writes them.
+            model: the module; by default the last one that ran.
+            dataloaders: a loader or a list of loaders.
+            datamodule: provides the loaders.
+            return_predictions: False to return nothing, for a callback that writes the predictions.
             ckpt_path: weights to load first.
-            gather: who gets the outputs of all ranks: "all" of them, or the "main" one alone. Ours.
-            weights_only: see `fit`: for pickle files of other trainers alone.
+            gather: the ranks that receive the outputs of all ranks: "all", or only "main". Leyden's own argument.
+            weights_only: see `fit`; only for pickle files of other trainers.
             trust: see `fit`.
 
         Returns:
-            Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
+            The outputs of all batches on the CPU, in the order of the data; with several loaders a list of such lists.
         """
         keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = build.to_evaluate(self._run, "predict", model, dataloaders, datamodule)
@@ -361,40 +360,40 @@ class Trainer(TrainerView):
         asynchronous: bool | None = None,
         storage_options: Any = None,
     ) -> Path:
-        """Writes a checkpoint: a folder, complete or absent.
+        """Writes a checkpoint folder atomically: it appears complete or not at all.
 
         Args:
-            filepath: its path. A checkpoint that is there is replaced, once the new one is whole.
-            weights_only: leave out optimizers, progress and random numbers.
-            exact: False lets it be written inside an accumulation window: a resume from it repeats that window.
-            overwrite: False keeps what is there; `-v1` and so on is appended to a name that is taken.
-            asynchronous: a thread writes it beside the training, of which it holds this very step; see
-                `docs/checkpoints.md`. An error is raised at the next step, and the end of fit waits. Outside of fit it
-                is written before this returns. None means False, or True with the plugin `AsyncCheckpointIO`.
-            storage_options: for a `CheckpointIO`, which is handed it.
+            filepath: the checkpoint's path. An existing checkpoint is replaced once the new one is complete.
+            weights_only: omit optimizers, progress and random states.
+            exact: False allows a save inside an accumulation window; a resume then repeats the window.
+            overwrite: False keeps an existing checkpoint and appends `-v1` and so on to the name.
+            asynchronous: write in a background thread, with the state of exactly this step; see `docs/checkpoints.md`.
+                Errors are raised at the next step, and the end of fit waits for the thread. Outside of fit the write
+                completes before this method returns. None means False, or True with the `AsyncCheckpointIO` plugin.
+            storage_options: passed to a custom `CheckpointIO`.
 
         Returns:
-            The path that was written, or will be.
+            The path of the checkpoint; an asynchronous save may still be writing it.
 
         Raises:
-            LeydenError: inside an accumulation window.
-            CheckpointError: if it cannot be written, or something other than a checkpoint is there; the previous one
-                stays whole.
+            LeydenError: inside an accumulation window, unless `exact=False`.
+            CheckpointError: if the checkpoint cannot be written, or the path holds something other than a checkpoint; a
+                previous checkpoint stays intact.
         """
-        what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
-        what["asynchronous"] = saving.beside(self._run, asynchronous)
+        options = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
+        options["asynchronous"] = saving.beside(self._run, asynchronous)
         path = Path(os.path.expanduser(filepath))
         with self._run.heartbeat.during(Phase.SAVING):
-            self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **what)
+            self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **options)
         return self.last_checkpoint
 
     def trial(self, callbacks: Sequence[Callback] = (), **arguments: Any) -> Trainer:
-        """Returns a Trainer for short runs on the same devices, in the same precision, that write and print nothing.
+        """Returns a Trainer for short silent runs on the same devices and in the same precision.
 
         Args:
-            callbacks: of the trial. Of this Trainer's own it has `GradientAccumulation`, `ActivationCheckpointing`,
-                and silent loggers in place of loggers; of the module's own a `GradientAccumulation`.
-            **arguments: in place of this Trainer's.
+            callbacks: additional callbacks of the trial. Of this Trainer's callbacks it keeps `GradientAccumulation`
+                and `ActivationCheckpointing`, of the module's `GradientAccumulation`. Loggers become silent ones.
+            **arguments: override this Trainer's arguments.
         """
         own = for_trial(self.arguments, self.callbacks, self.state.stage is not None, given=arguments)
         trial = Trainer(**{**own, **arguments, "callbacks": [*own["callbacks"], *callbacks]})
@@ -402,56 +401,57 @@ class Trainer(TrainerView):
         return trial
 
     def rest_schedulers(self) -> None:
-        """From here on this run's schedulers do not step: for callbacks that set the learning rates themselves."""
+        """Stops this run's schedulers from stepping, for callbacks that set the learning rates themselves."""
         self._run.rest_schedulers()
 
     def update_batch_norm(self) -> bool:
-        """Computes batch norm's statistics anew for the weights as they are, within fit: torch's `update_bn`.
+        """Recomputes batch norm statistics for the current weights, inside fit, like torch's `update_bn`.
 
-        All ranks call it, between two steps. `training_step` runs on each batch of the training data, without
-        gradients; what it logs is dropped, and random numbers are as before. Returns False, with the statistics as they
-        were, if a signal interrupted it.
+        All ranks must call it, between two steps. `training_step` runs on every training batch without gradients.
+        Values that it logs are dropped, and random states are restored. Returns False if a signal interrupted the pass;
+        the previous statistics are then restored.
         """
         if self.state.stage != "fit":
-            raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook of one.")
+            raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook during fit.")
         return update_batch_norm(self._run)
 
     def roll_back(self, further_batches: int = 0) -> Path:
-        """Goes back to this run's last checkpoint, but not in the data, and returns its path. Ours.
+        """Returns the run, except its position in the data, to its last checkpoint; returns the checkpoint's path.
 
-        All ranks call it in `on_train_batch_end`. `further_batches` are passed over, too. See "Bad steps" in the docs.
+        All ranks must call it in `on_train_batch_end`. It also skips `further_batches` batches. See "Bad steps" in the
+        docs. Leyden's own method.
         """
         return roll_back(self._run, self._fit, further_batches)
 
     def finish_copies(self) -> None:
-        """Waits until an asynchronous save has copied its state: call it in a step before you write weights yourself.
+        """Waits until an asynchronous save has copied its state. Call it in a step before you modify weights directly.
 
-        Leyden does so before a step of an optimizer, before an evaluation, and before hooks other than the steps, but
-        not within a hook of yours that saves and then writes.
+        Leyden calls it before optimizer steps, evaluations and all hooks except the steps, but cannot do so inside a
+        hook that saves and then modifies weights.
 
         Raises:
-            CheckpointError: if a weight was written before.
+            CheckpointError: if a weight was modified before its copy was complete.
         """
         self._run.saves.finish_copies()
 
     def finish_saving(self) -> None:
-        """Waits until an asynchronous save is committed; the end of fit does so. On several ranks, all call it.
+        """Waits until an asynchronous save is committed, as the end of fit does. All ranks must call it.
 
         Raises:
-            CheckpointError: if it failed; its cause is the error.
+            CheckpointError: if the save failed, with the original error as its cause.
         """
         self._run.finish_saves()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints as Python's `print` does, on the main process alone, and above a progress bar."""
+        """Prints like Python's `print`, but only on the main process, and above a progress bar."""
         self._run.print(*args, **kwargs)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """A module built in this context is built on the run's device (none, where it is sharded) and in its precision.
+        """Builds modules inside the block on the run's device (the meta device if sharded) and in its precision.
 
         Args:
-            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+            empty_init: skip random initialization, for weights that a checkpoint will fill.
         """
         with self.strategy.init_module(empty_init):
             yield
@@ -460,15 +460,15 @@ class Trainer(TrainerView):
     def _carry_out(
         self, stage: str, model: Any, datamodule: Any, goal: resuming.Goal, keeps: str = "all", **loaders: Any
     ) -> Any:
-        """The life of a run: set-up, loop, tear-down. Whoever has a hook for it hears of an error."""
+        """Runs a stage from set-up to tear-down. An error is reported to all parts that have a hook for it."""
         if self.state.stage is not None:
             raise LeydenError(
-                f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with "
-                "a Trainer of its own."
+                f"Trainer.{stage} was called while this Trainer's {self.state.stage} is running: call it "
+                "afterwards, or use another Trainer."
             )
         if self.strategy.ranks.are_planned:
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
-        # Before signals are caught: a rank that waits here for one that failed must end by the first.
+        # Before signals are caught, so that the first signal ends a rank that waits here for a failed one.
         self.strategy.setup_environment()
         goal = resuming.settled(self.callbacks, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
@@ -484,10 +484,10 @@ class Trainer(TrainerView):
                 restorer = self._setup(run, goal)
                 if stage == "fit":
                     self._fit = loop = FitLoop(run)
-                    restored, self._kept = run.prepare_fit(restorer, goal, self._kept), None
+                    restored, self._fit_end_state = run.prepare_fit(restorer, goal, self._fit_end_state), None
                     loop.run(restored)
-                    # What ckpt_path="current" resumes.
-                    self._kept = saving.rank_state(run, loop)
+                    # The state that ckpt_path="current" resumes from.
+                    self._fit_end_state = saving.rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
                 elif stage == "predict":
                     found = run.loaders.evaluation("predict")
@@ -497,7 +497,7 @@ class Trainer(TrainerView):
                     found = run.loaders.evaluation(kind)
                     result = EvaluationLoop(run, name, found).run() if found else []  # type: ignore[arg-type]
                 run.heartbeat.mark(Phase.ENDING)
-                ending.in_order(run, partial(self._last_words, run), departure.leave)
+                ending.in_order(run, partial(self._closing_lines, run), departure.leave)
                 if stage == "fit":
                     run.logs.nans.warn()
             except BaseException as error:
@@ -509,11 +509,11 @@ class Trainer(TrainerView):
     def _launch(
         self, stage: str, model: nn.Module, datamodule: Any, goal: resuming.Goal, keeps: str, **loaders: Any
     ) -> Any:
-        """Starts the ranks, which carry out the run; takes over what it came to."""
+        """Runs a stage on ranks started for it, and takes over their result and state."""
         if goal.continues and self.strategy.ranks.start_method != "script":
             raise ConfigurationError(
-                "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: "
-                "save a checkpoint and give its path."
+                "ckpt_path='current' needs the optimizers, which forked or spawned ranks do not send back: save a "
+                "checkpoint and pass its path."
             )
         module, _ = build.unwrapped(model)
         run = stage, model, datamodule, goal, keeps
@@ -525,9 +525,9 @@ class Trainer(TrainerView):
         return found["result"]
 
     def _on_rank(self, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
-        """Carries out the run on a rank that was forked or spawned; rank 0 sends back what came of it."""
+        """Carries out the run on a forked or spawned rank; rank 0 returns the result and state for the launcher."""
         self.strategy.ranks.become_rank(rank_environment())
-        # Those that the other process knows; a `setup` may add others.
+        # Copied before the run: the launching process knows only these, and a `setup` may add others.
         callbacks = list(self.callbacks)
         result = self._carry_out(*run, **loaders)
         found = sent_back(self._run, callbacks, result, self.last_checkpoint)
@@ -539,23 +539,23 @@ class Trainer(TrainerView):
         module, compiled = build.unwrapped(model)
         if compiled is not None:
             self.accelerator.check_compiled()
-        if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
+        if stage == "fit" and goal.continues and (self._fit_end_state is None or self.module is not module):
             raise ConfigurationError(
-                "ckpt_path='current' continues with the module of this Trainer's last fit: fit it first."
+                "ckpt_path='current' continues this Trainer's last fit and needs its module: fit the module first."
             )
-        starts_anew = stage == "fit" and not goal.continues
-        if starts_anew:
-            self._kept = None
+        is_new_fit = stage == "fit" and not goal.continues
+        if is_new_fit:
+            self._fit_end_state = None
             self._run.callback_list.start_over()
         hooks = self._hooks_of(module, self._run.profiler)
-        return self._run.next(stage, module, datamodule, compiled, loaders, hooks, starts_anew)
+        return self._run.next(stage, module, datamodule, compiled, loaders, hooks, is_new_fit)
 
     def _hooks_of(self, module: TrainModule, profiler: Profiler | None) -> Hooks:
-        """The hooks of a run whose callbacks are not known yet."""
+        """Returns the hooks of a run before its callbacks are known."""
         return Hooks((), self, module, TrainModule, profiler)
 
     def _setup(self, run: Run, goal: resuming.Goal) -> Restorer:
-        """Everything up to the weights; returns what restores the rest of the checkpoint that the run resumes."""
+        """Sets up the run up to its weights; returns a Restorer for the remaining state of a resumed checkpoint."""
         run.begin()
         run.module._join(self, run.traced or run.logs)
         if run.datamodule is not None:
@@ -565,8 +565,8 @@ class Trainer(TrainerView):
             run.hold(lock, alone=goal.path == "auto", each_node=self.saves_on_each_node)
         return run.setup(*resuming.open_reader(run, goal), goal)
 
-    def _last_words(self, run: Run) -> str | None:
-        """Why and where the fit ended; None after anything else."""
+    def _closing_lines(self, run: Run) -> str | None:
+        """Returns the closing lines of a fit: where it ended, and why; None for other stages."""
         if run.state.stage != "fit" or run.signals.received == LEAVE:
             return None
         if run.signals.received is not None:
@@ -589,9 +589,9 @@ class Trainer(TrainerView):
         return results
 
     def announce(self) -> None:
-        """Prints what runs where; see `Run.announce`."""
+        """Prints the run's opening lines; see `Run.announce`."""
         self._run.announce()
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
-        """Sends values to the loggers, read back from the device all at once."""
+        """Sends values to the loggers, with a single read-back from the device."""
         self._run.send(values, step)

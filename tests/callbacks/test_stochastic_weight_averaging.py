@@ -257,7 +257,7 @@ class Ordered(Net):
 
 
 def test_batch_norm_is_measured_in_a_fit_alone() -> None:
-    with pytest.raises(Exception, match="call it in a hook of one"):
+    with pytest.raises(Exception, match="call it in a hook during fit"):
         Trainer(**QUIET).update_batch_norm()
 
 
