@@ -1,4 +1,4 @@
-"""DataModule, a reusable class for the loaders of a task and the code that prepares their data."""
+"""DataModule, a reusable class for a task's loaders and data preparation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class DataModule(Hyperparameters):
-    """The loaders of a dataset. Override what you need; the Trainer calls `prepare_data` on one rank of each machine,
-    and then `setup` on every rank.
+    """The loaders of a dataset. The Trainer calls `prepare_data` on one rank of each machine, then `setup` on every
+    rank. Override the methods that you need.
 
     Example:
         >>> import torch
@@ -36,25 +36,27 @@ class DataModule(Hyperparameters):
     """
 
     prepare_data_per_node: bool = True
-    """True: the first rank of each machine calls `prepare_data`. False: the first of all machines."""
+    """True: the first rank of each machine calls `prepare_data`. False: only global rank 0 calls it."""
     state_per_rank: ClassVar[bool | None] = None
-    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
+    """True: each rank saves and resumes its own state. False: all ranks resume rank 0's. None: as False, but warns if
+    states differ.
+    """
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
 
     def _join(self, trainer: Trainer) -> None:
-        """Takes part in a run."""
+        """Attaches the DataModule to a run."""
         self.trainer = trainer
 
     def prepare_data(self) -> None:
-        """Downloads or preprocesses data, on one rank of each machine, while the others wait: set no attributes here.
+        """Downloads or preprocesses data on one rank per machine while the others wait. Set no attributes here.
 
-        With `prepare_data_per_node = False` it is called on one rank of all machines, which share a file system.
+        With `prepare_data_per_node = False` only global rank 0 calls it, for machines that share a file system.
         """
 
     def setup(self, stage: str) -> None:
-        """Builds the datasets, on every rank; `stage` is "fit", "validate", "test" or "predict"."""
+        """Builds the datasets. Called on every rank; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Called at the end of a stage."""
@@ -76,7 +78,7 @@ class DataModule(Hyperparameters):
         raise self._unwritten("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Changes a batch before it is moved to the device."""
+        """Transforms a batch before it moves to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -85,7 +87,7 @@ class DataModule(Hyperparameters):
         return self.trainer.strategy.to_device(batch)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Changes a batch on the device."""
+        """Transforms a batch on the device."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,14 +95,14 @@ class DataModule(Hyperparameters):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` returned."""
+        """Restores a state returned by `state_dict`."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when the run fails."""
 
     def _unwritten(self, name: str, stage: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{type(self).__name__} has no {name}: write it, or pass a loader to Trainer.{stage}."
+            f"{type(self).__name__} has no {name}: implement it, or pass a loader to Trainer.{stage}."
         )
 
     @class_only
@@ -117,17 +119,17 @@ class DataModule(Hyperparameters):
         """Builds the DataModule from the hyperparameters in a checkpoint, and restores its state.
 
         Args:
-            checkpoint_path: a checkpoint folder; or a `.ckpt` of Lightning, which needs `trust=True`.
-            map_location: has no effect, as a DataModule has no device; a module's method has it.
-            hparams_file: a file of hyperparameters in place of the checkpoint's.
+            checkpoint_path: a checkpoint folder, or a Lightning `.ckpt`, which needs `trust=True`.
+            map_location: has no effect; accepted because the module's method has it.
+            hparams_file: a file of hyperparameters that replaces those of the checkpoint.
             trust: load a `.ckpt`, which may run code if torch's safe loader cannot read it.
-            weights_only: for a `.ckpt` alone, as in `Trainer.fit`; True runs no code, trusted or not.
-            **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
+            weights_only: only for a `.ckpt`, as in `Trainer.fit`; True never runs code.
+            **kwargs: arguments of `__init__`, which override saved ones. Unknown arguments cause a warning.
 
         Raises:
             CheckpointError: if the checkpoint is damaged or not a checkpoint.
-            ConfigurationError: if an argument of `__init__` was not saved, or it is called on an instance, which it
-                would leave as it is.
+            ConfigurationError: if an argument of `__init__` was not saved, or the method is called on an instance,
+                which it cannot change.
         """
         from leyden.trainer.checkpoint.module import load_datamodule
 
@@ -144,14 +146,14 @@ class DataModule(Hyperparameters):
         num_workers: int = 0,
         **init_kwargs: Any,
     ) -> DataModule:
-        """Makes a data module from datasets; the training set is shuffled unless it is iterable.
+        """Builds a DataModule from datasets; the training set is shuffled unless it is iterable.
 
         Args:
             train_dataset: the training set.
             val_dataset: one or several validation sets.
-            test_dataset: see val_dataset.
-            predict_dataset: see val_dataset.
-            batch_size: per rank.
+            test_dataset: one or several test sets.
+            predict_dataset: one or several prediction sets.
+            batch_size: samples per batch and rank.
             num_workers: worker processes of each loader.
             **init_kwargs: arguments of `__init__`.
         """
@@ -176,7 +178,7 @@ class DataModule(Hyperparameters):
             if data is not None:
                 methods[f"{name}_dataloader"] = lambda self, data=data: loaders(data)
         given = (train_dataset, val_dataset, test_dataset, predict_dataset, batch_size, num_workers)
-        # Spawned ranks cannot import a class that is made here, so it is pickled by its arguments.
+        # Spawned ranks cannot import a class that is created here, so instances pickle as the arguments of this method.
         methods["__reduce__"] = lambda self: (partial(cls.from_datasets, *given, **init_kwargs), (), vars(self))
-        # A subclass and not instance attributes, since the Trainer finds loaders by what a class overrides.
+        # A subclass, not instance attributes, because the Trainer finds loaders by the methods that a class overrides.
         return type(cls.__name__, (cls,), methods)(**init_kwargs)  # type: ignore[no-any-return]

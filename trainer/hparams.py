@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments of `__init__`, which are kept, logged and saved."""
+"""Hyperparameters: arguments of `__init__` that are kept, logged and saved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _refuse_instance(method: str, cls: str) -> NoReturn:
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose entries are attributes too.
+    """A dict whose entries are also attributes.
 
     Example:
         >>> AttributeDict(lr=0.1).lr
@@ -60,7 +60,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class Hyperparameters:
-    """Gives a class `save_hyperparameters` and `hparams`."""
+    """A mixin that provides `save_hyperparameters` and `hparams`."""
 
     def save_hyperparameters(
         self,
@@ -71,20 +71,20 @@ class Hyperparameters:
     ) -> None:
         """Keeps the arguments of `__init__` in `self.hparams`, for checkpoints and loggers.
 
-        Call it in `__init__`; in a base class it also keeps the arguments of the subclass's `__init__`. Modules,
-        classes and partials are kept only in `self.hparams`, with a warning: checkpoints and loggers leave them out,
-        and `load_from_checkpoint` needs them as arguments.
+        Call it in `__init__`. In a base class it also keeps the arguments of the subclass's `__init__`. Modules,
+        classes and partials are kept only in `self.hparams`, with a warning: checkpoints and loggers omit them, and
+        `load_from_checkpoint` needs them as arguments.
 
         Args:
             *args: names to keep, by default all; or one dict, Namespace or dataclass to keep instead of arguments. If
-                that is itself an argument of `__init__`, `load_from_checkpoint` passes it as that argument.
-            ignore: names to leave out, such as modules and datasets; in a subclass also from what its base class keeps.
-            frame: the frame of `__init__`, if it is not the caller's.
-            logger: pass them to the loggers when training starts.
+                it is itself an argument of `__init__`, `load_from_checkpoint` passes it as that argument.
+            ignore: names to omit, such as modules and datasets. A subclass's names also apply to its base class's call.
+            frame: the frame of `__init__` if it is not the caller's.
+            logger: pass the hyperparameters to the loggers when training starts.
 
         Raises:
-            ConfigurationError: if a name is not an argument, or a value cannot be saved without pickle; suggests
-                `ignore`.
+            ConfigurationError: if a name is not an argument, or a value cannot be saved without pickle; the message
+                suggests `ignore`.
 
         Example:
             >>> class Model(Hyperparameters):
@@ -116,23 +116,23 @@ class Hyperparameters:
         kept.ignored = (kept.ignored - set(names)) | left_out
         chosen = {name: value for name, value in values.items() if not names or name in names}
         found: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
-        # If a subclass's __init__ calls this one, it may still ignore some.
+        # A subclass's __init__ that called this one may still ignore some names.
         found.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
         for name in left_out & found.keys():
             del found[name]
-        # Without modules: a copy would take their memory again.
+        # Without modules, whose copies would double their memory.
         self.__dict__["_hparams_initial"] = copy.deepcopy(AttributeDict(kept.saved(found)))
         self.__dict__["_log_hyperparams"] = logger
 
     @property
     def hparams(self) -> AttributeDict:
-        """The kept hyperparameters; empty before `save_hyperparameters`."""
+        """The hyperparameters; empty before `save_hyperparameters`."""
         found: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return found
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of `hparams` as they were kept, without modules, classes and partials."""
+        """A copy of the original `hparams`, without modules, classes and partials."""
         initial: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
         return initial
 
@@ -143,44 +143,44 @@ class Hyperparameters:
 
     @property
     def kept_hparams(self) -> Kept:
-        """The hyperparameters that checkpoints leave out, and the argument of `__init__` that held the rest."""
+        """The record of how `hparams` were kept: names that checkpoints omit, and a single argument that held all."""
         found: Kept = self.__dict__.setdefault("_hparams_kept", Kept())
         return found
 
 
 @dataclasses.dataclass(slots=True)
 class Kept:
-    """How the hyperparameters of an object were kept.
+    """The record of how the hyperparameters of an object were kept.
 
     Attributes:
         argument: name and kind of the single argument of `__init__` that held all of them; None if each is an argument.
-        ignored: names that were left out on request.
-        skipped: names that checkpoints cannot hold, each with a description.
-        later: those of `skipped` that a subclass may still ignore: the error to raise otherwise, or None to warn.
+        ignored: names omitted by `ignore`.
+        skipped: names that checkpoints cannot hold, each with a description of its value.
+        pending: names in `skipped` that a subclass may still ignore. `settle` raises the error, or warns if it is None.
     """
 
     argument: tuple[str, str] | None = None
     ignored: set[str] = dataclasses.field(default_factory=set)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
-    later: dict[str, ConfigurationError | None] = dataclasses.field(default_factory=dict)
+    pending: dict[str, ConfigurationError | None] = dataclasses.field(default_factory=dict)
 
     def held(self, chosen: Mapping[str, Any], owner: str, waits: bool) -> dict[str, Any]:
-        """Returns the values to keep in `hparams`. Of those that checkpoints cannot hold, it warns of modules, classes
-        and partials, and refuses others.
+        """Returns the values to keep in `hparams`. Warns about modules, classes and partials, and raises for other
+        values that checkpoints cannot hold.
 
         Args:
             chosen: arguments by name.
-            owner: name of the object's class.
-            waits: a subclass may still ignore some, so warnings and errors wait for `settle`.
+            owner: the name of the object's class.
+            waits: defer warnings and errors to `settle`, because a subclass may still ignore some names.
         """
         wanted = {name: value for name, value in chosen.items() if name not in self.ignored}
         for name in self.ignored | wanted.keys():
             self.skipped.pop(name, None)
-            self.later.pop(name, None)
+            self.pending.pop(name, None)
         for name, value in wanted.items():
             error = None if _is_code(value) else _refusal(owner, name, value)
             if error is not None or _is_code(value):
-                self.skipped[name], self.later[name] = in_words(value), error
+                self.skipped[name], self.pending[name] = in_words(value), error
         if not waits:
             self.settle(owner)
         return {name: value for name, value in wanted.items() if name not in self.skipped or _is_code(value)}
@@ -190,20 +190,21 @@ class Kept:
         return {name: value for name, value in hparams.items() if name not in self.skipped or not _is_code(value)}
 
     def settle(self, owner: str) -> None:
-        """Warns of what checkpoints leave out, once nothing more can be ignored, at the latest when a run begins.
+        """Warns about values that checkpoints omit. Called once no further name can be ignored, at the latest when a
+        run begins.
 
         Raises:
             ConfigurationError: for an argument that checkpoints cannot hold.
         """
-        for error in self.later.values():
+        for error in self.pending.values():
             if error is not None:
                 raise error
-        if self.later:
-            _warn_of_unsaved(owner, list(self.later), self.skipped)
-        self.later = {}
+        if self.pending:
+            _warn_of_unsaved(owner, list(self.pending), self.skipped)
+        self.pending = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the form that a checkpoint holds; empty if there is nothing to record."""
+        """Returns the record for a checkpoint; empty if there is nothing to record."""
         found = {"argument": self.argument, "skipped": self.skipped}
         return {name: value for name, value in found.items() if value}
 
@@ -212,7 +213,7 @@ def _warn_of_unsaved(owner: str, names: list[str], words: Mapping[str, str]) -> 
     listed = ", ".join(f"{name} ({words[name]})" for name in names)
     warnings.warn(
         f"{owner}.save_hyperparameters keeps {listed} only in self.hparams: checkpoints hold no modules, classes or "
-        f"partials. Pass them to load_from_checkpoint(..., {names[0]}=…). To avoid this warning, leave them out: "
+        f"partials. Pass them to load_from_checkpoint(..., {names[0]}=…). To avoid this warning, ignore them: "
         f"self.save_hyperparameters(ignore={names}).",
         stacklevel=5,
     )
@@ -231,16 +232,16 @@ def in_words(value: Any) -> str:
     """Describes a module, a class or a partial, such as "the class ReLU"."""
     if isinstance(value, functools.partial):
         options = "".join(f", {name}={item!r}" for name, item in value.keywords.items())
-        # jsonargparse's partial of a class is one of a function of its own, with the class among its arguments.
-        made = next((item for item in value.args if isinstance(item, type)), value.func)
-        return f"partial({getattr(made, '__qualname__', type(made).__name__)}{options})"
+        # jsonargparse's partial of a class wraps its own function, with the class among the arguments.
+        target = next((item for item in value.args if isinstance(item, type)), value.func)
+        return f"partial({getattr(target, '__qualname__', type(target).__name__)}{options})"
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return f"a {type(value).__qualname__}"
 
 
 def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
-    """Returns the hyperparameters to log, of the DataModule and of the module.
+    """Returns the hyperparameters of DataModule and module to log.
 
     Raises:
         ConfigurationError: if two owners have different values under one name.
@@ -254,8 +255,8 @@ def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
             if not _equal(before, value):
                 raise ConfigurationError(
                     f"{type(other).__name__} and {type(owner).__name__} both have a hyperparameter {name!r}, with "
-                    f"different values ({before!r} and {value!r}), and loggers take one: rename it in one of them, or "
-                    "let one call save_hyperparameters(logger=False)."
+                    f"different values ({before!r} and {value!r}), but loggers accept only one. Rename it in one of "
+                    "them, or call save_hyperparameters(logger=False) in one."
                 )
     return {name: value for name, (_, value) in found.items()}
 
@@ -304,13 +305,14 @@ def _calls_of_init(owner: object, frame: types.FrameType | None) -> list[inspect
 
 
 def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
-    """Returns the arguments of these calls; the outermost one, the subclass's, wins."""
+    """Returns the arguments of these calls; those of the outermost call, the subclass's, take precedence."""
     found: dict[str, Any] = {}
     for info in calls:
         for name in info.args[1:]:
             if name not in info.locals:
                 raise ConfigurationError(
-                    f"save_hyperparameters: the argument {name!r} was deleted. Call it first in __init__."
+                    f"save_hyperparameters: the argument {name!r} was deleted. Call save_hyperparameters() first in "
+                    "__init__."
                 )
             found[name] = info.locals[name]
         if info.keywords:
@@ -326,21 +328,21 @@ def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
         check_encodable(value, where=f"hparams[{name!r}]")
     except ConfigurationError as error:
         return ConfigurationError(
-            f"{owner}.save_hyperparameters cannot keep the argument {name!r}: {error} Leave it out: "
+            f"{owner}.save_hyperparameters cannot keep the argument {name!r}: {error} Ignore it: "
             f"self.save_hyperparameters(ignore=[{name!r}])."
         )
     return None
 
 
 def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments for `__init__`: the saved ones, overridden by given ones. Raises if one is missing."""
+    """Returns the arguments for `__init__`: saved ones, overridden by given ones. Raises if one is missing."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     values, given = _as_arguments(cls, saved, given, parameters)
     unknown = [] if takes_any else [name for name in given if name not in parameters]
     for name in unknown:
         warnings.warn(
-            f"{cls.__name__} has no argument {name!r}, and is built without it. "
+            f"{cls.__name__} has no argument {name!r} and is built without it. "
             f"{nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
             stacklevel=4,
         )
@@ -349,7 +351,7 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     missing = [name for name in _required(parameters.values()) if name not in accepted]
     if missing:
         raise ConfigurationError(
-            f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have: give "
+            f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have: pass "
             f"load_from_checkpoint(..., {missing[0]}=…), or call self.save_hyperparameters() in __init__ before "
             "training."
         )
@@ -357,7 +359,7 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     for name, was in saved.skipped.items():
         if name in defaults and in_words(defaults[name]) != was:
             warnings.warn(
-                f"{cls.__name__} was trained with {name}={was}, which checkpoints cannot hold, and is built with the "
+                f"{cls.__name__} was trained with {name}={was}, which checkpoints cannot hold, but is built with the "
                 f"default: pass load_from_checkpoint(..., {name}=…).",
                 stacklevel=4,
             )
@@ -367,7 +369,7 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
 def _as_arguments(
     cls: type, saved: SavedArguments, given: dict[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns saved and given values by argument, where one argument may have held all the saved ones."""
+    """Returns saved and given values by argument; a single argument may have held all the saved ones."""
     if saved.argument is None or saved.argument[0] not in parameters:
         return saved.values, given
     name, kind = saved.argument
@@ -383,7 +385,7 @@ def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:
-    """Returns the single argument that held all hyperparameters, as an object of its kind."""
+    """Returns the single argument that held all hyperparameters, rebuilt as the original kind of object."""
     if kind == "namespace":
         return argparse.Namespace(**values)
     if kind != "dataclass":
@@ -392,7 +394,7 @@ def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:
     try:
         hint = typing.get_type_hints(cls.__init__).get(name)  # type: ignore[misc]
     except (NameError, TypeError):
-        # An annotation that is imported only for type checkers.
+        # The annotation is imported only for type checkers.
         hint = None
     default = inspect.signature(cls).parameters[name].default
     known = hint if dataclasses.is_dataclass(hint) else type(default)

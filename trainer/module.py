@@ -1,4 +1,4 @@
-"""TrainModule: an nn.Module with a training step, an optimizer and hooks. What users subclass."""
+"""TrainModule, the base class for users: an nn.Module with a training step, optimizers and hooks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 class TrainModule(Hyperparameters, nn.Module):
     """The model, its steps and its optimizer.
 
-    Write `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and any hook.
-    `leyden.trainer.events.hooks` gives the order of hooks. A hook that you do not override is never called.
+    Implement `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and hooks
+    as needed. `leyden.trainer.events.hooks` lists the order of hooks. A hook that you do not override is never called.
 
     Example:
         >>> import torch
@@ -51,13 +51,13 @@ class TrainModule(Hyperparameters, nn.Module):
     """
 
     prepare_data_per_node: bool = True
-    """True: the first rank of each machine calls `prepare_data`. False: the first of all machines."""
+    """True: the first rank of each machine calls `prepare_data`. False: only global rank 0 calls it."""
     automatic_optimization: bool = True
     """False: `training_step` calls `manual_backward` and steps the optimizers itself."""
     strict_loading: bool = True
-    """False: weights in a checkpoint that have no place here, or are missing in it, are passed over."""
-    example_input_array = cast(Any, None)  # torch.jit.script knows no attribute that is annotated as Any.
-    """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
+    """False: missing and unexpected weights in a checkpoint are ignored."""
+    example_input_array = cast(Any, None)  # torch.jit.script does not support attributes annotated as Any.
+    """An input of `forward` (a tensor, tuple or dict), for sizes in the summary, the logged graph and ONNX."""
     _is_traced = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,39 +65,39 @@ class TrainModule(Hyperparameters, nn.Module):
         self._trainer: Trainer | None = None
         self._logs: Logs | TracedLogs | None = None
 
-    # what a subclass writes -------------------------------------------------------------------------------------------
-    # Steps are typed so that a subclass may take fewer arguments without a word from its type checker.
+    # implemented by subclasses ----------------------------------------------------------------------------------------
+    # The signatures of steps let a subclass take fewer arguments without a type error.
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`training_step(batch, batch_idx)`: computes the loss of one batch.
 
-        A step whose first argument is called `dataloader_iter` draws its own batches, as (batch, batch_idx,
+        A step whose first parameter is named `dataloader_iter` draws its own batches, as (batch, batch_idx,
         dataloader_idx).
 
         Returns:
-            A scalar loss; a dict with `loss`; or a dict with `loss`, a sum, and `num_items`, the number of tokens or
-            samples it is a sum over: then the gradient is divided by the items of the whole accumulation window and of
-            all ranks, so that accumulating and sharding equal the big batch.
+            A scalar loss, or a dict with `loss`. A dict may also have `num_items`, the number of tokens or samples that
+            `loss` sums over. The gradient is then divided by the items of the whole accumulation window on all ranks,
+            so accumulation and sharding give the gradient of one large batch.
         """
         raise _unwritten(self)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`validation_step(batch, batch_idx, dataloader_idx=0)`: one batch of validation, in eval mode."""
+        """`validation_step(batch, batch_idx, dataloader_idx=0)`: runs one validation batch, in eval mode."""
         raise _unwritten(self)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`test_step(batch, batch_idx, dataloader_idx=0)`: one batch of `Trainer.test`."""
+        """`test_step(batch, batch_idx, dataloader_idx=0)`: runs one batch of `Trainer.test`."""
         raise _unwritten(self)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`predict_step(batch, batch_idx, dataloader_idx=0)`: one batch of `Trainer.predict`; unless overridden, the
-        module is called on the batch."""
+        """`predict_step(batch, batch_idx, dataloader_idx=0)`: runs one batch of `Trainer.predict`; by default calls the
+        module on the batch."""
         return self(args[0])
 
     def configure_optimizers(self) -> Any:
-        """The optimizers, with their schedulers.
+        """Returns the optimizers and their schedulers.
 
         Returns:
-            An optimizer; a list of them; `([optimizers], [schedulers])` or `([optimizers], scheduler)`; a dict
+            An optimizer; a list of optimizers; `([optimizers], [schedulers])` or `([optimizers], scheduler)`; a dict
             `{"optimizer": …, "lr_scheduler": …}`; a list of such dicts; or None to train without one. A scheduler may
             be a dict `{"scheduler": …, "interval": "epoch" | "step", "frequency": 1, "monitor": "val_loss",
             "strict": True, "name": None}`.
@@ -105,41 +105,39 @@ class TrainModule(Hyperparameters, nn.Module):
         raise _unwritten(self)
 
     def configure_model(self) -> None:
-        """Builds parts of the model in the strategy's context, on the meta device where it shards. Called per stage."""
+        """Builds submodules in the strategy's context (on the meta device if it shards). Called in every stage."""
 
     def run_identity(self) -> Any:
-        """What distinguishes this run from others, for `ckpt_path="auto"`, which continues no other run's checkpoint.
+        """Returns the identity of this run, so that `ckpt_path="auto"` never resumes another run's checkpoint.
 
         Returns:
-            Any plain value, such as the name of a trial: a checkpoint that recorded the same one is this run's, and
-            nothing else is compared. None, the default, compares the module's class, the saved hyperparameters and the
-            optimizers' options.
+            Any plain value, such as the name of a trial: a checkpoint belongs to this run if it recorded the same
+            value. None, the default, compares the module's class, the saved hyperparameters and the optimizers' options
+            instead.
         """
         return None
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Callbacks that belong to this module; one of the same type as a Trainer's replaces it."""
+        """Returns callbacks of this module. They replace the Trainer's callbacks of the same type."""
         return []
 
     def prepare_data(self) -> None:
-        """Downloads and the like: called on one rank of each machine, while the others wait; see
-        `prepare_data_per_node`.
-        """
+        """Downloads data. Called on one rank per machine while the others wait; see `prepare_data_per_node`."""
 
     def train_dataloader(self) -> Any:
-        """The training loader, where none is given to `fit`."""
+        """Returns the training loader if none is passed to `fit`."""
         raise _unwritten(self)
 
     def val_dataloader(self) -> Any:
-        """The validation loaders, where none are given to `fit` or `validate`."""
+        """Returns the validation loaders if none are passed to `fit` or `validate`."""
         raise _unwritten(self)
 
     def test_dataloader(self) -> Any:
-        """The test loaders, where none are given to `test`."""
+        """Returns the test loaders if none are passed to `test`."""
         raise _unwritten(self)
 
     def predict_dataloader(self) -> Any:
-        """The prediction loaders, where none are given to `predict`."""
+        """Returns the prediction loaders if none are passed to `predict`."""
         raise _unwritten(self)
 
     # hooks, in the order of leyden.trainer.events.hooks ---------------------------------------------------------------
@@ -153,7 +151,7 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_train_epoch_end(self) -> None: ...
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before a batch. Returning -1 ends the epoch, at the end of an open window; it is validated as any other."""
+        """Called before a batch. Return -1 to end the epoch, after an open window; the epoch is validated as usual."""
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
@@ -164,7 +162,7 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_validation_model_zero_grad(self) -> None: ...
 
     def on_validation_model_eval(self) -> None:
-        """Goes to eval mode for a validation. An override that does not call this one leaves the mode as it is."""
+        """Sets eval mode for a validation. An override keeps the current mode unless it calls this method."""
         self.eval()
 
     def on_validation_model_train(self) -> None: ...
@@ -176,7 +174,7 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
     def on_test_model_eval(self) -> None:
-        """Goes to eval mode for a test. An override that does not call this one leaves the mode as it is."""
+        """Sets eval mode for a test. An override keeps the current mode unless it calls this method."""
         self.eval()
 
     def on_test_model_train(self) -> None: ...
@@ -188,7 +186,7 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
     def on_predict_model_eval(self) -> None:
-        """Goes to eval mode for a prediction. An override that does not call this one leaves the mode as it is."""
+        """Sets eval mode for a prediction. An override keeps the current mode unless it calls this method."""
         self.eval()
 
     def on_predict_model_train(self) -> None: ...
@@ -202,22 +200,22 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Changes a batch before it is moved to the device."""
+        """Transforms a batch before it moves to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a batch; override it for a structure whose tensors Leyden cannot find."""
+        """Moves a batch to the device; override it for data structures whose tensors Leyden cannot find."""
         return self._strategy.to_device(batch)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Changes a batch on the device (augmentation there)."""
+        """Transforms a batch on the device, such as for augmentation."""
         return batch
 
-    # optimisation hooks -----------------------------------------------------------------------------------------------
+    # optimization hooks -----------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs backward on the loss, already divided for accumulation and scaled for precision.
+        """Runs backward on the loss, which is already divided for accumulation and scaled for the precision.
 
-        In manual optimisation `manual_backward` calls it, with its own further arguments.
+        In manual optimization `manual_backward` calls it and passes further arguments on.
         """
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -230,17 +228,17 @@ class TrainModule(Hyperparameters, nn.Module):
     ) -> None:
         """Steps one optimizer.
 
-        The gradients are there already: the closure returns the loss and evaluates it again only for an optimizer
-        that calls it several times, such as LBFGS. (Lightning runs the training step inside the closure.)
+        The gradients are already computed, so the closure only returns the loss. For an optimizer such as LBFGS, which
+        evaluates the loss several times, the closure runs the training step, as it always does in Lightning.
         """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clears the gradients at the start of a window."""
+        """Clears the gradients at the start of an accumulation window."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Steps a scheduler; `metric` is the monitored value of a plateau scheduler, else None."""
+        """Steps a scheduler; `metric` is the monitored value for a plateau scheduler, otherwise None."""
         if metric is None:
             scheduler.step()
         else:
@@ -249,7 +247,7 @@ class TrainModule(Hyperparameters, nn.Module):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips the gradients before a step, as the Trainer's arguments say; override it for a rule of your own."""
+        """Clips the gradients before a step, according to the Trainer's arguments; override it for a custom rule."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
@@ -267,19 +265,19 @@ class TrainModule(Hyperparameters, nn.Module):
         return self._strategy.clip(_unwrapped(optimizer), float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimisation, scaled for the precision, by `backward` and with the hooks around it.
+        """Runs `backward` and its hooks in manual optimization, with the loss scaled for the precision.
 
         Args:
-            loss: as it is; nothing divides it.
-            *args: handed on to `backward`.
-            **kwargs: handed on to `backward`.
+            loss: the loss, which is not divided for accumulation.
+            *args: passed to `backward`.
+            **kwargs: passed to `backward`.
 
         Raises:
-            ConfigurationError: in automatic optimisation, where the Trainer calls backward.
+            ConfigurationError: in automatic optimization, where the Trainer calls backward.
         """
         if self.automatic_optimization:
             raise ConfigurationError(
-                "manual_backward belongs to manual optimisation: set self.automatic_optimization = False in __init__."
+                "manual_backward requires manual optimization: set self.automatic_optimization = False in __init__."
             )
         self.trainer.accelerator.manual_backward(loss, *args, **kwargs)
 
@@ -292,12 +290,11 @@ class TrainModule(Hyperparameters, nn.Module):
         self, use_prepared_optimizer: bool = True, *, use_pl_optimizer: bool | None = None
     ) -> Optimizer | list[Optimizer]: ...
     def optimizers(self, use_prepared_optimizer: bool = True, *, use_pl_optimizer: bool | None = None) -> Any:
-        """The optimizer, or the list of them, to be stepped in manual optimisation.
+        """Returns the optimizer, or the list of optimizers, to step in manual optimization.
 
         Args:
-            use_prepared_optimizer: False for the optimizers themselves, whose steps know nothing of precision and
-                strategy.
-            use_pl_optimizer: Lightning's name of the same.
+            use_prepared_optimizer: False for the raw optimizers, whose steps bypass precision and strategy.
+            use_pl_optimizer: Lightning's name for the same argument.
         """
         if use_pl_optimizer is not None:
             use_prepared_optimizer = use_pl_optimizer
@@ -306,18 +303,18 @@ class TrainModule(Hyperparameters, nn.Module):
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
+        """Returns the scheduler, a list of several schedulers, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return found[0] if len(found) == 1 else (found or None)
 
     def toggled_optimizer(self, optimizer: Any) -> AbstractContextManager[None]:
-        """Only the parameters of this optimizer take gradients within the block; such blocks may be nested."""
+        """Restricts gradients to the parameters of this optimizer inside the block; blocks may be nested."""
         return self.trainer.accelerator.toggles.turned_to(_unwrapped(optimizer))
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Makes every parameter of other optimizers stop taking gradients, until `untoggle_optimizer`.
+        """Disables gradients for the parameters of all other optimizers, until `untoggle_optimizer`.
 
-        Toggling to another optimizer in between is allowed: `untoggle_optimizer` restores what was before the first.
+        Several toggles may follow each other: `untoggle_optimizer` restores the state before the first one.
         """
         self.trainer.accelerator.toggles.turn_to(_unwrapped(optimizer))
 
@@ -343,28 +340,28 @@ class TrainModule(Hyperparameters, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Records a value, without reading it back from the device.
+        """Records a value without reading it back from the device.
 
         Args:
-            name: the name it goes by; a value logged on both levels goes by `name_step` and `name_epoch`.
-            value: a number, a tensor of one number, or a torchmetrics metric.
-            prog_bar: show it in the progress bar.
-            logger: give it to the loggers (every `log_every_n_steps`); True if left out.
-            on_step: the value of this step. Default: True in training steps.
-            on_epoch: reduced over the epoch, weighted by batch size. Default: True in evaluation and epoch hooks.
+            name: the value's name; logged both per step and per epoch, it becomes `name_step` and `name_epoch`.
+            value: a number, a tensor with one element, or a torchmetrics metric.
+            prog_bar: show the value in the progress bar.
+            logger: pass the value to the loggers, every `log_every_n_steps`. Default True.
+            on_step: log the value of this step. Default: True in training steps.
+            on_epoch: reduce over the epoch, weighted by batch size. Default: True in evaluation and epoch hooks.
             reduce_fx: "mean", "sum", "max", "min", or a function of the stacked values.
-            enable_graph: keep the autograd graph of the value of this step.
-            sync_dist: epoch values are reduced over the ranks unless this is False. Step values are this rank's own in
-                any case, unlike Lightning's for True: no step waits for a logger.
-            sync_dist_group: process group to reduce in; None for all ranks that see different data.
-            add_dataloader_idx: append `/dataloader_idx_i` where there are several loaders.
-            batch_size: weight of the value in a mean; found from the batch if left out.
-            metric_attribute: accepted for scripts written for Lightning; metrics are known by themselves.
-            rank_zero_only: log on rank 0 only; no other rank knows the value.
+            enable_graph: keep the autograd graph of this step's value.
+            sync_dist: reduce epoch values over the ranks, unless False. Step values are never reduced, unlike in
+                Lightning, because a step would then wait for a logger.
+            sync_dist_group: process group to reduce in; None for all ranks with different data.
+            add_dataloader_idx: append `/dataloader_idx_i` to the name if there are several loaders.
+            batch_size: weight of the value in a mean; by default inferred from the batch.
+            metric_attribute: accepted for compatibility with Lightning; metrics are found automatically.
+            rank_zero_only: log only on rank 0; no other rank knows the value.
 
         Raises:
-            ConfigurationError: if the value is no single number, the hook belongs to no epoch, or the arguments
-                changed.
+            ConfigurationError: if the value is not a single number, the hook belongs to no epoch, or the arguments
+                differ from those of an earlier call.
         """
         logs = self._logs
         if logs is None:
@@ -377,24 +374,24 @@ class TrainModule(Hyperparameters, nn.Module):
         logs.record(name, value, options, enable_graph, add_dataloader_idx, batch_size, sync_dist_group)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Records several values with the same arguments as `log`; takes a torchmetrics.MetricCollection too."""
+        """Records a dict of values, or a torchmetrics.MetricCollection, with the same arguments as `log`."""
         items: Any = dictionary.items
         for name, value in items(keep_base=False) if hasattr(dictionary, "compute_groups") else items():
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process; takes what Python's `print` takes."""
+        """Prints on the main process; accepts the arguments of Python's `print`."""
         self.trainer.print(*args, **kwargs)
 
     def _join(self, trainer: Trainer | None, logs: Logs | TracedLogs | None = None) -> None:
-        """Takes part in a run, with every TrainModule inside it: each can log, and knows the Trainer."""
+        """Attaches this module and all TrainModules inside it to a run: each can log and has the Trainer."""
         for part in self.modules():
             if isinstance(part, TrainModule):
                 part._trainer, part._logs = trainer, logs
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Lets torch.jit, which reads every attribute, read `trainer` outside of a run within the block: it is None."""
+        """Makes `trainer` None outside of a run, not an error, inside the block: torch.jit reads every attribute."""
         parts = [part for part in self.modules() if isinstance(part, TrainModule)]
         for part in parts:
             part._is_traced = True
@@ -405,21 +402,21 @@ class TrainModule(Hyperparameters, nn.Module):
                 part._is_traced = False
 
     def _leave(self) -> None:
-        """The run is over: `log` does nothing any more."""
+        """Detaches the module from an ended run: `log` becomes a no-op."""
         for part in self.modules():
             if isinstance(part, TrainModule):
                 part._logs = None
 
-    # where the module runs --------------------------------------------------------------------------------------------
+    # the run and its devices ------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs this module, or ran it last. Another one, or None, may be assigned between runs.
+        """The Trainer that runs this module or ran it last. Another Trainer, or None, may be assigned between runs.
 
         Raises:
-            LeydenError: if no Trainer does.
+            LeydenError: if the module is not attached to a Trainer.
         """
         if self._trainer is None and not self._is_traced:
-            raise LeydenError(f"{type(self).__name__} is not attached to a Trainer: hand it to Trainer.fit first.")
+            raise LeydenError(f"{type(self).__name__} is not attached to a Trainer: pass it to Trainer.fit first.")
         return self._trainer  # type: ignore[return-value]
 
     @trainer.setter
@@ -432,13 +429,13 @@ class TrainModule(Hyperparameters, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the module's parameters (the CPU if it has none)."""
+        """The device of the module's parameters; the CPU if it has none."""
         parameter = next(self.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the module's first floating parameter."""
+        """The dtype of the module's first floating-point parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
@@ -447,7 +444,7 @@ class TrainModule(Hyperparameters, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Number of accumulation windows done."""
+        """The number of completed accumulation windows."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
@@ -460,7 +457,7 @@ class TrainModule(Hyperparameters, nn.Module):
 
     @property
     def device_mesh(self) -> Any:
-        """The strategy's device mesh, or None where it has none."""
+        """The strategy's device mesh, or None if it has none."""
         return getattr(self._strategy, "device_mesh", None)
 
     @property
@@ -473,31 +470,31 @@ class TrainModule(Hyperparameters, nn.Module):
         return [] if self._trainer is None else self._trainer.loggers
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (world_size, *shape).
+        """Stacks the tensors of a nested structure over the ranks: (world_size, *shape).
 
-        Of the ranks of a tp group, which have the same samples, there is one: (data_size, *shape).
+        With tensor parallelism it takes one rank per tp group, whose ranks have the same samples: (data_size, *shape).
         """
         return self.trainer.accelerator.all_gather(data, group, sync_grads)
 
     # weights ----------------------------------------------------------------------------------------------------------
     def freeze(self) -> None:
-        """Stops gradients of all parameters and goes to eval mode."""
+        """Disables gradients for all parameters and sets eval mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Undoes `freeze`."""
+        """Enables gradients for all parameters and sets train mode."""
         self.requires_grad_(True)
         self.train()
 
     @torch.no_grad()
     def to_onnx(self, file_path: str | Path | Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Exports the forward pass by torch.onnx.
+        """Exports the forward pass with torch.onnx.
 
         Args:
-            file_path: where to write it.
-            input_sample: an input of `forward`; `example_input_array` if left out.
-            **kwargs: handed to `torch.onnx.export`.
+            file_path: the output file.
+            input_sample: an input of `forward`; by default `example_input_array`.
+            **kwargs: passed to `torch.onnx.export`.
 
         Raises:
             ConfigurationError: if there is no input.
@@ -514,19 +511,19 @@ class TrainModule(Hyperparameters, nn.Module):
         example_inputs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Exports the forward pass by torch.jit, which torch has deprecated: `torch.export` takes its place.
+        """Exports the forward pass with torch.jit, which torch has deprecated in favor of `torch.export`.
 
         Args:
-            file_path: where to write it too: a path, or a file that is open for writing.
+            file_path: an optional output: a path, or a file open for writing.
             method: "script" compiles the code of `forward`, "trace" records a pass.
-            example_inputs: inputs for "trace": a tensor, a tuple, or a dict by name; `example_input_array` if left out.
-            **kwargs: handed to `torch.jit.script` or `torch.jit.trace`.
+            example_inputs: inputs for "trace": a tensor, a tuple, or a dict by name; by default `example_input_array`.
+            **kwargs: passed to `torch.jit.script` or `torch.jit.trace`.
 
         Returns:
-            A `torch.jit.ScriptModule` in eval mode. The module itself is as it was.
+            A `torch.jit.ScriptModule` in eval mode. This module is unchanged.
 
         Raises:
-            ConfigurationError: for an unknown method, sharded weights, and a trace without an input.
+            ConfigurationError: for an unknown method, for sharded weights, or for a trace without an input.
         """
         from leyden.trainer.exporting import to_torchscript
 
@@ -545,26 +542,26 @@ class TrainModule(Hyperparameters, nn.Module):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Builds the module from the hyperparameters in a checkpoint, and loads its weights. It comes in train mode.
+        """Builds the module from the hyperparameters in a checkpoint and loads its weights; returns it in train mode.
 
-        `configure_model` is called before. For predictions of one's own, call `eval()` on what is returned.
+        It calls `configure_model` before loading. Call `eval()` on the result to predict in your own loop.
 
         Args:
-            checkpoint_path: a checkpoint folder; or a file of another trainer, which needs `trust=True`.
-            map_location: device of the loaded module, or what else torch.load takes; the CPU if left out. A
-                checkpoint's tensors are read to the CPU, so of a dict its entry "cpu" counts.
-            hparams_file: a YAML or JSON file of hyperparameters in place of the checkpoint's: a logger's hparams.yaml.
-            strict: raise on names that do not fit; the module's `strict_loading` if left out. False warns of them, and
-                raises where nothing fits.
-            weights_only: for pickle files of other trainers alone, as in `Trainer.fit`; True runs no code, trusted or
-                not.
+            checkpoint_path: a checkpoint folder, or another trainer's file, which needs `trust=True`.
+            map_location: the device of the loaded module, or any other value that torch.load accepts. Default: the CPU.
+                Tensors are read to the CPU, so only the entry "cpu" of a dict counts.
+            hparams_file: a YAML or JSON file of hyperparameters, such as a logger's hparams.yaml, that replaces those
+                of the checkpoint.
+            strict: raise if names do not match; by default the module's `strict_loading`. False warns, and raises only
+                if no name matches.
+            weights_only: only for pickle files of other trainers, as in `Trainer.fit`; True never runs code.
             trust: load a foreign pickle file, which may run code if torch's safe loader cannot read it.
-            **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
+            **kwargs: arguments of `__init__`, which override saved ones. Unknown arguments cause a warning.
 
         Raises:
             CheckpointError: if the checkpoint is damaged or not a checkpoint.
-            ConfigurationError: if the weights do not fit, an argument of `__init__` was not saved, or it is called on
-                an instance, which it would leave as it is.
+            ConfigurationError: if the weights do not match, an argument of `__init__` was not saved, or the method is
+                called on an instance, which it cannot change.
         """
         from leyden.trainer.checkpoint.module import load_module
 
@@ -573,10 +570,10 @@ class TrainModule(Hyperparameters, nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles leave behind the run that a module was in.
+        # Copies and pickles are detached from the run.
         return {**self.__dict__, "_trainer": None, "_logs": None, "_toggled": {}, "_toggled_for": None}
 
-    # torch.jit compiles properties with the forward pass, unless it is told not to.
+    # torch.jit would otherwise compile all properties along with the forward pass.
     __jit_unused_properties__: ClassVar[list[str]] = [
         name
         for room in (vars(Hyperparameters), locals())
@@ -586,12 +583,12 @@ class TrainModule(Hyperparameters, nn.Module):
 
 
 def _unwrapped(optimizer: Optimizer | PreparedOptimizer) -> Optimizer:
-    """Of `self.optimizers()` they come wrapped; precision and strategy know them by the optimizer itself."""
+    """Returns the raw optimizer, as precision and strategy know it; `self.optimizers()` returns wrappers."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
 def _unwritten(module: TrainModule) -> ConfigurationError:
     name = inspect.stack()[1].function
     return ConfigurationError(
-        f"{type(module).__name__} has no {name}: write it, or give the Trainer what stands in for it."
+        f"{type(module).__name__} has no {name}: implement it, or pass its replacement to the Trainer."
     )

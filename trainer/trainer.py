@@ -67,7 +67,7 @@ class Trainer(TrainerView):
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
-        strategy: a name from `leyden.strategies.NAMES`, a `Strategy` or "auto": "ddp" on several devices. Default "auto".
+        strategy: a name from `leyden.strategies.NAMES`, a `Strategy`, or "auto" (default): "ddp" on several devices.
         devices: devices per machine, one rank each: a number, indices such as [0, 1] or "0,1", or "auto" (all GPUs, or
             one CPU). Ranks start at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.

@@ -440,7 +440,7 @@ def test_modules_classes_and_partials_are_in_hparams_and_in_no_checkpoint(quiet:
     path = saved(module, quiet, tmp_path)
     with pytest.raises(ConfigurationError, match="Template needs net"):
         Template.load_from_checkpoint(path)
-    expected = r"was trained with act=the class GELU, which checkpoints cannot hold, and is built with the default"
+    expected = r"was trained with act=the class GELU, which checkpoints cannot hold, but is built with the default"
     with pytest.warns(UserWarning, match=expected):
         Template.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), optimizer=None)
 
@@ -488,7 +488,7 @@ def test_an_argument_that_init_does_not_take_is_warned_of(quiet: Any, tmp_path: 
     path = saved(Late(3), quiet, tmp_path)
     with pytest.warns(
         UserWarning,
-        match=r"Late has no argument 'widht', and is built without it\. Did you mean 'width'\? Known: width\.",
+        match=r"Late has no argument 'widht' and is built without it\. Did you mean 'width'\? Known: width\.",
     ):
         assert Late.load_from_checkpoint(path, widht=9).hparams.width == 3
 

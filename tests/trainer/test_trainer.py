@@ -376,7 +376,7 @@ def test_a_trainer_that_runs_is_not_run_again(fit: Any) -> None:
 
     class Nested(Logging):
         def on_train_epoch_end(self) -> None:
-            with pytest.raises(LeydenError, match=r"Trainer.validate was called while this Trainer's fit runs"):
+            with pytest.raises(LeydenError, match=r"Trainer.validate was called while this Trainer's fit is running"):
                 self.trainer.validate(self, numbered(1))
             refused.append(self.current_epoch)
 
