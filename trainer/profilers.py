@@ -1,4 +1,4 @@
-"""Profilers, which measure how long each hook and step takes. Without one, nothing is measured or wrapped."""
+"""Profilers, which measure the time of each hook and step. Without a profiler nothing is measured or wrapped."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ SORT_KEYS = (
 class Profiler:
     """Base class of profilers: `start` and `stop` measure an action by name, `summary` returns the result.
 
-    A run calls `setup`, then `start` and `stop` of each action, and `step` after each training step; at its end
-    `describe`, which prints `summary` or writes it to `filename`, and `teardown`. Actions are the steps of the module
+    A run calls `setup`, then `start` and `stop` for each action, and `step` after each training step. At its end it
+    calls `describe`, which prints `summary` or writes it to `filename`, and `teardown`. Actions are the module's steps
     (`training_step`, …), `backward`, `optimizer_step`, the next batch of each loader (`train_dataloader_next`, …),
     `transfer_batch_to_device`, each hook (`[Callback]ModelCheckpoint.on_train_end`, `[TrainModule]Net.on_fit_start`),
     and your own: `with self.trainer.profiler.profile("attention"):`.
 
     Args:
-        dirpath: folder of what is written; by default that of the run's logger, and without one the Trainer's
+        dirpath: the output folder; by default that of the run's logger, or without a logger the Trainer's
             `default_root_dir`.
-        filename: the summary is written to `<stage>-<filename>.txt` there, and on several ranks by each to
-            `<stage>-<filename>-<rank>.txt`; by default rank 0 prints it.
+        filename: name of a summary file `<stage>-<filename>.txt`; with several ranks each writes its own
+            `<stage>-<filename>-<rank>.txt`. By default rank 0 prints the summary.
 
     Example:
         >>> class Counter(Profiler):
@@ -65,7 +65,7 @@ class Profiler:
         "{'sum': 1}"
     """
 
-    # On the class, so that a subclass need not call __init__.
+    # Defaults on the class, so that a subclass does not have to call __init__.
     dirpath: Path | None = None
     filename: str | None = None
     _folder: Path | None = None
@@ -79,10 +79,10 @@ class Profiler:
 
     @property
     def local_rank(self) -> int:
-        """The rank, in a run on several; 0 otherwise."""
+        """The rank in a run with several ranks; otherwise 0."""
         return self._rank or 0
 
-    # what is measured
+    # measuring
     def start(self, action_name: str) -> None:
         """Called when an action begins; actions nest."""
 
@@ -90,7 +90,7 @@ class Profiler:
         """Called when an action ends."""
 
     def step(self) -> None:
-        """Called after each training step, and each batch of an evaluation outside a fit."""
+        """Called after each training step, and after each batch of an evaluation outside a fit."""
 
     def summary(self) -> str:
         """Returns the result as text."""
@@ -98,7 +98,7 @@ class Profiler:
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Measures the block under a name.
+        """Measures the block as an action.
 
         Example:
             >>> profiler = SimpleProfiler()
@@ -113,25 +113,25 @@ class Profiler:
         finally:
             self.stop(action_name)
 
-    # the life of a run
+    # set-up and tear-down
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called when a run begins.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: the rank, in a run on several.
-            log_dir: the folder for what is written, without a `dirpath`.
+            local_rank: the rank in a run with several ranks; otherwise None.
+            log_dir: the output folder if there is no `dirpath`.
         """
         self._stage, self._rank = stage, local_rank
         self._folder = self.dirpath if self.dirpath is not None else None if log_dir is None else Path(log_dir)
 
     def write_to(self, folder: str | None) -> None:
-        """Called once the folder of the run's loggers is known; None if there is none. A `dirpath` goes before it."""
+        """Called once the folder of the run's loggers is known; None without one. A `dirpath` takes precedence."""
         if self.dirpath is None and folder is not None:
             self._folder = Path(folder)
 
     def describe(self) -> None:
-        """Prints the summary on the first rank, or writes it to `filename` on all."""
+        """Prints the summary on rank 0, or writes it to `filename` on all ranks."""
         text = self.summary()
         if not text:
             return
@@ -141,18 +141,18 @@ class Profiler:
             print(text, flush=True)
 
     def teardown(self, stage: str | None) -> None:
-        """Called at the end of a run, also of one that failed."""
+        """Called at the end of a run, including a failed one."""
 
     def _path(self, suffix: str, *parts: str) -> Path:
-        """Returns a file's path in the folder of the profiler, which is made."""
+        """Returns a path in the output folder, which it creates."""
         folder = Path() if self._folder is None else self._folder
         folder.mkdir(parents=True, exist_ok=True)
         names = [self._stage, self.filename, *parts, None if self._rank is None else str(self._rank)]
         return folder / (re.sub(r"[^\w.=-]+", "_", "-".join(name for name in names if name)) + suffix)
 
-    # what a run has it measure
+    # called by a run to measure its parts
     def wrap(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Returns the function, measured under a name."""
+        """Returns a wrapper that measures each call of the function as an action."""
 
         def measured(*args: Any, **kwargs: Any) -> T:
             with self.profile(action_name):
@@ -161,20 +161,20 @@ class Profiler:
         return measured
 
     def drawn(self, action_name: str, iterator: Iterator[T]) -> Iterator[T]:
-        """Yields an iterator's items; drawing each is measured under a name."""
+        """Yields an iterator's items, and measures the drawing of each as an action."""
         while True:
             with self.profile(action_name):
-                # Emptied as it is passed on: a name would keep the batch while the next one is loaded.
-                found = [next(iterator, _END)]
-            if found[0] is _END:
+                # A list that is emptied by the yield: a local name would keep the batch while the next one is loaded.
+                drawn = [next(iterator, _END)]
+            if drawn[0] is _END:
                 return
-            yield found.pop()
+            yield drawn.pop()
 
     def watch(self, module: nn.Module) -> None:
-        """Called with the module of a run once it is on its device."""
+        """Called with the run's module once it is on its device."""
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Measures the steps of optimizers until `release`, whoever calls them."""
+        """Measures all steps of these optimizers until `release`, including steps that the user calls."""
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):
                 self._handles += (
@@ -183,14 +183,14 @@ class Profiler:
                 )
 
     def release(self) -> None:
-        """Leaves module and optimizers alone again."""
+        """Removes the hooks from module and optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles = ()
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing: `trainer.profiler` without a profiler, so that `trainer.profiler.profile(…)` always works."""
+    """A no-op profiler: the value of `trainer.profiler` in a run without a profiler."""
 
     def wrap(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
         return function
@@ -200,9 +200,9 @@ class SimpleProfiler(Profiler):
     """Measures calls, total seconds and mean milliseconds of every hook, step and transfer.
 
     Args:
-        dirpath: as of every `Profiler`.
-        filename: as of every `Profiler`.
-        extended: also show the number of calls, and the share of the time that the profiler has run.
+        dirpath: see `Profiler`.
+        filename: see `Profiler`.
+        extended: also show the number of calls, and each action's percentage of the total time.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -211,12 +211,12 @@ class SimpleProfiler(Profiler):
         self.recorded_durations: dict[str, list[float]] = {}
         """The seconds of each call, by action."""
         self.current_actions: dict[str, list[float]] = {}
-        """When the actions that run now began, in `time.perf_counter` seconds."""
+        """The start times of the running actions, in `time.perf_counter` seconds."""
         self.start_time = time.perf_counter()
 
     @property
     def durations(self) -> dict[str, list[float]]:
-        """The same as `recorded_durations`."""
+        """Same as `recorded_durations`."""
         return self.recorded_durations
 
     def start(self, action_name: str) -> None:
@@ -225,7 +225,7 @@ class SimpleProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         end, begun = time.perf_counter(), self.current_actions.get(action_name)
         if not begun:
-            raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
+            raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running, call start first.")
         self.recorded_durations.setdefault(action_name, []).append(end - begun.pop())
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -234,35 +234,36 @@ class SimpleProfiler(Profiler):
             self.start_time = time.perf_counter()
 
     def teardown(self, stage: str | None) -> None:
-        # Of a run that failed inside one.
+        # A run that failed leaves actions open.
         self.current_actions.clear()
 
     def summary(self) -> str:
-        passed = time.perf_counter() - self.start_time
+        elapsed = time.perf_counter() - self.start_time
         rows = sorted(((sum(times), len(times), name) for name, times in self.recorded_durations.items()), reverse=True)
         calls = sum(count for _, count, _ in rows)
         if not self.extended:
             short = [(name, f"{total:.4f}", f"{1e3 * total / n:.4f}") for total, n, name in rows]
             return "\n".join(aligned([("action", "total s", "mean ms"), *short], right=(1, 2)))
         cells = [
-            (name, str(n), f"{total:.4f}", f"{1e3 * total / n:.4f}", f"{100 * total / passed:.1f}")
+            (name, str(n), f"{total:.4f}", f"{1e3 * total / n:.4f}", f"{100 * total / elapsed:.1f}")
             for total, n, name in rows
         ]
-        whole = ("(all the time)", str(calls), f"{passed:.4f}", "", "100.0")
+        whole = ("(all the time)", str(calls), f"{elapsed:.4f}", "", "100.0")
         return "\n".join(aligned([("action", "calls", "total s", "mean ms", "%"), whole, *cells], right=(1, 2, 3, 4)))
 
 
 class AdvancedProfiler(Profiler):
-    """Profiles the function calls inside every action with cProfile, without those of the actions inside it.
+    """Profiles the function calls of each action with cProfile, excluding those of nested actions.
 
-    Only one profile can run at a time: what `training_step` spends in `profile("attention")` is shown under
-    `attention` alone.
+    Only one profile can run at a time: the time that `training_step` spends in `profile("attention")` is shown only
+    under `attention`.
 
     Args:
-        dirpath: as of every `Profiler`.
-        filename: as of every `Profiler`.
-        line_count_restriction: the number of functions shown for each action (or a fraction of them).
-        dump_stats: also write each action's statistics to `<stage>-<filename>-<action>.prof`, for snakeviz and others.
+        dirpath: see `Profiler`.
+        filename: see `Profiler`.
+        line_count_restriction: the number of functions to show per action, or a fraction of them.
+        dump_stats: also write each action's statistics to `<stage>-<filename>-<action>.prof`, for tools such as
+            snakeviz.
     """
 
     def __init__(
@@ -277,11 +278,11 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions: dict[str, cProfile.Profile] = {}
         """The profile of each action."""
         self._running: list[str] = []
-        self._outlived: list[str] = []
-        """Actions that had not ended when the one around them did."""
+        self._interrupted: list[str] = []
+        """Nested actions that were still open when the enclosing action ended."""
 
     def start(self, action_name: str) -> None:
-        # The outer action pauses for the inner one.
+        # The outer action pauses during the inner one.
         if self._running:
             self.profiled_actions[self._running[-1]].disable()
         self._running.append(action_name)
@@ -289,21 +290,23 @@ class AdvancedProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         if action_name not in self._running:
-            if action_name not in self._outlived:
-                raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
-            self._outlived.remove(action_name)
+            if action_name not in self._interrupted:
+                raise ConfigurationError(
+                    f"profiler.stop({action_name!r}): the action is not running, call start first."
+                )
+            self._interrupted.remove(action_name)
             return
         self.profiled_actions[self._running[-1]].disable()
         while (last := self._running.pop()) != action_name:
-            # Broken off by an error, such as a backward pass that the loop repeats.
-            self._outlived.append(last)
+            # Interrupted by an error, such as a backward pass out of memory, which the loop retries.
+            self._interrupted.append(last)
         if self._running:
             self.profiled_actions[self._running[-1]].enable()
 
     def summary(self) -> str:
         text = io.StringIO()
         if self.profiled_actions:
-            text.write("Each action without the actions inside it.\n\n")
+            text.write("Each action excludes its nested actions.\n\n")
         for action, profile in self.profiled_actions.items():
             text.write(f"{action}\n")
             pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(self.line_count_restriction)
@@ -318,28 +321,28 @@ class AdvancedProfiler(Profiler):
         for action in self._running[-1:]:
             self.profiled_actions[action].disable()
         self._running.clear()
-        self._outlived.clear()
+        self._interrupted.clear()
 
 
 class PyTorchProfiler(Profiler):
     """Profiles operators and kernels with torch.profiler, and writes a Chrome trace for TensorBoard and Perfetto.
 
     Args:
-        dirpath: as of every `Profiler`; the traces are written there.
-        filename: name of the table of operators; printed by default.
-        schedule: see `torch.profiler.schedule`; by default skips one step, warms up one and records three.
-        row_limit: rows of the table; -1 for all.
-        group_by_input_shapes: a row for each shape of an operator's inputs; needs, and sets, `record_shapes`.
+        dirpath: the output folder, also for traces; see `Profiler`.
+        filename: file name of the table of operators; by default the table is printed.
+        schedule: see `torch.profiler.schedule`; by default skips one step, warms up for one and records three.
+        row_limit: number of rows in the table; -1 for all.
+        group_by_input_shapes: show a row per shape of an operator's inputs; implies `record_shapes`.
         emit_nvtx: emit NVTX ranges for Nsight Systems (`nsys profile --capture-range cudaProfilerApi python …`)
             instead of recording; needs CUDA.
-        export_to_chrome: write a trace each time that the schedule has recorded.
-        sort_by_key: by what the table is sorted, one of `SORT_KEYS`; by default "self_cpu_time_total".
-        record_module_names: name each submodule in the trace; not of a module that is compiled.
+        export_to_chrome: write a trace after each recording of the schedule.
+        sort_by_key: the column to sort the table by, one of `SORT_KEYS`; by default "self_cpu_time_total".
+        record_module_names: name each submodule in the trace, except in compiled modules.
         table_kwargs: further arguments of the table, such as `max_name_column_width`.
         record_shapes: record the shapes of operators' inputs.
-        export_to_flame_graph: also write the stacks for a flame graph (`….stack`); sets `with_stack`.
-        metric: what the flame graph shows, "self_cpu_time_total" or "self_cuda_time_total".
-        on_trace_ready: called with torch's profile each time that the schedule has recorded; replaces the files.
+        export_to_flame_graph: also write the stacks for a flame graph (`….stack`); implies `with_stack`.
+        metric: the metric of the flame graph, "self_cpu_time_total" or "self_cuda_time_total".
+        on_trace_ready: called with torch's profile after each recording of the schedule, instead of writing files.
         **profiler_kwargs: passed to `torch.profiler.profile` (activities, profile_memory, with_stack, with_flops, …).
 
     Raises:
@@ -381,7 +384,7 @@ class PyTorchProfiler(Profiler):
         }
         if export_to_flame_graph:
             self._arguments["with_stack"] = True
-            # Without it torch 2 writes an empty file (its issue 100253).
+            # Without this setting torch 2 writes an empty file (pytorch issue 100253).
             verbose = torch._C._profiler._ExperimentalConfig(verbose=True)
             self._arguments.setdefault("experimental_config", verbose)
         self._profile: Any = None
@@ -398,15 +401,15 @@ class PyTorchProfiler(Profiler):
         check_choice("PyTorchProfiler", SORT_KEYS, sort_by_key=key)
         if schedule is not None and not (callable(schedule) and isinstance(schedule(0), profiler.ProfilerAction)):
             raise ConfigurationError(
-                f"PyTorchProfiler(schedule={schedule!r}): give torch.profiler.schedule(…), or a function from a step's "
-                "number to a torch.profiler.ProfilerAction."
+                f"PyTorchProfiler(schedule={schedule!r}): use torch.profiler.schedule(…), or a function that maps a "
+                "step number to a torch.profiler.ProfilerAction."
             )
         if self._emits_nvtx and not torch.cuda.is_available():
-            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs a CUDA device, and there is none here.")
+            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs a CUDA device, and this machine has none.")
         try:
             profiler.profile(**self._arguments)
         except TypeError as error:
-            raise ConfigurationError(f"PyTorchProfiler: torch.profiler.profile says: {error}.") from None
+            raise ConfigurationError(f"PyTorchProfiler: torch.profiler.profile raised: {error}.") from None
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
@@ -427,17 +430,17 @@ class PyTorchProfiler(Profiler):
         self._profile.start()
 
     def _ready(self, profile: Any) -> None:
-        """Writes what the schedule has recorded."""
-        then = self._arguments["on_trace_ready"]
+        """Writes a recording of the schedule."""
+        on_trace_ready = self._arguments["on_trace_ready"]
         try:
-            (self._write if then is None else then)(profile)
+            (self._write if on_trace_ready is None else on_trace_ready)(profile)
             averages = profile.key_averages(group_by_input_shape=self._groups_shapes)
             self._table = averages.table(**self._table_arguments)
         except UnicodeDecodeError:
-            # torch keeps pointers to names of functions that are gone by then (its issue 136040).
+            # torch keeps pointers to the names of functions that may have been freed (pytorch issue 136040).
             warnings.warn(
-                "torch cannot read the stacks that it has recorded, since functions went away meanwhile. Record later "
-                "steps, with schedule=torch.profiler.schedule(wait=…, …), or leave with_stack out.",
+                "torch cannot read the recorded stacks, because some of their functions no longer exist. Record later "
+                "steps with schedule=torch.profiler.schedule(wait=…, …), or omit with_stack.",
                 stacklevel=2,
             )
 
@@ -459,7 +462,7 @@ class PyTorchProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         if not self._spans.get(action_name):
-            raise ConfigurationError(f"profiler.stop({action_name!r}), which does not run: call start first.")
+            raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running, call start first.")
         self._spans[action_name].pop().__exit__(None, None, None)
 
     def step(self) -> None:
@@ -483,8 +486,8 @@ class PyTorchProfiler(Profiler):
         if self._table or self._emits_nvtx:
             return self._table
         return (
-            f"PyTorchProfiler recorded nothing: its schedule had not come that far after {self._steps} steps. Give "
-            "schedule=torch.profiler.schedule(wait=0, warmup=0, active=1), or a longer run."
+            f"PyTorchProfiler recorded nothing: its schedule had not completed a recording after {self._steps} steps. "
+            "Use schedule=torch.profiler.schedule(wait=0, warmup=0, active=1), or a longer run."
         )
 
     def teardown(self, stage: str | None) -> None:
@@ -503,7 +506,7 @@ class PyTorchProfiler(Profiler):
 
 
 def find_profiler(profiler: Any) -> Profiler | None:
-    """Returns the profiler for a name; None for one that measures nothing, so that nothing is wrapped."""
+    """Returns the profiler for a name; None if it is absent or a no-op, so that nothing is wrapped."""
     if profiler is None or isinstance(profiler, PassThroughProfiler):
         return None
     if isinstance(profiler, Profiler):

@@ -1,4 +1,4 @@
-"""What callbacks and modules may read of a Trainer: its properties, in one place. Reading changes nothing."""
+"""The Trainer's properties, in one place: all that callbacks and modules may read from it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 class TrainerView:
-    """The properties of a Trainer: what callbacks and modules may know of its run, of its parts and of its arguments.
+    """The properties of a Trainer: its run, its parts and its arguments, for callbacks and modules.
 
-    They belong to the Trainer itself, as Lightning's users read them there; they stand apart because none of them does
-    anything, and what the Trainer does is another subject.
+    The Trainer inherits from it, since Lightning's users read these properties on the Trainer. They are separate from
+    the Trainer's methods because they only report state.
     """
 
     accelerator: Engine
@@ -57,7 +57,7 @@ class TrainerView:
     # one run ----------------------------------------------------------------------------------------------------------
     @property
     def callbacks(self) -> list[Callback]:
-        """Who takes part. The list may be changed, or another assigned, before a run or in a `setup` of it."""
+        """The callbacks. The list may be changed or replaced before a run or in a `setup` hook."""
         return self._run.callbacks
 
     @callbacks.setter
@@ -66,64 +66,64 @@ class TrainerView:
 
     @property
     def module(self) -> TrainModule:
-        """The module that runs, or ran last."""
+        """The module that is running, or ran last."""
         return self._run.module
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The DataModule that the run was given."""
+        """The DataModule passed to the run."""
         return self._run.datamodule
 
     @property
     def progress(self) -> Progress:
-        """Every counter of the run."""
+        """All counters of the run."""
         return self._run.progress
 
     @property
     def logs(self) -> Logs:
-        """What has been logged."""
+        """The logged values."""
         return self._run.logs
 
     @property
     def pending_save(self) -> PendingSave | None:
-        """The asynchronous save that is under way, or that nothing has waited for yet; None without one."""
+        """The asynchronous save in flight, or completed but not yet waited for; otherwise None."""
         return self._run.saves.pending
 
     @property
     def state(self) -> RunState:
-        """What is going on."""
+        """The current stage of the run."""
         return self._run.state
 
     @property
     def signals(self) -> Signals:
-        """Ctrl-C and SIGTERM."""
+        """The signals that the run catches, such as Ctrl-C and SIGTERM."""
         return self._run.signals
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler; without one a PassThroughProfiler, so that `profiler.profile(…)` always works."""
+        """The profiler. Without one, a PassThroughProfiler, so that `profiler.profile(…)` always works."""
         return self._run.profiler if self._run.profiler is not None else PassThroughProfiler()
 
     @property
     def fit_loop(self) -> FitLimits:
-        """Where a fit ends."""
+        """The limits of a fit."""
         return self._run.limits
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The schedulers of learning rates, each with the times at which it steps."""
+        """The learning-rate schedulers with their intervals."""
         return self._run.schedulers
 
     @property
     def should_stop(self) -> bool:
-        """Set to True, it ends the fit where the open window closes."""
+        """Whether to stop the fit. Setting it to True ends the fit when the open window closes."""
         return self._run.should_stop
 
     @should_stop.setter
-    def should_stop(self, asked: bool) -> None:
-        self._run.ask_to_stop(asked)
+    def should_stop(self, stop: bool) -> None:
+        self._run.ask_to_stop(stop)
 
-    # where it runs ----------------------------------------------------------------------------------------------------
+    # ranks and devices ------------------------------------------------------------------------------------------------
     @property
     def strategy(self) -> Strategy:
         return self.accelerator.strategy
@@ -135,7 +135,7 @@ class TrainerView:
 
     @property
     def precision_plugin(self) -> Precision:
-        """Lightning's name of `strategy.precision`."""
+        """Lightning's name for `strategy.precision`."""
         return self.strategy.precision
 
     @property
@@ -165,12 +165,12 @@ class TrainerView:
 
     @property
     def num_devices(self) -> int:
-        """Devices of this machine that take part."""
+        """The number of devices used on this machine."""
         return self.strategy.ranks.local_size
 
     @property
     def num_nodes(self) -> int:
-        """Machines that take part."""
+        """The number of machines."""
         return self.strategy.ranks.num_nodes
 
     @property
@@ -179,42 +179,42 @@ class TrainerView:
 
     @property
     def model(self) -> TrainModule:
-        """The module that runs, or ran last."""
+        """The module that is running, or ran last."""
         return self.module
 
     @property
     def lightning_module(self) -> TrainModule:
-        """The same, for callbacks written for Lightning."""
+        """Same as `module`, for callbacks written for Lightning."""
         return self.module
 
-    # what it is doing -------------------------------------------------------------------------------------------------
+    # progress and state -----------------------------------------------------------------------------------------------
     @property
     def global_step(self) -> int:
-        """Accumulation windows done."""
+        """The number of completed accumulation windows."""
         return self.progress.global_step
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs, from 0; the number of epochs done once the last one is over.
+        """The current epoch, from 0; after the last epoch the number of completed epochs.
 
-        An epoch that a limit or `should_stop` ended within is not over: a resume continues in it.
+        An epoch is not complete if a limit or `should_stop` ended the run inside it: a resume continues it.
         """
-        closes = self._fit is not None and self._fit.closes_epoch
-        return self.progress.epoch + (self.progress.phase == "epoch_end" and not closes)
+        is_closing = self._fit is not None and self._fit.closes_epoch
+        return self.progress.epoch + (self.progress.phase == "epoch_end" and not is_closing)
 
     @property
     def window(self) -> Window:
-        """The accumulation window: index, length, closes."""
+        """The accumulation window: `index`, `length`, `closes`."""
         return self.accelerator.window
 
     @property
     def window_is_over(self) -> bool:
-        """True between accumulation windows, where a checkpoint can be saved."""
+        """True between accumulation windows, when a checkpoint can be saved."""
         return not self.accelerator.window.is_open
 
     @property
     def is_last_batch(self) -> bool:
-        """True while the last batch of an epoch is worked on, as far as its length is known."""
+        """True during the last batch of an epoch; always False if the epoch's length is unknown."""
         total = self._fit.num_batches if self._fit is not None else None
         return total is not None and self.progress.batch + int(self.window.is_open) >= total
 
@@ -240,7 +240,7 @@ class TrainerView:
 
     @property
     def evaluating(self) -> bool:
-        """True in validation (the sanity check too) and test."""
+        """True in validation, including the sanity check, and in test."""
         return self.state.pass_of in ("validation", "test")
 
     @property
@@ -249,7 +249,7 @@ class TrainerView:
 
     @property
     def preempted(self) -> bool:
-        """True if the run ends to make room; see `Preemption`."""
+        """True if the run ends because of a preemption; see `Preemption`."""
         return self.signals.preempted
 
     @property
@@ -257,50 +257,50 @@ class TrainerView:
         """True if Ctrl-C, SIGTERM or a preemption asked the run to stop."""
         return self.signals.received is not None
 
-    # what was logged --------------------------------------------------------------------------------------------------
+    # logged values ----------------------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything that was logged, under every name, on its device."""
+        """All logged values, under all of their names, on their devices."""
         return self.logs.callback_metrics()
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What the loggers are given."""
+        """The values passed to the loggers."""
         return self.logs.logged_metrics()
 
     def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
-        """Python numbers of logged values, with one read-back for all of them."""
+        """Converts logged values to Python numbers, with a single read-back from the device."""
         return self.logs.nans.note(read_back(values), self.progress.global_step)
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
-        """What the bar shows; read back only by the bar."""
+        """The values that the progress bar shows; only the bar reads them back."""
         return self.logs.progress_bar_metrics()
 
-    # its parts --------------------------------------------------------------------------------------------------------
+    # parts ------------------------------------------------------------------------------------------------------------
     @property
     def optimizers(self) -> list[Optimizer]:
         return self.accelerator.optimizers
 
     @property
     def lr_schedulers(self) -> list[Any]:
-        """The schedulers; `lr_scheduler_configs` says when each steps."""
+        """The schedulers; `lr_scheduler_configs` has their intervals."""
         return [config.scheduler for config in self.lr_scheduler_configs]
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers among the callbacks. Others may be assigned before a run, or in a `setup` of it."""
+        """The loggers among the callbacks. They may be replaced before a run or in a `setup` hook."""
         return loggers_of(self.callbacks)
 
     @loggers.setter
     def loggers(self, loggers: Sequence[Logger] | None) -> None:
         if self.state.is_set_up:
-            raise LeydenError("trainer.logger was assigned within a run: assign it before, or in a setup hook.")
+            raise LeydenError("trainer.logger was assigned during a run: assign it before the run or in a setup hook.")
         self.callbacks = with_loggers(self.callbacks, loggers or (), silent=self.fast_dev_run)
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger. Another may be assigned in place of all there are, or None; see `loggers`."""
+        """The first logger, or None. Assigning a logger, or None, replaces all loggers; see `loggers`."""
         return next(iter(self.loggers), None)
 
     @logger.setter
@@ -309,15 +309,15 @@ class TrainerView:
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the first logger that has one; without loggers `default_root_dir`.
+        """The folder of the first logger that has one; without loggers `default_root_dir`.
 
-        On a rank that does not write it is the first rank's. None until a logger such as W&B has made its folder.
+        Ranks that do not write return the first rank's folder. None until a logger such as W&B has created its folder.
         """
         return self._run.log_dir
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which the run, or after its end the last one, has started; None without one."""
+        """The checkpoint that the current or last run started from; None without one."""
         return self._run.ckpt_path
 
     @property
@@ -331,17 +331,17 @@ class TrainerView:
 
     @property
     def checkpoint_io(self) -> CheckpointIO | None:
-        """The plugin that stores checkpoints; None where they are folders."""
+        """The plugin that stores checkpoints; None if Leyden writes them as folders."""
         return self._run.checkpoint_io
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where "last" is looked for: the folder of the first ModelCheckpoint."""
+        """The folder in which `ckpt_path="last"` is searched: that of the first ModelCheckpoint."""
         return folder_of_last(self.callbacks, self.default_root_dir)
 
     @property
     def saves_on_each_node(self) -> bool:
-        """True if every machine keeps checkpoints of its own, since they share no folder."""
+        """True if each machine keeps its own checkpoints because the machines share no folder."""
         return are_on_each_node(self.callbacks)
 
     @property
@@ -362,22 +362,22 @@ class TrainerView:
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
+        """Returns a step of the module as the loop calls it: plain, compiled, profiled or checked for nan."""
         return self._run.step_function(name)
 
-    # its data ---------------------------------------------------------------------------------------------------------
+    # data -------------------------------------------------------------------------------------------------------------
     @property
     def train_dataloader(self) -> Any:
         return self._run.loaders.train_loader
 
     @property
     def given_loaders(self) -> Mapping[str, Any]:
-        """What `fit` and the other methods were given for loaders: "train", "val", "test", "predict"."""
+        """The loaders passed to `fit` and the other methods, by kind: "train", "val", "test", "predict"."""
         return self._run.loaders.given
 
     @property
     def val_dataloaders(self) -> Any:
-        """What the last run had validation loaders from, as it was given; so for test and predict. None without any."""
+        """The validation loaders of the last run as given by the user; None without any."""
         return self._run.loaders.fetched.get("val")
 
     @property
@@ -391,19 +391,20 @@ class TrainerView:
     def sample_indices(
         self, window: bool = False, all_ranks: bool = False, *, batch_idx: int | None = None
     ) -> list[Any] | None:
-        """The indices in the data set of the samples of the training batch that runs, or ran last, in its order.
+        """Returns the data set indices of the samples in the current or last training batch. Leyden's own method.
 
-        They are found when you ask, by drawing the epoch's order again, and cost the steps nothing. Ours.
+        Indices are computed on demand by drawing the epoch's order again, so steps pay nothing for them.
 
         Args:
-            window: of all batches of the accumulation window so far.
-            all_ranks: of all ranks' samples, in the epoch's order. No message is sent.
-            batch_idx: of that batch of this epoch, which has run already.
+            window: include all batches of the accumulation window so far.
+            all_ranks: include the samples of all ranks, in the epoch's order. It needs no communication.
+            batch_idx: use this earlier batch of the epoch instead of the current one.
 
         Returns:
-            Numbers, or what the sampler yields. None where the order cannot be known: an `IterableDataset` or another
-            loader than torch's, several loaders, a sampler that changes as it is read and has no `state_dict` or that
-            draws global random numbers during the epoch, and for `all_ranks` a loader that you have sharded yourself.
+            Numbers, or whatever the sampler yields. None if the order cannot be known: for an `IterableDataset`, a
+            loader that is not torch's, or several loaders; for a sampler that changes while it is read and has no
+            `state_dict`, or that draws global random numbers during the epoch; and, with `all_ranks`, for a loader that
+            you have sharded yourself.
         """
         if self._fit is None:
             return None
@@ -411,12 +412,12 @@ class TrainerView:
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of a training epoch; inf where the loader has no length."""
+        """The number of batches in a training epoch; inf if the loader has no length."""
         return 0 if self.limit_train_batches == 0 else _batches(self._run.loaders.sizes.get("train"))
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Batches of each validation loader, so for test and predict."""
+        """The number of batches of each validation loader."""
         return self._evaluation_batches("val")
 
     @property
@@ -438,7 +439,7 @@ class TrainerView:
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole fit, for schedulers; inf where it has no end. Loads the training data."""
+        """The number of optimizer steps in the fit, for schedulers; inf without a limit. Loads the training data."""
         if self._fit is None:
             return float("inf")
         self._fit.load_training_data()
@@ -446,7 +447,7 @@ class TrainerView:
             self._fit.num_batches, self._fit.accumulation, self._run.loaders.samples_per_batch
         )
 
-    # its settings -----------------------------------------------------------------------------------------------------
+    # settings ---------------------------------------------------------------------------------------------------------
     @property
     def default_root_dir(self) -> str:
         return self.arguments.default_root_dir
@@ -510,7 +511,7 @@ class TrainerView:
 
     @property
     def max_epochs(self) -> int | None:
-        """Epochs after which a fit ends; also what is assigned here or to `fit_loop.max_epochs`."""
+        """The number of epochs after which a fit ends. May be assigned, here or as `fit_loop.max_epochs`."""
         return self.fit_loop.max_epochs
 
     @max_epochs.setter
@@ -519,7 +520,7 @@ class TrainerView:
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps after which a fit ends; -1 for no end."""
+        """The number of optimizer steps after which a fit ends; -1 for no limit."""
         return self.fit_loop.max_steps
 
     @max_steps.setter
@@ -544,7 +545,7 @@ class TrainerView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of a window that starts now. Loads the training data where a BatchSizeScheduler counts samples."""
+        """The length of a window that starts now. Loads the training data if a BatchSizeScheduler counts samples."""
         accumulation = self._run.accumulation
         if self._fit is not None and accumulation is not None and accumulation.counts_samples:
             self._fit.load_training_data()

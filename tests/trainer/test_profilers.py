@@ -143,7 +143,7 @@ def test_what_the_pytorch_profiler_writes_is_chosen(fit: Any, tmp_path: Path) ->
         ({"sort_by_key": "cpu"}, "sort_by_key='cpu'"),
         ({"schedule": 3}, "schedule=3.*torch.profiler.schedule"),
         ({"schedule": lambda step: step}, "ProfilerAction"),
-        ({"use_gpu": True}, "torch.profiler.profile says: .*use_gpu"),
+        ({"use_gpu": True}, "torch.profiler.profile raised: .*use_gpu"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -252,7 +252,7 @@ def test_what_is_broken_off_inside_an_action_ends_with_it() -> None:
     assert any("min" in name for _, _, name in own)
     left = pstats.Stats(profiler.profiled_actions["broken off"]).stats  # type: ignore[attr-defined]
     assert not any("sorted" in name or "min" in name for _, _, name in left)
-    assert profiler.summary().startswith("Each action without the actions inside it.")
+    assert profiler.summary().startswith("Each action excludes its nested actions.")
 
 
 def test_each_run_of_a_logger_has_its_own_summary(quiet: Any, tmp_path: Path) -> None:
