@@ -1,1 +1,1 @@
-"""The Trainer's arguments: defaults, allowed values, which ones were given, and what a preemption and a replay set."""
+"""The Trainer's arguments: defaults, allowed values, the ones given by the user, and overrides of a replay."""

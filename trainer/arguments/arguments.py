@@ -1,4 +1,4 @@
-"""The Trainer's arguments: their defaults and allowed values. All of them are checked before anything runs."""
+"""The Trainer's arguments: their defaults and allowed values, all checked before anything runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leyden.trainer.events.preemption import wanted
 from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
-"""The arguments with a default other than None for which None is a value of its own."""
+"""Arguments for which None is a value of its own, although the default is not None."""
 AT_LEAST = {
     -1: ("max_epochs", "max_steps", "num_sanity_val_steps"),
     0: ("min_epochs", "min_steps", "log_every_n_steps", "reload_dataloaders_every_n_epochs"),
@@ -33,18 +33,18 @@ AT_LEAST = {
         "digest_every_n_steps",
     ),
 }
-"""The arguments that are whole numbers, by the least that each may be."""
+"""Integer arguments, by their smallest allowed value."""
 AUTO = ("accumulate_grad_batches", "auto")
-"""The argument among them that may be a word."""
+"""The one integer argument that may also be a string."""
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 CHOICES = {
     "deterministic": ((None, True, False, "warn"), "True, False or 'warn'"),
     "benchmark": ((None, True, False), "True or False"),
     "on_bad_sample": (("raise", "skip"), "'raise' or 'skip'"),
-    "record_run": ((True, False, "no_diff"), "True, False, or 'no_diff' to leave out changes to the code"),
-    "resume": ((None, "auto"), "'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other words"),
+    "record_run": ((True, False, "no_diff"), "True, False, or 'no_diff' to omit changes to the code"),
+    "resume": ((None, "auto"), "'auto', or None to start from scratch; fit(ckpt_path=…) accepts paths and more names"),
 }
-"""The arguments that take one of a few values: which, and how an error lists them."""
+"""Arguments with a fixed set of values: the values, and the text that lists them in an error."""
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
     *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly", "digest_every_n_steps"),
@@ -53,9 +53,9 @@ BAREBONES = (
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The Trainer's arguments as they are used.
+    """The Trainer's arguments after defaults and checks.
 
-    The Trainer's signature declares the same defaults, for editors and type checkers; a test compares the two.
+    The Trainer's signature repeats the defaults for editors and type checkers; a test compares the two.
     """
 
     accelerator: str = "auto"
@@ -113,25 +113,25 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     """Fills in defaults and checks every value.
 
     Args:
-        given: all arguments, those that were left out as UNSET. None stands for the default, too.
+        given: all arguments by name; omitted ones are UNSET. None also means the default.
 
     Returns:
-        The arguments, those that `leyden launch` fills among them; and the names of those that were given.
+        The arguments, including those set by `leyden launch`, and the names of the arguments given by the user.
 
     Raises:
-        ConfigurationError: for the first value that cannot be; names the fix.
+        ConfigurationError: for the first invalid value; the message names the fix.
     """
     defaults = Arguments()
     values = {
         name: value
         for name, value in given.items()
-        # Where None is the default, to give it says that a launch shall not fill it in.
+        # If None is the default, an explicit None prevents the launch from setting the argument.
         if value is not UNSET and (value is not None or name in NONE_MEANS_SOMETHING or getattr(defaults, name) is None)
     }
     named = frozenset(name for name, value in values.items() if value is not None or name in NONE_MEANS_SOMETHING)
     values = {**filled_by_launch(values), **values}
     if values.get("barebones"):
-        _barebones(values)
+        _apply_barebones(values)
     arguments = dataclasses.replace(defaults, **values)
     _check(arguments)
     arguments = dataclasses.replace(arguments, **_implied(arguments))
@@ -142,49 +142,49 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
 def for_trial(
     arguments: Arguments, callbacks: Sequence[Callback], within_run: bool, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a Trainer for short runs on the same devices, which write and print nothing.
+    """Returns the arguments of a Trainer for short silent runs on the same devices.
 
     Args:
-        arguments: of the Trainer whose trials they are.
-        callbacks: its own. A trial has a copy of a `GradientAccumulation` and of an
+        arguments: the arguments of the user's Trainer.
+        callbacks: that Trainer's callbacks. The trial gets copies of `GradientAccumulation` and
             `ActivationCheckpointing`, and a silent logger for each logger.
-        within_run: the Trainer is in a run.
-        given: arguments of the trial itself. With an accumulation among them it has no copy of one.
+        within_run: True while the user's Trainer is running.
+        given: arguments of the trial itself. If they set an accumulation, the callback is not copied.
 
     Raises:
-        ConfigurationError: within a run, if the strategy is an object, which can be in one run at a time.
+        ConfigurationError: within a run, if the strategy is an object, which serves only one run at a time.
     """
     if within_run and isinstance(arguments.strategy, Strategy):
         raise ConfigurationError(
-            "a trial within a run needs a strategy of its own: give strategy by its name, or search before the run "
-            "with Tuner(trainer)."
+            "a trial within a run needs its own strategy, but the Trainer's strategy is an object. Pass strategy by "
+            "name, or search before the run with Tuner(trainer)."
         )
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
-    nothing = (
+    none = (
         *("resume", "preemption", "profiler", "max_time", "min_epochs", "min_steps", "hang_timeout"),
         "digest_every_n_steps",
     )
     off: dict[str, Any] = dict.fromkeys(("num_sanity_val_steps", "log_every_n_steps"), 0)
-    off |= dict.fromkeys((name for name in BAREBONES if name not in (*off, *nothing)), False)
-    # Imported here: few runs have trials.
+    off |= dict.fromkeys((name for name in BAREBONES if name not in (*off, *none)), False)
+    # Imported here because few runs have trials.
     from leyden.callbacks.activation_checkpointing import ActivationCheckpointing
 
-    # An accumulation that an argument asks for is made by the argument.
-    asked = arguments.accumulate_grad_batches != 1 or "accumulate_grad_batches" in given
-    accumulation = () if asked else (GradientAccumulation,)
+    # `accumulate_grad_batches` creates its own GradientAccumulation.
+    is_set = arguments.accumulate_grad_batches != 1 or "accumulate_grad_batches" in given
+    accumulation = () if is_set else (GradientAccumulation,)
     kinds: tuple[type[Callback], ...] = (ActivationCheckpointing, *accumulation)
     own: list[Callback] = [copy.deepcopy(callback) for callback in callbacks if isinstance(callback, kinds)]
     own += [DummyLogger() for callback in callbacks if isinstance(callback, Logger)]
     off |= {"barebones": True, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "callbacks": own}
-    return {**values, **dict.fromkeys(nothing), **off}
+    return {**values, **dict.fromkeys(none), **off}
 
 
-def _barebones(values: dict[str, Any]) -> None:
-    """Turns everything off that a benchmark of the bare loop should not measure."""
+def _apply_barebones(values: dict[str, Any]) -> None:
+    """Disables everything that a benchmark of the bare loop should not measure."""
     for name in BAREBONES:
         if values.get(name):
             raise ConfigurationError(
-                f"barebones=True turns {name} off, and {name}={values[name]!r} was given: choose one."
+                f"barebones=True disables {name}, but {name}={values[name]!r} was given: choose one."
             )
     off: dict[str, Any] = dict.fromkeys(BAREBONES, False)
     off.update(profiler=None, num_sanity_val_steps=0, log_every_n_steps=0, digest_every_n_steps=None)
@@ -192,7 +192,7 @@ def _barebones(values: dict[str, Any]) -> None:
 
 
 def _implied(arguments: Arguments) -> dict[str, Any]:
-    """Arguments that follow from others, or are written in another way."""
+    """Returns the arguments that follow from others, or need conversion."""
     implied: dict[str, Any] = {"default_root_dir": os.path.expanduser(str(arguments.default_root_dir))}
     if arguments.gradient_clip_val == 0:
         implied["gradient_clip_val"] = None
@@ -213,34 +213,34 @@ def _check(arguments: Arguments) -> None:
     for least, names in AT_LEAST.items():
         for name in names:
             if getattr(arguments, name) is not None and (name, getattr(arguments, name)) != AUTO:
-                _whole(name, getattr(arguments, name), least)
+                _check_integer(name, getattr(arguments, name), least)
     for name in LIMITS:
-        _amount(name, getattr(arguments, name))
+        _check_limit(name, getattr(arguments, name))
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)
         if field.type == "bool" and not isinstance(value, bool):
             raise ConfigurationError(f"{field.name}={value!r}: use True or False.")
     if not isinstance(arguments.fast_dev_run, bool):
-        _whole("fast_dev_run", arguments.fast_dev_run, 0)
+        _check_integer("fast_dev_run", arguments.fast_dev_run, 0)
     _check_validation(arguments)
     _check_clipping(arguments)
     _check_choices(arguments)
 
 
-def _whole(name: str, value: Any, least: int) -> None:
+def _check_integer(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        extra = ", where -1 means without end" if least == -1 and name.startswith("max") else ""
+        extra = ", or -1 for no limit" if least == -1 and name.startswith("max") else ""
         extra = f", or {AUTO[1]!r}" if name == AUTO[0] else extra
         raise ConfigurationError(f"{name}={value!r}: use a whole number from {least}{extra}.")
 
 
-def _amount(name: str, value: Any) -> None:
-    """A float is a fraction, an int a number of batches."""
+def _check_limit(name: str, value: Any) -> None:
+    """Checks a limit: a float is a fraction, an int a number of batches."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(f"{name}={value!r}: use a fraction between 0.0 and 1.0, or a whole number of batches.")
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
         raise ConfigurationError(
-            f"{name}={value!r} is a fraction outside of 0.0 to 1.0: use {name}={int(value) if value == value else 1} "
+            f"{name}={value!r} is not a fraction between 0.0 and 1.0: use {name}={int(value) if value == value else 1} "
             "for a number of batches."
         )
     if value < 0:
@@ -253,7 +253,7 @@ def _check_validation(arguments: Arguments) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(
-            f"val_check_interval={value!r}: use a fraction of an epoch, a number of batches, or a time as "
+            f"val_check_interval={value!r}: use a fraction of an epoch, a number of batches, or a time such as "
             "'00:00:30:00'."
         )
     if isinstance(value, float) and not 0.0 < value <= 1.0:
@@ -264,7 +264,7 @@ def _check_validation(arguments: Arguments) -> None:
         raise ConfigurationError(f"val_check_interval={value!r}: use a whole number of batches from 1.")
     if arguments.check_val_every_n_epoch is None and isinstance(value, float):
         raise ConfigurationError(
-            "check_val_every_n_epoch=None counts batches over epochs: give val_check_interval as a whole number, not "
+            "check_val_every_n_epoch=None counts batches across epochs: set val_check_interval to a whole number, not "
             f"{value!r}."
         )
 
@@ -288,10 +288,9 @@ def _check_choices(arguments: Arguments) -> None:
     parse_devices(arguments.devices)
     if "://" in str(arguments.default_root_dir):
         raise ConfigurationError(
-            f"default_root_dir={str(arguments.default_root_dir)!r}: this version writes to local and mounted folders "
-            "only."
+            f"default_root_dir={str(arguments.default_root_dir)!r}: Leyden writes only to local and mounted folders."
         )
-    # Imported here, since a time is the rare case.
+    # Imported here because few runs set a time.
     from leyden.callbacks.timer import parse_duration
 
     for name in ("max_time", "val_check_interval"):

@@ -1,4 +1,4 @@
-"""Checks of arguments that many callbacks have in common, with the words of their errors."""
+"""Argument checks shared by many callbacks, with consistent error messages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from leyden.strategies.errors import ConfigurationError, nearest
 
 
 def check_whole(call: str, least: int, /, **values: Any) -> None:
-    """Refuses arguments that are no whole numbers, or too small ones.
+    """Raises ConfigurationError for an argument that is not a whole number, or too small.
 
     Args:
-        call: whose arguments they are.
-        least: the smallest number that is allowed.
+        call: the name of the class or function.
+        least: the smallest allowed number.
         **values: the arguments.
 
     Example:
@@ -28,7 +28,7 @@ def check_whole(call: str, least: int, /, **values: Any) -> None:
 
 
 def check_flags(call: str, /, **values: Any) -> None:
-    """Refuses arguments that are neither True nor False.
+    """Raises ConfigurationError for an argument that is neither True nor False.
 
     Example:
         >>> check_flags("Timetable", loud="yes")
@@ -42,7 +42,7 @@ def check_flags(call: str, /, **values: Any) -> None:
 
 
 def check_choice(call: str, choices: Collection[str], /, **values: Any) -> None:
-    """Refuses arguments that are not among the choices, with the nearest one.
+    """Raises ConfigurationError for an argument that is not among the choices; the error suggests the nearest one.
 
     Example:
         >>> check_choice("Timetable", ("step", "epoch"), unit="stpe")

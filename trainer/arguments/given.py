@@ -1,4 +1,4 @@
-"""Arguments by name: which ones a caller gave, and which one was meant by an unknown name."""
+"""Arguments by name: the ones that a caller gave, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Unset:
-    """Stands in for an argument that was left at its default."""
+    """Marks an argument that the caller omitted."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -108,18 +108,19 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "log": {"step": "log_metrics of a logger, which takes a step", "progress_bar": "prog_bar"},
 }
-"""What other trainers, and Lightning's older versions, call an argument; and what does it here."""
+"""Argument names of other trainers and older Lightning versions, with Leyden's equivalents."""
 
 _UNEXPECTED = re.compile(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def leaves_open(init: Function) -> Function:
-    """Lets an `__init__` declare its real defaults and still know what was left out, which its body gets as UNSET.
+    """Decorates an `__init__` so that it receives omitted arguments as UNSET, although it declares real defaults.
 
-    Editors, type checkers and `inspect.signature` read the declaration. An unknown name is refused with the nearest.
+    Editors, type checkers and `inspect.signature` see the declared defaults. An unknown name raises an error that
+    suggests the nearest one.
 
     Args:
-        init: takes arguments by name alone.
+        init: a method with keyword-only arguments.
 
     Example:
         >>> class Oven:
@@ -132,22 +133,22 @@ def leaves_open(init: Function) -> Function:
         UNSET 30
     """
     owner = init.__qualname__.rpartition(".")[0]
-    left_out = dict.fromkeys(_names(init), UNSET)
+    unset = dict.fromkeys(_names(init), UNSET)
 
     @functools.wraps(init)
     def with_given(self: object, *args: Any, **given: Any) -> None:
         if args:
-            raise UnknownArgumentError(f"{owner} takes its arguments by name: {owner}({next(iter(left_out))}=…).")
+            raise UnknownArgumentError(f"{owner} takes its arguments by name: {owner}({next(iter(unset))}=…).")
         for name in given:
-            if name not in left_out:
-                raise unknown_argument(owner, name, left_out)
-        init(self, **{**left_out, **given})
+            if name not in unset:
+                raise unknown_argument(owner, name, unset)
+        init(self, **{**unset, **given})
 
     return with_given  # type: ignore[return-value]
 
 
 def checks_names(init: Function) -> Function:
-    """Makes an `__init__` refuse an argument that it does not have, with the nearest one; its signature stays.
+    """Decorates an `__init__` so that an unknown argument raises an error that suggests the nearest one.
 
     Example:
         >>> class Oven:
@@ -170,51 +171,54 @@ def checks_names(init: Function) -> Function:
 
 
 def refuse(function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Refuses what a method was given under names that it does not have.
+    """Raises an error for arguments that a method does not have.
 
     Args:
         function: the method.
-        unknown: what its `**unknown` took.
+        unknown: the names that its `**unknown` received.
 
     Raises:
-        UnknownArgumentError: for the first of them.
+        UnknownArgumentError: for the first name, if there is one.
     """
     for name in unknown:
         raise unknown_argument(function.__qualname__, name, _names(function))
 
 
 def as_list(value: Any) -> list[Any]:
-    """What an argument that takes one or several was given, as a list; empty for None."""
+    """Returns a value, a list or a tuple of values as a list; empty for None."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def unknown_argument(call: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
-    """The error about an argument that a function does not have.
+    """Returns the error for an argument that a function does not have.
 
     Args:
-        call: what was called.
-        name: of the argument.
-        known: the names that it has.
+        call: the name of the function or class.
+        name: the unknown argument.
+        known: the function's arguments.
 
     Example:
         >>> print(unknown_argument("Trainer", "gpus", ["devices"]))
         Trainer has no argument 'gpus': use devices, with accelerator='gpu'.
     """
     instead = ELSEWHERE.get(call.rpartition(".")[2], {}).get(name)
-    end = f". {nearest(name, known)}" if instead is None else f": use {instead}."
-    return UnknownArgumentError(f"{call} has no argument {name!r}{end}")
+    advice = f". {nearest(name, known)}" if instead is None else f": use {instead}."
+    return UnknownArgumentError(f"{call} has no argument {name!r}{advice}")
 
 
 def in_known_names(error: BaseException, owners: Iterable[object]) -> UnknownArgumentError | None:
-    """Python's error about an unknown argument of a method of ours, with the nearest; None for any other error.
+    """Converts Python's error about an unknown argument of a Leyden method to one that suggests the nearest name.
 
-    So a method that is called in every step, such as `self.log`, need not look for such arguments itself.
+    So methods that are called in every step, such as `self.log`, need no check of their own.
 
     Args:
-        error: what was raised.
+        error: the raised error.
         owners: the objects whose methods users call.
+
+    Returns:
+        The new error; None for any other error.
     """
     found = _UNEXPECTED.match(str(error)) if isinstance(error, TypeError) else None
     if found is None:
@@ -227,6 +231,6 @@ def in_known_names(error: BaseException, owners: Iterable[object]) -> UnknownArg
 
 
 def _names(function: Callable[..., Any]) -> list[str]:
-    """The arguments that can be given by name, but for `self`."""
+    """Returns the arguments that can be passed by name, except `self`."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]

@@ -1,4 +1,4 @@
-"""What `leyden replay` asks of the script that it runs again: from which checkpoint, which step, where to report."""
+"""The request that `leyden replay` sends to a rerun script: the checkpoint, the step and the report's folder."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ OFF: dict[str, Any] = {
     "min_steps": None,
     "max_time": None,
 }
-"""The Trainer's arguments without which a run writes nothing, and ends where it is told to."""
+"""Trainer arguments that a replay overrides, so that the run writes nothing and ends only at the requested step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One step of a run, to be run again.
+    """A request to run one step of a run again.
 
     Attributes:
-        checkpoint: from which the run continues.
-        step: the step, from 1.
-        folder: a temporary one, in which it reports and in which the run is at home.
+        checkpoint: path of the checkpoint to resume from.
+        step: the step to repeat, from 1.
+        folder: a temporary folder for the report, also the run's `default_root_dir`.
     """
 
     checkpoint: str
@@ -45,20 +45,20 @@ class Replay:
     folder: str
 
     def variables(self) -> dict[str, str]:
-        """The environment variable that carries it."""
+        """Returns the environment variable that transports the request."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @property
     def report(self) -> Path:
-        """The file of the report."""
+        """The path of the report."""
         return Path(self.folder) / REPORT
 
     def arguments(self) -> dict[str, Any]:
-        """The Trainer's arguments that are replaced."""
+        """Returns the Trainer arguments to override."""
         return {**OFF, "default_root_dir": self.folder}
 
     def callbacks(self, callbacks: list[Callback]) -> list[Callback]:
-        """The run's callbacks without those that write checkpoints and digests, and with the one that reports."""
+        """Returns the run's callbacks without those that write files, and with a `ReplayedStep` that reports."""
         from leyden.callbacks.replayed_step import ReplayedStep
 
         own = [ReplayedStep(self.step, self.report)] if not _has(callbacks, ReplayedStep) else []
@@ -66,13 +66,13 @@ class Replay:
 
 
 def read_replay() -> Replay | None:
-    """Reads what `Replay.variables` wrote; None in a process that `leyden replay` did not start."""
+    """Reads the request from the environment; None in a process that `leyden replay` did not start."""
     text = os.environ.get(VARIABLE)
     return None if text is None else Replay(**json.loads(text))
 
 
 def replay_of(arguments: Arguments) -> Replay | None:
-    """What a Trainer of these arguments replays; None where nobody asks for it, and for trials and trial runs."""
+    """Returns the replay request for a Trainer with these arguments; None without one, and for trials and dev runs."""
     return None if arguments.barebones or arguments.fast_dev_run else read_replay()
 
 
