@@ -85,7 +85,7 @@ def a_learning_rate_monitor_without_loggers(ground: Ground) -> None:
     ground.fit(callbacks=LearningRateMonitor())
 
 
-@mistake(r"is not attached to a Trainer: hand it to Trainer\.fit first", LeydenError)
+@mistake(r"is not attached to a Trainer: pass it to Trainer\.fit first", LeydenError)
 def a_module_that_no_trainer_runs(ground: Ground) -> None:
     ground.module().print("hello")
 
@@ -110,7 +110,7 @@ def the_best_checkpoint_of_none(ground: Ground) -> None:
     from_path(ground, "best")
 
 
-@mistake(r"fit it first")
+@mistake(r"fit the module first")
 def a_current_run_before_the_first(ground: Ground) -> None:
     from_path(ground, "current")
 

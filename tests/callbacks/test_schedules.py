@@ -207,7 +207,7 @@ def test_a_search_for_a_batch_size_refuses_a_schedule_of_sizes() -> None:
     module = Line()
     module.batch_size = 2
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=[BatchSizeFinder(), BatchSizeScheduler({0: 8})])
-    with pytest.raises(ConfigurationError, match="does not go with BatchSizeScheduler"):
+    with pytest.raises(ConfigurationError, match="cannot be searched with BatchSizeScheduler"):
         trainer.fit(module)
 
 

@@ -101,7 +101,9 @@ def test_an_argument_that_was_deleted_is_named() -> None:
             del depth
             self.save_hyperparameters()
 
-    with pytest.raises(ConfigurationError, match=r"'depth' was deleted\. Call it first in __init__"):
+    with pytest.raises(
+        ConfigurationError, match=r"'depth' was deleted\. Call save_hyperparameters\(\) first in __init__"
+    ):
         Forgets()
 
 

@@ -1,1 +1,1 @@
-"""Searches before a run: the learning rate, and the largest batch that fits. They leave no trace in what they try."""
+"""Searches before a run for a learning rate or the largest batch that fits. They have no side effects on the run."""

@@ -1,4 +1,4 @@
-"""The search for the largest batch that fits into memory."""
+"""The search for the largest batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LIMITS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """How the largest batch is searched: doubled until it is too large, or until one batch holds all samples.
+    """A search that doubles the batch size until it is too large, or until one batch holds all samples.
 
     Attributes:
-        mode: "power" takes the last one that fitted; "binsearch" halves the interval above it, too.
-        steps_per_trial: steps, or batches, that must fit.
+        mode: "power" takes the last size that fit; "binsearch" also bisects the interval above it.
+        steps_per_trial: number of steps, or batches, that must fit.
         init_val: the first size.
-        max_trials: sizes tried at most.
-        batch_arg_name: the attribute of module or DataModule, or the hyperparameter, that the loaders are made by.
-        margin: what "binsearch" leaves free of the size that it found, as a fraction.
-        max_val: no larger one is tried; None for no limit.
+        max_trials: maximum number of sizes to try.
+        batch_arg_name: the attribute of module or DataModule, or the hyperparameter, with the batch size.
+        margin: the fraction by which "binsearch" reduces the size it found, as a safety margin.
+        max_val: the largest size to try; None for no limit.
 
     Raises:
-        ConfigurationError: for a value that cannot be.
+        ConfigurationError: if a value is invalid.
     """
 
     mode: str = "power"
@@ -51,73 +51,73 @@ class BatchSizeSearch:
             raise ConfigurationError(f"margin={self.margin!r}: give a fraction from 0 to below 1.")
         if self.max_val is not None and self.max_val < self.init_val:
             raise ConfigurationError(
-                f"max_val={self.max_val} is less than init_val={self.init_val}: give a larger one."
+                f"max_val={self.max_val} is less than init_val={self.init_val}: give a larger max_val."
             )
 
     def owners(self, subject: Subject) -> list[Any]:
-        """Those whose attribute or hyperparameter is the size.
+        """Returns the objects that have the batch size as an attribute or hyperparameter.
 
         Raises:
-            ConfigurationError: if a size cannot be searched here; names the fix.
+            ConfigurationError: if the batch size cannot be searched; the message names the fix.
         """
         name, trainer = self.batch_arg_name, subject.trainer
         given = [key for key, loader in subject.loaders.items() if loader is not None]
         if given:
             raise ConfigurationError(
                 f"a batch size cannot be searched with {given[0]}={type(subject.loaders[given[0]]).__name__}, whose "
-                f"batches are made already: write the loaders' methods in the module or a DataModule, with "
+                "batch size is fixed. Implement the loader methods of the module or a DataModule with "
                 f"batch_size=self.{name}."
             )
         if trainer.world_size > 1:
             raise ConfigurationError(
-                f"a batch size is searched on one process, and there are {trainer.world_size} ranks, of which each may "
-                "run out of memory alone: search with devices=1 and strategy='auto'."
+                f"a batch size cannot be searched on {trainer.world_size} ranks, because one of them may run out of "
+                "memory alone: search with devices=1 and strategy='auto'."
             )
         owners = owners_of(name, subject.module, subject.datamodule)
         if not owners:
             raise ConfigurationError(
                 f"neither {type(subject.module).__name__} nor its DataModule or hyperparameters have {name}: set "
-                f"self.{name} and make the loaders with it, or name another by batch_arg_name."
+                f"self.{name} and use it in the loaders, or name another attribute with batch_arg_name."
             )
         return owners
 
     def search(self, subject: Subject) -> int:
-        """Searches with copies; the originals and everything around them stay as they are.
+        """Searches with copies; the originals are unchanged.
 
         Raises:
             ConfigurationError: if not even the first size fits.
         """
         self.owners(subject)
         fits, fails, size = 0, math.inf, self.init_val
-        most = math.inf if self.max_val is None else self.max_val
+        limit = math.inf if self.max_val is None else self.max_val
         for _ in range(self.max_trials):
-            whole = self._try(subject, size)
-            if whole is None:
+            holds_all_samples = self._try(subject, size)
+            if holds_all_samples is None:
                 fails = size
             else:
                 fits = size
-            if whole or fits == most or (fails < math.inf and self._is_done(fits, int(fails))):
+            if holds_all_samples or fits == limit or (fails < math.inf and self._is_done(fits, int(fails))):
                 break
-            size = int(min(2 * size, most)) if fails == math.inf else (fits + int(fails)) // 2
+            size = int(min(2 * size, limit)) if fails == math.inf else (fits + int(fails)) // 2
         if not fits:
             raise ConfigurationError(f"a batch of {size} does not fit into memory: give a smaller init_val.")
         bounded = fails < math.inf and self.mode.lower() == "binsearch"
         return max(1, int(fits * (1 - self.margin))) if bounded else fits
 
     def _is_done(self, fits: int, fails: int) -> bool:
-        """Nothing is left between the largest that fitted and the smallest that did not."""
+        """True if no size remains to try between the largest that fits and the smallest that fails."""
         return fails - fits <= 1 if self.mode.lower() == "binsearch" or not fits else True
 
     def _try(self, subject: Subject, size: int) -> bool | None:
-        """Runs some steps of a size. None if it does not fit; True if one batch holds all samples already."""
+        """Runs a few steps at a size. Returns None if it does not fit, True if one batch holds all samples."""
         steps, kind = self.steps_per_trial, LIMITS[subject.method]
-        # A second batch shows that the first does not hold all samples.
+        # At least two batches, to see whether the first one holds all samples.
         limits: dict[str, Any] = {f"limit_{kind}_batches": max(steps, 2)}
         if subject.method == "fit":
             limits = {"max_steps": steps, "max_epochs": -1, "limit_train_batches": 1.0, "overfit_batches": 0}
             limits["limit_val_batches"] = steps if subject.trainer.arguments.limit_val_batches else 0
         if any(getattr(callback, "cuts_batches", False) for callback in subject.trainer.callbacks):
-            # It would cut a batch that does not fit, and every size would seem to.
+            # AutoAccumulation would split a batch that does not fit, so every size would seem to fit.
             limits["accumulate_grad_batches"] = 1
         failed = False
         trainer: Any = None
@@ -129,7 +129,7 @@ class BatchSizeSearch:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Its traceback holds the frames, and they hold the tensors that did not fit.
+            # The cleanup below runs outside this block, because the traceback keeps the failed pass's tensors alive.
             failed = True
         batches = [] if trainer is None else _batches(trainer, subject.method)
         trainer = trial = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The search for a learning rate: the loss over a range of rates that grow from step to step (Smith, 2017)."""
+"""The search for a learning rate: records the loss while the rate grows from step to step (Smith, 2017)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SMOOTHING = 0.98
 
 @dataclass
 class LRFinder:
-    """What a search found: `results["lr"]` and `results["loss"]`, the smoothed loss after a step of each rate.
+    """The result of a search: rates in `results["lr"]`, smoothed losses after a step at each in `results["loss"]`.
 
     Attributes:
         mode: "exponential" or "linear".
         lr_min: the first rate.
-        lr_max: the last one.
-        num_training: steps of the search.
-        results: lists of as many rates and losses as there were steps before the loss grew too large.
+        lr_max: the last rate.
+        num_training: number of steps requested.
+        results: rates and losses of all steps until the loss grew too large.
 
     Example:
         >>> found = LRFinder("linear", 0.0, 1.0, 4, {"lr": [0.1, 0.2, 0.3, 0.4], "loss": [4.0, 3.0, 1.0, 2.0]})
@@ -49,17 +49,17 @@ class LRFinder:
     results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss falls most steeply; None, with a warning, if there are too few points.
+        """Returns the rate at which the loss falls most steeply; None, with a warning, if there are too few points.
 
         Args:
-            skip_begin: points left out at the beginning.
-            skip_end: points left out at the end.
+            skip_begin: number of points to skip at the beginning.
+            skip_end: number of points to skip at the end.
         """
         place = self._place(skip_begin, skip_end)
         if place is None:
             warnings.warn(
-                f"there are too few finite losses for a suggestion ({len(self.results['loss'])}, of which "
-                f"{skip_begin} + {skip_end} are skipped): search with more steps, or a lower max_lr.",
+                f"too few finite losses for a suggestion: {len(self.results['loss'])}, minus {skip_begin} + {skip_end} "
+                "skipped ones. Search with more steps or a lower max_lr.",
                 stacklevel=2,
             )
             return None
@@ -78,12 +78,12 @@ class LRFinder:
         return finite[int(slope.argmin())]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Draws the loss over the rates with matplotlib.
+        """Plots the loss over the rates with matplotlib.
 
         Args:
             suggest: mark the suggested rate.
             show: show the figure.
-            ax: axes to draw on; those of a new figure if None.
+            ax: axes to draw on; None for a new figure.
 
         Returns:
             The figure.
@@ -94,7 +94,7 @@ class LRFinder:
         try:
             import matplotlib.pyplot as plt
         except ImportError as error:
-            raise ConfigurationError("plot() draws with matplotlib: pip install matplotlib.") from error
+            raise ConfigurationError("plot() needs matplotlib: pip install matplotlib.") from error
         if ax is None:
             _, ax = plt.subplots()
         ax.plot(self.results["lr"], self.results["loss"])
@@ -112,19 +112,19 @@ class LRFinder:
 
 @dataclass(frozen=True)
 class RateSearch:
-    """How a learning rate is searched.
+    """The settings of a learning-rate search.
 
     Attributes:
         min_lr: the first rate.
-        max_lr: the last one.
-        num_training: steps.
-        mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: ends the search once the loss is so many times the best; None for no end.
-        update_attr: give the module the suggested rate.
-        attr_name: which attribute; `lr` or `learning_rate` if empty.
+        max_lr: the last rate.
+        num_training: number of steps.
+        mode: growth of the rate: "exponential" or "linear".
+        early_stop_threshold: stop once the loss exceeds this multiple of the best loss; None to never stop early.
+        update_attr: set the module's rate to the suggestion.
+        attr_name: the attribute to set; "" for `lr` or `learning_rate`.
 
     Raises:
-        ConfigurationError: for a value that cannot be.
+        ConfigurationError: if a value is invalid.
     """
 
     min_lr: float = 1e-8
@@ -140,23 +140,23 @@ class RateSearch:
             raise ConfigurationError(f"mode={self.mode!r}: {nearest(str(self.mode), MODES)}")
         if not 0 < self.min_lr < self.max_lr:
             raise ConfigurationError(
-                f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}: give two rates above 0, the second one the larger."
+                f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}: give two rates with 0 < min_lr < max_lr."
             )
         if type(self.num_training) is not int or self.num_training < 2:
             raise ConfigurationError(f"num_training={self.num_training!r}: give a number of steps from 2.")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0; the last step has `max_lr`."""
-        part = step / (self.num_training - 1)
+        """Returns the learning rate of a step, counted from 0; the last step has `max_lr`."""
+        fraction = step / (self.num_training - 1)
         if self.mode.lower() == "exponential":
-            return float(self.min_lr * (self.max_lr / self.min_lr) ** part)
-        return self.min_lr + (self.max_lr - self.min_lr) * part
+            return float(self.min_lr * (self.max_lr / self.min_lr) ** fraction)
+        return self.min_lr + (self.max_lr - self.min_lr) * fraction
 
     def owners(self, subject: Subject) -> tuple[str, list[Any]]:
-        """The attribute that is given the suggested rate, and who has it.
+        """Returns the name of the attribute to set, and the objects that have it.
 
         Raises:
-            ConfigurationError: if nobody has.
+            ConfigurationError: if no object has the attribute.
         """
         for name in (self.attr_name,) if self.attr_name else NAMES:
             owners = owners_of(name, subject.module, subject.datamodule)
@@ -164,32 +164,31 @@ class RateSearch:
                 return name, owners
         wanted = self.attr_name or " or ".join(NAMES)
         raise ConfigurationError(
-            f"{type(subject.module).__name__} and its hyperparameters have no {wanted}, which the found rate is to be "
-            "written to: set self.lr and use it in configure_optimizers, name another by attr_name, or give "
-            "update_attr=False."
+            f"{type(subject.module).__name__} and its hyperparameters have no {wanted} to set. Use self.lr in "
+            "configure_optimizers, name another attribute with attr_name, or use update_attr=False."
         )
 
     def search(self, subject: Subject) -> LRFinder:
-        """Searches with a copy of the module; the original and everything around it stay as they are."""
+        """Searches with a copy of the module; the original is unchanged."""
         sweep = Sweep(self)
         with subject.without_trace():
             steps = {"max_steps": self.num_training, "max_epochs": -1, "limit_val_batches": 0}
             subject.copied().run([sweep], **steps)
-        found = {"lr": sweep.rates, "loss": sweep.losses}
-        return LRFinder(self.mode.lower(), self.min_lr, self.max_lr, self.num_training, found)
+        results = {"lr": sweep.rates, "loss": sweep.losses}
+        return LRFinder(self.mode.lower(), self.min_lr, self.max_lr, self.num_training, results)
 
 
 class Sweep(Callback):
-    """Sets the rate of each step of a trial, and notes its loss, averaged over all samples and smoothed.
+    """Sets the rate of each step of a trial and records its loss, averaged over all samples and smoothed.
 
-    It is a closing callback: these are called on a rank without a sample, too.
+    It is a closing callback, because closing callbacks also run on a rank without a sample.
 
     Args:
-        search: what the rates are.
+        search: the settings of the search.
 
     Attributes:
-        rates: of the steps done. A plain list, which comes back from ranks that were forked or spawned.
-        losses: smoothed, as many.
+        rates: the rates of all steps so far, a plain list that forked or spawned ranks can send back.
+        losses: the smoothed losses after these steps.
     """
 
     order = CLOSING_ORDER
@@ -204,8 +203,8 @@ class Sweep(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
-                f"a learning rate is searched for one optimizer, and configure_optimizers returned "
-                f"{len(trainer.optimizers)}: return one, or search by hand."
+                "a learning rate can be searched for a single optimizer, but configure_optimizers returned "
+                f"{len(trainer.optimizers)}: return one, or search in your own loop."
             )
         trainer.rest_schedulers()
         self._set_rate(trainer)
@@ -219,7 +218,7 @@ class Sweep(Callback):
             total, count = (loss * weight, weight) if items is None else (loss, items)
             self._parts.append(torch.stack([total.detach().float(), torch.as_tensor(count).to(total.device).float()]))
         if trainer.window.closes:
-            self._note(trainer, torch.stack(self._parts).sum(0) if self._parts else torch.zeros(2))
+            self._record(trainer, torch.stack(self._parts).sum(0) if self._parts else torch.zeros(2))
             self._parts = []
             self._set_rate(trainer)
 
@@ -227,7 +226,7 @@ class Sweep(Callback):
         for group in trainer.optimizers[0].param_groups:
             group["lr"] = self._search.rate(trainer.global_step)
 
-    def _note(self, trainer: Trainer, part: Tensor) -> None:
+    def _record(self, trainer: Trainer, part: Tensor) -> None:
         ranks, device = trainer.strategy.ranks, trainer.strategy.root_device
         total, count = ranks.reduce(part.to(device), reduction="sum").tolist()
         current, rates, losses = total / count, self.rates, self.losses
@@ -246,6 +245,6 @@ def _loss_of(outputs: Any) -> tuple[Tensor, Any]:
         return outputs["loss"], outputs.get("num_items")
     if not isinstance(outputs, Tensor):
         raise ConfigurationError(
-            "a learning rate is searched by the loss of each step, and training_step returned none: return it."
+            "a learning rate search needs the loss of each step: return the loss from training_step."
         )
     return outputs, None

@@ -1,4 +1,4 @@
-"""Trials: short runs of copies, that leave the originals, random numbers, loggers and folders as they were."""
+"""Trials: short runs of copies without side effects on the originals, random states, loggers or folders."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 @dataclass
 class Subject:
-    """What is tried: a module and its data, as they are handed to the Trainer's method.
+    """The subject of trials: a module and its data, as passed to a method of the Trainer.
 
     Attributes:
-        trainer: whose arguments a trial has.
+        trainer: the Trainer whose arguments trials use.
         method: "fit", "validate", "test" or "predict".
-        module: of which trials run copies.
-        loaders: by the names that the method has for them.
-        datamodule: of which trials have copies; None without one.
+        module: the module that trials copy.
+        loaders: the loaders, by the names of the method's arguments.
+        datamodule: the DataModule that trials copy, or None.
     """
 
     trainer: Trainer
@@ -43,14 +43,14 @@ class Subject:
     datamodule: DataModule | None = None
 
     def copied(self) -> Subject:
-        """The same with copies of module and DataModule, which share their data sets and tensors of data."""
+        """Returns a subject with copies of module and DataModule; data sets and the DataModule's tensors are shared."""
         return Subject(
             self.trainer, self.method, _copy(self.module), self.loaders, self.datamodule and _copy(self.datamodule)
         )
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Within the block random numbers, those of the loaders too, may be drawn: they are restored."""
+        """Restores random states, including those of the loaders, after the block."""
         with isolated_rng([part for loader in self.loaders.values() for part in _parts(loader)]):
             yield
 
@@ -58,33 +58,33 @@ class Subject:
         """Runs a trial on this module itself; returns its Trainer.
 
         Args:
-            callbacks: of the trial.
-            **arguments: of the Trainer, in place of those of the user's.
+            callbacks: the trial's own callbacks.
+            **arguments: Trainer arguments that override those of the user's Trainer.
         """
         trainer = self.trainer.trial(callbacks, **arguments)
-        more = {} if self.method in ("fit", "predict") else {"verbose": False}
-        getattr(trainer, self.method)(self.module, datamodule=self.datamodule, **self.loaders, **more)
+        quiet = {} if self.method in ("fit", "predict") else {"verbose": False}
+        getattr(trainer, self.method)(self.module, datamodule=self.datamodule, **self.loaders, **quiet)
         return trainer
 
 
 def _copy(owner: T) -> T:
-    """Copies an owner and what it has, but for data sets and, in a DataModule, tensors."""
+    """Returns a deep copy of an owner, except for data sets and, in a DataModule, tensors."""
     shared = (Dataset, Tensor) if isinstance(owner, DataModule) else (Dataset,)
     memo = {id(value): value for value in vars(owner).values() if isinstance(value, shared)}
     if isinstance(owner, DataModule):
-        # The Trainer that it was with last is no part of it.
+        # Its last Trainer is not copied.
         memo |= {id(owner.trainer): None} if owner.trainer is not None else {}  # type: ignore[dict-item]
     try:
         return copy.deepcopy(owner, memo)  # type: ignore[arg-type]
     except Exception as error:
         raise ConfigurationError(
-            f"{type(owner).__name__} cannot be copied ({type(error).__name__}: {error}), and a search tries copies so "
-            "that it leaves no trace: search before the first fit (Tuner), or give it a __deepcopy__."
+            f"{type(owner).__name__} cannot be copied ({type(error).__name__}: {error}), but a search runs copies to "
+            "leave the original unchanged. Search before the first fit (Tuner), or implement __deepcopy__."
         ) from error
 
 
 def _parts(loader: Any) -> list[Any]:
-    """The loaders in what was given for one."""
+    """Returns all loaders in a value passed as a loader."""
     if isinstance(loader, CombinedLoader):
         return list(loader.flattened)
     if isinstance(loader, Mapping):
@@ -99,7 +99,7 @@ def _is_batch(value: Any) -> bool:
 
 
 def owners_of(name: str, module: Any, datamodule: Any) -> list[Any]:
-    """Those among module, its hyperparameters and DataModule that have a value of a name, each as `assign` takes it."""
+    """Returns the owners of a name for `assign`: module, DataModule, and the hyperparameters of both."""
     found = [owner for owner in (module, datamodule) if owner is not None and name in _fields(owner)]
     hparams = [owner.hparams for owner in (module, datamodule) if owner is not None and name in owner.hparams]
     return [*found, *hparams]
@@ -111,7 +111,7 @@ def _fields(owner: Any) -> set[str]:
 
 
 def assign(name: str, value: float, owners: Sequence[Any]) -> None:
-    """Gives each owner the value that was found: an attribute, or an entry of hyperparameters."""
+    """Sets a value on each owner, as an attribute or as an entry of hyperparameters."""
     for owner in owners:
         if isinstance(owner, Mapping):
             owner[name] = value  # type: ignore[index]

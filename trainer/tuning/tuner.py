@@ -1,4 +1,4 @@
-"""Tuner: searches a learning rate or a batch size before a run, with Lightning's names."""
+"""Tuner: searches for a learning rate or a batch size before a run, with Lightning's names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Method: TypeAlias = Literal["fit", "validate", "test", "predict"]
 
 
 class Tuner:
-    """Searches with short runs of copies of a module, on the devices and in the precision of a Trainer.
+    """Searches with short runs of module copies, on the devices and in the precision of a Trainer.
 
-    A run after a search is bit for bit the run without it, but for the value that was found: weights, optimizers,
-    random numbers, the order of samples, loggers and folders stay as they were.
+    Except for the value found, a run after a search is bit for bit the run without it: weights, optimizers, random
+    states, the order of samples, loggers and folders are unchanged.
 
     Args:
-        trainer: whose arguments the trials have; callbacks, loggers and checkpoints are left out.
+        trainer: the Trainer whose arguments the trials use, without its callbacks, loggers and checkpoints.
 
     Example:
         >>> import torch, leyden
@@ -62,31 +62,31 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Trains a copy with a learning rate that grows in each step, and notes the loss.
+        """Trains a copy of the module with a learning rate that grows in each step, and records the loss.
 
         Args:
             model: the module, with one optimizer.
-            train_dataloaders: a loader, or a dict or list of loaders; or a DataModule.
-            val_dataloaders: taken as by `fit`, and not read.
-            dataloaders: must be None: for other methods than fit.
-            datamodule: gives the loaders.
-            method: "fit".
+            train_dataloaders: a loader, a dict or list of loaders, or a DataModule.
+            val_dataloaders: accepted as in `fit`, but not used.
+            dataloaders: must be None; only for methods other than fit.
+            datamodule: provides the loaders.
+            method: must be "fit".
             min_lr: the first rate.
-            max_lr: the last one.
-            num_training: steps.
-            mode: how the rate grows: "exponential" or "linear".
-            early_stop_threshold: ends the search once the loss is so many times the best; None for no end.
-            update_attr: give the module the suggested rate.
-            attr_name: which attribute or hyperparameter; `lr` or `learning_rate` if empty.
+            max_lr: the last rate.
+            num_training: number of steps.
+            mode: growth of the rate: "exponential" or "linear".
+            early_stop_threshold: stop once the loss exceeds this multiple of the best loss; None to never stop early.
+            update_attr: set the module's rate to the suggestion.
+            attr_name: the attribute or hyperparameter to set; "" for `lr` or `learning_rate`.
 
         Returns:
-            What was found; None under fast_dev_run, which searches nothing.
+            The recorded rates and losses; None under fast_dev_run, which skips the search.
 
         Raises:
-            ConfigurationError: for what cannot be searched; names the fix.
+            ConfigurationError: if an argument or the module does not allow a search; the message names the fix.
         """
         if method != "fit":
-            raise ConfigurationError(f"lr_find(method={method!r}): a learning rate is searched by fit alone.")
+            raise ConfigurationError(f"lr_find(method={method!r}): a learning rate search needs method='fit'.")
         search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         subject = self._subject(model, method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         return find_rate(search, subject)[0]
@@ -107,28 +107,28 @@ class Tuner:
         margin: float = 0.05,
         max_val: int | None = 8192,
     ) -> int | None:
-        """Searches the largest batch that fits into memory, and gives it to the module or DataModule.
+        """Searches for the largest batch size that fits into memory, and sets it on the module or DataModule.
 
         Args:
-            model: the module, whose loaders are made by the size.
-            train_dataloaders: a DataModule; a loader is refused, as its batches are made already.
-            val_dataloaders: must be None, likewise.
-            dataloaders: must be None, likewise.
-            datamodule: gives the loaders.
+            model: the module; its loader methods must use the batch size.
+            train_dataloaders: a DataModule. A loader is rejected because its batch size is fixed.
+            val_dataloaders: must be None, for the same reason.
+            dataloaders: must be None, for the same reason.
+            datamodule: provides the loaders.
             method: "fit", "validate", "test" or "predict".
-            mode: "power" doubles the size until it is too large; "binsearch" halves the interval then.
-            steps_per_trial: steps that must fit.
+            mode: "power" doubles the size until it is too large; "binsearch" then bisects the remaining interval.
+            steps_per_trial: number of steps that must fit.
             init_val: the first size.
-            max_trials: sizes tried at most.
-            batch_arg_name: the attribute or hyperparameter that is the size.
-            margin: what "binsearch" leaves free of the size that it found, as a fraction.
-            max_val: no larger one is tried; None for no limit.
+            max_trials: maximum number of sizes to try.
+            batch_arg_name: the attribute or hyperparameter with the batch size.
+            margin: the fraction by which "binsearch" reduces the size it found, as a safety margin.
+            max_val: the largest size to try; None for no limit.
 
         Returns:
-            The size; None under fast_dev_run, which searches nothing.
+            The batch size; None under fast_dev_run, which skips the search.
 
         Raises:
-            ConfigurationError: for what cannot be searched; names the fix.
+            ConfigurationError: if an argument or the module does not allow a search; the message names the fix.
         """
         search = BatchSizeSearch(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         subject = self._subject(model, method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
@@ -142,9 +142,11 @@ class Tuner:
         if isinstance(train, DataModule):
             train, datamodule = None, train
         if method == "fit" and dataloaders is not None:
-            raise ConfigurationError("dataloaders is for validate, test and predict: give train_dataloaders for fit.")
+            raise ConfigurationError("dataloaders is for validate, test and predict: use train_dataloaders for fit.")
         if method != "fit" and (train is not None or val is not None):
-            raise ConfigurationError(f"train_dataloaders and val_dataloaders are for fit: give {method} dataloaders.")
+            raise ConfigurationError(
+                f"train_dataloaders and val_dataloaders are for fit: use dataloaders for {method}."
+            )
         loaders = (
             {"train_dataloaders": train, "val_dataloaders": val} if method == "fit" else {"dataloaders": dataloaders}
         )
@@ -152,32 +154,32 @@ class Tuner:
 
 
 def find_rate(search: RateSearch, subject: Subject) -> tuple[LRFinder | None, float | None]:
-    """Searches a learning rate, and gives the module what is suggested.
+    """Searches for a learning rate, and sets the suggestion on the module.
 
     Returns:
-        What was found, None under fast_dev_run; and the rate that the module was given, None if it was not.
+        The result, None under fast_dev_run; and the rate set on the module, None if none was set.
     """
     if subject.trainer.fast_dev_run:
         warnings.warn("fast_dev_run skips the search for a learning rate.", stacklevel=3)
         return None, None
     name, owners = search.owners(subject) if search.update_attr else ("", [])
-    found = search.search(subject)
-    rate = found.suggestion() if owners else None
+    finder = search.search(subject)
+    rate = finder.suggestion() if owners else None
     if rate is not None:
         assign(name, rate, owners)
         subject.trainer.print(f"found learning rate {rate:.3g} and set {name}")
-    return found, rate
+    return finder, rate
 
 
 def find_batch_size(search: BatchSizeSearch, subject: Subject) -> int | None:
-    """Searches a batch size, and gives it to those who have it; None under fast_dev_run."""
+    """Searches for a batch size, and sets it on its owners; returns None under fast_dev_run."""
     if subject.trainer.fast_dev_run:
         warnings.warn("fast_dev_run skips the search for a batch size.", stacklevel=3)
         return None
     if subject.method == "fit" and any(getattr(one, "counts_samples", False) for one in subject.trainer.callbacks):
         raise ConfigurationError(
-            "a search for a batch size does not go with BatchSizeScheduler, whose sizes are multiples of the loader's: "
-            "search with a Trainer without it, and choose its sizes by what was found."
+            "a batch size cannot be searched with BatchSizeScheduler, whose sizes are multiples of the loader's. "
+            "Search with a Trainer without it, and choose its sizes from the result."
         )
     owners = search.owners(subject)
     size = search.search(subject)

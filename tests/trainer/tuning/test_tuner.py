@@ -420,27 +420,27 @@ def raises(message: str) -> Any:
 
 def test_what_cannot_be_searched_is_refused_by_name() -> None:
     tuner, data = Tuner(Trainer(**QUIET)), torch.ones(4, 3, 4)
-    with raises("train_dataloaders=DataLoader, whose batches are made already"):
+    with raises("train_dataloaders=DataLoader, whose batch size is fixed"):
         tuner.scale_batch_size(Net(), loader())
-    with raises("searched on one process, and there are 2 ranks"):
+    with raises("cannot be searched on 2 ranks"):
         Tuner(Trainer(strategy="ddp", devices=2, **QUIET)).scale_batch_size(OwnLoaders())
     with raises("have batch: set self.batch"):
         tuner.scale_batch_size(OwnLoaders(), batch_arg_name="batch")
     with raises("a batch of 1 does not fit"):
         tuner.scale_batch_size(OwnLoaders(limit=0))
-    with raises("have no rate, which the found rate"):
+    with raises("have no rate to set"):
         tuner.lr_find(Net(), data, attr_name="rate")
-    with raises("searched by fit alone"):
+    with raises("needs method='fit'"):
         tuner.lr_find(Net(), data, method="test")
     with raises("dataloaders is for validate"):
         tuner.lr_find(Net(), dataloaders=data)
-    with raises("are for fit: give test dataloaders"):
+    with raises("are for fit: use dataloaders for test"):
         tuner.scale_batch_size(Net(), loader(), method="test")
     with raises("returned 2: return one"):
         two = Net()
         two.configure = lambda m: [torch.optim.SGD([p], lr=0.1) for p in list(m.parameters())[:2]]
         tuner.lr_find(two, data)
-    with raises("strategy of its own"):
+    with raises("needs its own strategy"):
         Trainer(strategy=SingleDeviceStrategy(), callbacks=LearningRateFinder(), **QUIET).fit(Net(), data)
 
 
@@ -448,7 +448,7 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
     ("make", "message"),
     [
         (lambda: LearningRateFinder(mode="log"), "exponential"),
-        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "the second one the larger"),
+        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "0 < min_lr < max_lr"),
         (lambda: LearningRateFinder(num_training_steps=1), "from 2"),
         (lambda: BatchSizeFinder(mode="linear"), "binsearch"),
         (lambda: BatchSizeFinder(init_val=0), "from 1"),
