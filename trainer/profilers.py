@@ -225,7 +225,7 @@ class SimpleProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         end, begun = time.perf_counter(), self.current_actions.get(action_name)
         if not begun:
-            raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running, call start first.")
+            raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running. Call start first.")
         self.recorded_durations.setdefault(action_name, []).append(end - begun.pop())
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -292,7 +292,7 @@ class AdvancedProfiler(Profiler):
         if action_name not in self._running:
             if action_name not in self._interrupted:
                 raise ConfigurationError(
-                    f"profiler.stop({action_name!r}): the action is not running, call start first."
+                    f"profiler.stop({action_name!r}): the action is not running. Call start first."
                 )
             self._interrupted.remove(action_name)
             return
@@ -462,7 +462,7 @@ class PyTorchProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         if not self._spans.get(action_name):
-            raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running, call start first.")
+            raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running. Call start first.")
         self._spans[action_name].pop().__exit__(None, None, None)
 
     def step(self) -> None:

@@ -541,7 +541,7 @@ def test_a_logger_may_be_assigned_in_setup_and_not_later(fit: Any, tmp_path: Pat
 
         def on_train_start(self) -> None:
             seen.append(self.logger)
-            with pytest.raises(LeydenError, match="assigned within a run: assign it before"):
+            with pytest.raises(LeydenError, match="assigned during a run: assign it before"):
                 self.trainer.logger = None
             seen.append(self.logger)
 
