@@ -219,7 +219,7 @@ def test_actions_may_overlap(kind: type[Profiler]) -> None:
         profiler.stop("second")
     with profiler.profile("first"), profiler.profile("first"):
         pass
-    with pytest.raises(ConfigurationError, match=r"stop\('first'\), the action is not running"):
+    with pytest.raises(ConfigurationError, match=r"stop\('first'\): the action is not running"):
         profiler.stop("first")
 
 
