@@ -1,4 +1,4 @@
-"""Uploads beside the training: one thread, and copies of checkpoints that outlive the checkpoints."""
+"""Background uploads: a worker thread, and hard-link copies that outlive the checkpoints they copy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to upload.
+    """An upload to perform.
 
     Attributes:
-        what: in words, for errors.
-        run: uploads it.
-        end: called once it is uploaded, has failed, or is given up.
-        is_needed: its failure is an error; else a warning.
+        what: a description of the upload, for error messages.
+        run: the function that performs the upload.
+        end: a callback for when the upload has succeeded, failed, or been abandoned.
+        is_needed: whether a failure is an error; otherwise it is a warning.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Task:
     is_needed: bool = True
 
     def carry_out(self) -> None:
-        """Uploads it."""
+        """Performs the upload."""
         try:
             self.run()
         finally:
@@ -43,22 +43,22 @@ class Task:
 
 
 class BackgroundUploads:
-    """Carries out uploads in a thread, in their order. The thread lives only while there is work.
+    """Performs uploads in a background thread, in order. The thread lives only while there is work.
 
     Args:
-        owner: the logger's class, for errors.
+        owner: the class name of the logger, for error messages.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._tasks: deque[Task] = deque()
-        """The first one is under way."""
+        """Pending tasks. The first one is in progress."""
         self._changed = threading.Condition()
         self._is_running = False
         self._failed: list[tuple[Task, Exception]] = []
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
-        # A thread stays in its process: a copy has nothing to do.
+        # Threads do not cross processes, so a copy starts without tasks.
         return type(self), (self._owner,)
 
     def put(self, task: Task) -> None:
@@ -70,42 +70,42 @@ class BackgroundUploads:
                 threading.Thread(target=self._work, name="leyden-uploads", daemon=True).start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits until all is uploaded.
+        """Waits until all uploads have finished.
 
         Args:
-            seconds: after which the rest is given up, with a warning; None for no end.
+            seconds: timeout after which the remaining uploads are abandoned with a warning; None for no timeout.
         """
         with self._changed:
             if self._changed.wait_for(lambda: not self._is_running, seconds):
                 return
-            left = list(self._tasks)
+            abandoned = list(self._tasks)
             self._tasks.clear()
         warnings.warn(
-            f"{self._owner} has not uploaded {', '.join(task.what for task in left)}: the run was interrupted.",
+            f"{self._owner} did not upload {', '.join(task.what for task in abandoned)}: the run was interrupted.",
             stacklevel=3,
         )
-        # What is under way ends with the process.
-        for task in left[1:]:
+        # The first one is in progress, and ends with the process.
+        for task in abandoned[1:]:
             task.end()
 
     def report(self, raises: bool) -> None:
-        """Reports what has failed since the last call.
+        """Reports the uploads that failed since the last call.
 
         Args:
-            raises: False for warnings alone, where another error ends the run.
+            raises: False to only warn, when another error already ends the run.
 
         Raises:
-            LeydenError: for the first needed task that failed.
+            LeydenError: for the first failed task with `is_needed`.
         """
         with self._changed:
             failed, self._failed = self._failed, []
         first: tuple[str, Exception] | None = None
         for task, error in failed:
-            words = f"{self._owner} could not upload {task.what}: {type(error).__name__}: {error}"
+            message = f"{self._owner} could not upload {task.what}: {type(error).__name__}: {error}"
             if task.is_needed and raises and first is None:
-                first = words, error
+                first = message, error
             else:
-                warnings.warn(words, stacklevel=3)
+                warnings.warn(message, stacklevel=3)
         if first is not None:
             raise LeydenError(first[0]) from first[1]
 
@@ -130,15 +130,16 @@ class BackgroundUploads:
 
 
 class LinkedCopy:
-    """A copy of a checkpoint of hard links, which costs no room, and stays when the checkpoint is deleted.
+    """A copy of a checkpoint made of hard links: it takes no disk space, and outlives the checkpoint.
 
-    It is beside the checkpoint, under a name that readers ignore and that is cleared when its process is gone.
+    The copy lies next to the checkpoint, under a temporary name. Readers ignore it, and it is swept once its process
+    has ended.
 
     Args:
-        checkpoint: its folder.
+        checkpoint: the folder of the checkpoint.
 
     Attributes:
-        path: of the copy.
+        path: the folder of the copy.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -153,7 +154,7 @@ class LinkedCopy:
             raise
 
     def remove(self) -> None:
-        """Deletes it."""
+        """Deletes the copy."""
         self._heartbeat.stop()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -162,5 +163,5 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # Some file systems have no hard links.
+        # The file system does not support hard links.
         shutil.copy2(source, target)

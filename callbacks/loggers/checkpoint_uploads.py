@@ -1,4 +1,4 @@
-"""Which checkpoints a logger with `log_model` uploads, and when."""
+"""Decides which checkpoints a logger with `log_model` uploads, and when."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
 SETTINGS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
-"""Arguments of a ModelCheckpoint that are uploaded with its checkpoints."""
+"""ModelCheckpoint arguments that are recorded with each uploaded checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A checkpoint that is to be uploaded.
+    """A checkpoint to upload.
 
     Attributes:
-        path: of its folder.
-        name: its path below the ModelCheckpoint's folder; no other checkpoint of the run has it.
-        aliases: "latest" for the newest one, "best" for the best.
-        metadata: score, name, and how it was chosen, as plain values.
+        path: the checkpoint folder.
+        name: the path relative to the ModelCheckpoint's folder, unique within the run.
+        aliases: "latest" for the newest checkpoint, "best" for the best one.
+        metadata: score, file name, and the ModelCheckpoint's settings, as plain values.
     """
 
     path: str
@@ -37,52 +37,54 @@ class Upload:
 
 
 class CheckpointUploads:
-    """The checkpoints that a logger has uploaded, and those it has still to.
+    """Tracks which checkpoints a logger has uploaded and which are still pending.
 
     Args:
-        log_model: True for those that are kept at the end of a fit, and for each one at once where a ModelCheckpoint
-            keeps all; "all" for each one at once; False for none.
-        owner: the logger's class, for errors.
+        log_model: "all" to upload each checkpoint as soon as it is saved. True to upload the checkpoints kept at the
+            end of a fit, or each one as soon as it is saved if the ModelCheckpoint keeps all. False to upload none.
+        owner: the class name of the logger, for error messages.
 
     Raises:
-        ConfigurationError: for another `log_model`.
+        ConfigurationError: if `log_model` has another value.
     """
 
     def __init__(self, log_model: bool | Literal["all"], owner: str) -> None:
         if log_model not in (True, False, "all"):
             raise ConfigurationError(
-                f"{owner}(log_model={log_model!r}): use True (the checkpoints kept at the end of a fit), 'all' (each "
-                "one when it is saved) or False."
+                f"{owner}(log_model={log_model!r}): use True (checkpoints kept at the end of a fit), 'all' (every "
+                "checkpoint as it is saved) or False."
             )
         self._log_model = log_model
-        self._waiting: list[ModelCheckpoint] = []
+        self._deferred: list[ModelCheckpoint] = []
+        """Callbacks whose checkpoints are uploaded at the end of the fit."""
         self._uploaded: dict[str, str] = {}
-        """Identities by path."""
+        """Identities of uploaded checkpoints, by path."""
         self._names: dict[str, str] = {}
-        """Paths by name."""
+        """Paths of uploaded checkpoints, by name."""
 
     def after_save(self, checkpoint: ModelCheckpoint) -> list[Upload]:
-        """Returns what is to be uploaded now that a ModelCheckpoint has saved, oldest first."""
+        """Returns the checkpoints to upload now that a ModelCheckpoint has saved, oldest first."""
         if self._log_model == "all" or (self._log_model and checkpoint.save_top_k == -1):
-            return self._new(checkpoint)
-        if self._log_model and all(one is not checkpoint for one in self._waiting):
-            self._waiting.append(checkpoint)
+            return self._new_uploads(checkpoint)
+        if self._log_model and all(other is not checkpoint for other in self._deferred):
+            self._deferred.append(checkpoint)
         return []
 
     def at_end(self, status: str) -> list[Upload]:
-        """Returns what is to be uploaded at the end of a run; nothing unless it succeeded."""
+        """Returns the checkpoints to upload at the end of a run; none unless the run succeeded."""
         if status != "success":
             return []
-        waiting, self._waiting = self._waiting, []
-        return [upload for checkpoint in waiting for upload in self._new(checkpoint)]
+        deferred, self._deferred = self._deferred, []
+        return [upload for checkpoint in deferred for upload in self._new_uploads(checkpoint)]
 
-    def _new(self, checkpoint: ModelCheckpoint) -> list[Upload]:
-        found = {path: identity(path) for path in checkpoint.kept_checkpoints()}
-        new = {path: who for path, who in found.items() if who is not None and self._uploaded.get(path) != who}
+    def _new_uploads(self, checkpoint: ModelCheckpoint) -> list[Upload]:
+        """Returns the kept checkpoints that are not uploaded yet, oldest first, and counts them as uploaded."""
+        kept = {path: found for path in checkpoint.kept_checkpoints() if (found := identity(path)) is not None}
+        new = {path: found for path, found in kept.items() if self._uploaded.get(path) != found}
         self._uploaded.update(new)
-        return [self._described(path, checkpoint) for path in sorted(new, key=_counter)]
+        return [self._upload_of(path, checkpoint) for path in sorted(new, key=_save_counter)]
 
-    def _described(self, path: str, checkpoint: ModelCheckpoint) -> Upload:
+    def _upload_of(self, path: str, checkpoint: ModelCheckpoint) -> Upload:
         aliases = ["latest"] if path == checkpoint.last_model_path else []
         aliases += ["best"] if path == checkpoint.best_model_path else []
         score = checkpoint.best_k_models.get(path)
@@ -91,10 +93,10 @@ class CheckpointUploads:
             "original_filename": os.path.basename(path),
             type(checkpoint).__name__: {name: getattr(checkpoint, name) for name in SETTINGS},
         }
-        return Upload(path, self._name(path, checkpoint), aliases, json_value(metadata))
+        return Upload(path, self._unique_name(path, checkpoint), aliases, json_value(metadata))
 
-    def _name(self, path: str, checkpoint: ModelCheckpoint) -> str:
-        """The name of a checkpoint; one of another folder that has it already gets another ending."""
+    def _unique_name(self, path: str, checkpoint: ModelCheckpoint) -> str:
+        """Returns the name of a checkpoint, with a suffix if a checkpoint in another folder has the same name."""
         plain = os.path.relpath(path, checkpoint.dirpath).replace(os.sep, "/")
         name, version = plain, 1
         while self._names.setdefault(name, path) != path:
@@ -102,6 +104,6 @@ class CheckpointUploads:
         return name
 
 
-def _counter(path: str) -> int:
-    """The number of a checkpoint among those of its folder, which grows with each save."""
+def _save_counter(path: str) -> int:
+    """Returns the counter of a checkpoint within its folder, which grows with each save."""
     return read_manifest(Path(path)).save_counter

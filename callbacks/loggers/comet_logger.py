@@ -1,4 +1,4 @@
-"""CometLogger, a logger to Comet, or to a file that can be uploaded later."""
+"""CometLogger, a logger to Comet, or to an offline archive for later upload."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from leyden.strategies.errors import needs
 
 
 class CometLogger(ServiceLogger):
-    """Logs to an experiment of Comet. comet_ml is imported, and the experiment started, at the first write.
+    """Logs to a Comet experiment. The first write imports comet_ml and starts the experiment.
 
-    Offline it needs no account: the experiment is an archive in `save_dir`, which `comet upload` uploads later.
+    Offline use needs no account: the experiment is an archive in `save_dir`, for a later `comet upload`.
 
     Args:
-        project: None for the project in Comet's configuration.
-        workspace: None for the account's default workspace.
-        save_dir: folder for offline archives; None for the Trainer's `default_root_dir`.
-        online: False writes to the folder only; None is online if there is an API key.
+        project: the project name; None for the project in Comet's configuration.
+        workspace: the workspace name; None for the account's default workspace.
+        save_dir: the folder for offline archives; None for the Trainer's `default_root_dir`.
+        online: False to write to the folder only; None to go online if there is an API key.
         experiment_key: the key of an experiment to continue.
-        prefix: put in front of the names of metrics.
+        prefix: a prefix for metric names, joined with "-".
         **kwargs: passed to `comet_ml.ExperimentConfig`: `name`, `tags`, ….
 
     Example:
@@ -50,7 +50,7 @@ class CometLogger(ServiceLogger):
 
     @property
     def name(self) -> str | None:
-        """The project."""
+        """The project name."""
         return self._project
 
     @property
@@ -63,12 +63,12 @@ class CometLogger(ServiceLogger):
             self.experiment.log_metrics(plain_numbers(metrics, self._prefix), step=number)
 
     def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
-        """Logs settings, nested ones as "outer/inner"."""
+        """Logs hyperparameters. Nested ones become "outer/inner"."""
         if self.is_writer and (flat := flatten_hparams(params)):
             self.experiment.log_parameters(flat)
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
-        """Keeps `starts/<time>/run.json` and `diff.patch` as assets, beside what Comet itself records of git."""
+        """Logs `starts/<time>/run.json` and `diff.patch` as assets, in addition to Comet's own record of git."""
         if self.is_writer:
             for name, text in run_files(record, diff).items():
                 self.experiment.log_asset_data(text, name)
@@ -78,7 +78,7 @@ class CometLogger(ServiceLogger):
             self._experiment.flush()
 
     def finish(self) -> None:
-        """Ends the experiment, and waits until Comet or the archive has all of it."""
+        """Ends the experiment, and waits until Comet or the archive has all of its data."""
         if self._experiment is not None:
             self._experiment.end()
             self._experiment = None
@@ -87,9 +87,9 @@ class CometLogger(ServiceLogger):
         with needs("comet_ml", "comet_ml", "CometLogger"):
             import comet_ml
         os.makedirs(self.save_dir, exist_ok=True)
-        online = (
-            bool(comet_ml.config.get_api_key(None, comet_ml.get_config())) if self._online is None else self._online
-        )
+        online = self._online
+        if online is None:
+            online = bool(comet_ml.config.get_api_key(None, comet_ml.get_config()))
         config = comet_ml.ExperimentConfig(offline_directory=self.save_dir, **self._kwargs)
         experiment = comet_ml.start(
             project_name=self._project,

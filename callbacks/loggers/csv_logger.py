@@ -1,4 +1,4 @@
-"""CSVLogger, a logger that writes metrics as a table that any program can read."""
+"""CSVLogger, a logger that writes metrics to a CSV file."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from leyden.trainer.format import staging
 METRICS_FILE = "metrics.csv"
 STEP = "step"
 LOGGED_STEP = "logged_step"
-"""The column of a metric that is itself named "step"."""
+"""The column for a metric that is itself named "step"."""
 
 
 class CSVLogger(FolderLogger):
-    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row per call, and settings to `hparams.json` and
-    `hparams.yaml`.
+    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row per call.
 
-    A metric that first appears later in the run gets a new column, which is empty in earlier rows. A resume cuts the
-    rows after the checkpoint, so the file ends like that of an uninterrupted run. The column "step" is the step; a
-    metric named "step" that is passed to `log_metrics` is in the column "logged_step".
+    Hyperparameters go to `hparams.json` and `hparams.yaml` in the same folder. A metric that first appears later in the
+    run gets a new column, empty in earlier rows. A resume removes the rows after the checkpoint, so the final file
+    matches that of an uninterrupted run. The column "step" holds the step; a metric named "step" goes to the column
+    "logged_step".
 
     Args:
-        save_dir: None for the Trainer's `default_root_dir`.
+        save_dir: the root folder; None for the Trainer's `default_root_dir`.
         name: the folder between `save_dir` and the version; "" for none.
-        version: a number or a folder's name; None for the first free number.
-        prefix: put in front of the names of metrics.
-        flush_logs_every_n_steps: how often rows are written to disk; also before each checkpoint.
+        version: a number or a folder name; None for the first free number.
+        prefix: a prefix for metric names, joined with "-".
+        flush_logs_every_n_steps: number of steps between writes to disk. Rows are also written before each checkpoint.
 
     Raises:
         ConfigurationError: if `flush_logs_every_n_steps` is below 1.
@@ -61,21 +61,21 @@ class CSVLogger(FolderLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         if isinstance(flush_logs_every_n_steps, bool) or flush_logs_every_n_steps < 1:
-            raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps}: give 1 or more.")
+            raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps}: use 1 or more.")
         self._flush_every = flush_logs_every_n_steps
         self._flushed_at = 0
         self._buffer: list[dict[str, float]] = []
         self._columns: list[str] | None = None
         self._rows = 0
-        """Rows on disk."""
+        """Number of rows on disk."""
         self._keep: int | None = None
-        """Rows of an existing file to keep; None for all."""
+        """Number of rows to keep of an existing file; None for all."""
         self._is_durable = True
 
     @property
     def metrics_file_path(self) -> str:
-        """The path of the table."""
-        return os.path.join(self._needed_folder(), METRICS_FILE)
+        """The path of the CSV file."""
+        return os.path.join(self._ensure_folder(), METRICS_FILE)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self.is_writer:
@@ -129,27 +129,33 @@ class CSVLogger(FolderLogger):
         self._is_durable = durable
 
     def _adopt(self, path: Path) -> list[str]:
-        """Continues an existing file: cuts it to the rows to keep, and returns its columns."""
+        """Takes over an existing file: truncates it to the rows to keep, and returns its columns."""
         keep, self._keep = self._keep, None
         if not path.exists():
             return []
         content = path.read_bytes()
         if not content.endswith(b"\n"):
-            # A kill in the middle of a write leaves part of a row.
+            # A process killed in the middle of a write leaves a partial row.
             os.truncate(path, content.rfind(b"\n") + 1)
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
             columns = next(reader, [])
             self._rows = sum(1 for _ in reader)
         if keep is None and self._rows and self._given_version is not None:
-            warnings.warn(f"{path} has {self._rows} rows of an earlier run: new rows are appended.", stacklevel=5)
+            warnings.warn(f"{path} has {self._rows} rows from an earlier run. New rows are appended.", stacklevel=5)
         self._rows = self._rows if keep is None else min(keep, self._rows)
         self._rewrite(path, columns, self._rows)
         return columns
 
     @staticmethod
     def _rewrite(path: Path, columns: list[str], rows: int) -> None:
-        """Rewrites the file with these columns, which begin with its own, and its first rows."""
+        """Rewrites the file with more columns and only its first rows.
+
+        Args:
+            path: the file.
+            columns: all columns; the file's current ones come first.
+            rows: number of rows to keep.
+        """
         temporary = staging.sibling(path, "tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = _writer(file)
@@ -157,8 +163,8 @@ class CSVLogger(FolderLogger):
             if path.exists():
                 with path.open(newline="", encoding="utf-8") as source:
                     reader = csv.reader(source)
-                    added = [""] * (len(columns) - len(next(reader, [])))
-                    writer.writerows(row + added for row in itertools.islice(reader, rows))
+                    padding = [""] * (len(columns) - len(next(reader, [])))
+                    writer.writerows(row + padding for row in itertools.islice(reader, rows))
         os.replace(temporary, path)
 
 

@@ -1,4 +1,4 @@
-"""The base classes of loggers, which write metrics and hyperparameters, with a Trainer or in your own training loop."""
+"""Base classes for loggers, which write metrics and hyperparameters with a Trainer or in a custom training loop."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ YAML_FILE = "hparams.yaml"
 
 
 class Logger(Callback, ABC):
-    """Base class of loggers. A subclass needs `log_metrics`; everything else has a default.
+    """Base class for loggers. A subclass must implement `log_metrics`; every other method has a default.
 
     The Trainer calls `log_hyperparams` at the start of a fit, `log_metrics` with plain numbers (read back from the
-    device all at once), `save` before a checkpoint is committed, `after_save_checkpoint` after it, and `finalize` at
-    the end of a run. Only the first rank writes.
+    device in one transfer), `save` before a checkpoint is committed, `after_save_checkpoint` after the commit, and
+    `finalize` at the end of a run. Only rank 0 writes.
 
     Example:
         >>> class PrintLogger(Logger):
@@ -46,29 +46,29 @@ class Logger(Callback, ABC):
 
     state_per_rank = False
     is_writer: bool = True
-    """False on ranks that write nothing."""
+    """False on ranks that do not write."""
     _stage: str | None = None
     _default_root_dir: str | None = None
     _last_step: int = -1
 
     @property
     def name(self) -> str | None:
-        """The experiment's name; None if it has none."""
+        """The name of the experiment; None if it has none."""
         return None
 
     @property
     def version(self) -> int | str | None:
-        """The number or name of the run within the experiment."""
+        """The run's number or name within the experiment."""
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """The folder that contains everything that is written."""
+        """The root folder of everything that this logger writes."""
         return None
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions of the experiment; None if there is none."""
+        """The folder that holds all versions of the experiment; None if there is no such folder."""
         return None
 
     @property
@@ -78,12 +78,12 @@ class Logger(Callback, ABC):
 
     @property
     def group_separator(self) -> str:
-        """What separates a group of metrics from a name in it."""
+        """The separator between a metric group and a metric name."""
         return "/"
 
     @property
     def experiment(self) -> Any:
-        """The object that writes, such as a SummaryWriter or a W&B run, made at the first access."""
+        """The underlying writer, such as a SummaryWriter or a W&B run. Created on first access."""
         return self
 
     @abstractmethod
@@ -91,45 +91,45 @@ class Logger(Callback, ABC):
         """Logs numbers.
 
         Args:
-            metrics: name → number, nan and inf included.
-            step: optimizer steps done; None for the step after the last one logged.
+            metrics: numbers by name; nan and inf are allowed.
+            step: number of optimizer steps done; None for the step after the last one logged.
         """
 
     def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
-        """Logs the settings of the run, and the metrics to compare runs by."""
+        """Logs the hyperparameters of the run, and the metrics for comparing runs."""
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
-        """Records how a fit was started; called once when it begins, on the first rank, also for a run that resumes.
+        """Records how a fit was started. Called once at the start of every fit, resumed or not, on rank 0.
 
-        A warning takes the place of what it raises. Without a logger that overrides it nothing is collected.
+        An exception raised here becomes a warning. If no logger overrides this method, the record is never collected.
 
         Args:
-            record: plain values for JSON: `started` (UTC), `step` and `ckpt_path` that the fit goes on from, `command`,
-                `folder`, `host`, `system`, `world_size`, `device`, `device_name`, `arguments` of the Trainer as they
-                were resolved, `versions`, and `git` (None without a repository) with `commit`, `branch`, `dirty`,
-                `untracked`, `left_out` and `masked`. What looks like a key or a password is masked.
-            diff: the changes to the code that are not committed, for `git apply`; `git` says what it leaves out.
+            record: JSON-serializable values: `started` (UTC), the `step` and `ckpt_path` that the fit continues from,
+                `command`, `folder`, `host`, `system`, `world_size`, `device`, `device_name`, the resolved `arguments`
+                of the Trainer, `versions`, and `git` (None outside a repository) with `commit`, `branch`, `dirty`,
+                `untracked`, `left_out` and `masked`. Values that look like keys or passwords are masked.
+            diff: the uncommitted changes to the code, for `git apply`; `git` lists the files it leaves out.
         """
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
-        """Logs the module's graph, if the logger can show one."""
+        """Logs the graph of a module, if the logger supports graphs."""
 
     def save(self) -> None:
-        """Writes everything that was logged to disk."""
+        """Flushes everything logged so far to disk."""
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Called once a checkpoint is committed, on the first rank, in the thread that trains.
+        """Called after a checkpoint is committed, on rank 0, in the training thread.
 
-        The checkpoint is whole, and stays until the callback's next save. After an asynchronous save it is called at
-        the end of the batch in which its commit is noticed, or of the fit. What `save_on_exception` saves is in no
-        ranking, and is not reported.
+        The checkpoint is complete, and stays on disk until the callback's next save. After an asynchronous save, this
+        runs at the end of the batch that notices the commit, or at the end of the fit. Checkpoints from
+        `save_on_exception` are not ranked and not reported.
 
         Args:
-            checkpoint_callback: has saved it, as its `last_model_path`.
+            checkpoint_callback: the callback that saved the checkpoint; its `last_model_path` is the path.
         """
 
     def finalize(self, status: str) -> None:
-        """Closes open files and connections. Logging again reopens them.
+        """Closes open files and connections. Later logging reopens them.
 
         Args:
             status: "success", "failed" or "interrupted".
@@ -142,25 +142,26 @@ class Logger(Callback, ABC):
         self._default_root_dir = str(trainer.default_root_dir)
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps what is logged of the steps that are undone; their numbers come again."""
+        """Keeps the values logged for the steps that are rolled back; those step numbers will be logged again."""
 
     def _next_step(self, step: int | None) -> int:
-        """Returns the given step, or the one after the last one logged."""
+        """Returns the given step, or the step after the last one logged."""
         number = self._last_step + 1 if step is None else int(step)
         self._last_step = max(self._last_step, number)
         return number
 
     def _step_of(self, step: int | None) -> int:
-        """Returns the given step, or the last one logged."""
+        """Returns the given step, or the last step logged."""
         return max(self._last_step, 0) if step is None else int(step)
 
 
 class SavingLogger(Logger):
-    """Base class of loggers that write to a folder.
+    """Base class for loggers that write to a folder.
 
     Args:
-        save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
-        prefix: put in front of the names of metrics, followed by "-".
+        save_dir: the root folder; None for the Trainer's `default_root_dir`, or the working directory without a
+            Trainer.
+        prefix: a prefix for metric names, joined with "-".
     """
 
     def __init__(self, save_dir: str | os.PathLike[str] | None, prefix: str) -> None:
@@ -176,17 +177,18 @@ class SavingLogger(Logger):
 
 
 class FolderLogger(SavingLogger):
-    """Base class of loggers that write to a run folder `<save_dir>/<name>/version_N`.
+    """Base class for loggers that write to a run folder `<save_dir>/<name>/version_N`.
 
-    N is the first free number, claimed when the folder is first needed: two processes that start together get two
-    folders, and a resumed run continues in its own. Loggers of one Trainer with the same `save_dir` and `name` share a
-    folder. A small `run.json` in it identifies the run, so that a resume never touches the folder of another run.
+    N is the first free number, claimed when the folder is first needed. Two processes that start together get separate
+    folders, and a resumed run continues in its own folder. Loggers of one Trainer with the same `save_dir` and `name`
+    share a folder. A small `run.json` inside identifies the run, so a resume never touches another run's folder.
 
     Args:
-        save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
+        save_dir: the root folder; None for the Trainer's `default_root_dir`, or the working directory without a
+            Trainer.
         name: the folder between `save_dir` and the version; None or "" for none.
-        version: a number, or a string that is the folder's full name; None for the first free number.
-        prefix: put in front of the names of metrics, followed by "-".
+        version: a number, or a string to use as the full folder name; None for the first free number.
+        prefix: a prefix for metric names, joined with "-".
     """
 
     def __init__(
@@ -214,8 +216,8 @@ class FolderLogger(SavingLogger):
         """The folder of all versions, `<save_dir>/<name>`."""
         if "://" in self.save_dir:
             raise ConfigurationError(
-                f"{type(self).__name__} writes to a local folder, not to {self.save_dir}: "
-                f"give {type(self).__name__}(save_dir=...) a local folder."
+                f"{type(self).__name__} writes to a local folder, not to {self.save_dir}. "
+                f"Pass a local folder: {type(self).__name__}(save_dir=...)."
             )
         return os.path.join(self.save_dir, self._name)
 
@@ -242,11 +244,11 @@ class FolderLogger(SavingLogger):
         self._share_folder(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A resumed run may continue in its earlier folder.
+        # A resume may have switched to the folder of the original run.
         self._share_folder(trainer)
 
     def _share_folder(self, trainer: Trainer) -> None:
-        """Shares the folder of the first rank, which writes, with the other ranks."""
+        """Broadcasts the folder of rank 0, the writer, to the other ranks."""
         if trainer.world_size > 1:
             version, run = trainer.strategy.ranks.broadcast((self.version, self._run))
             if not self.is_writer:
@@ -262,10 +264,10 @@ class FolderLogger(SavingLogger):
             return
         saved = SavedState(state)
         version = saved.value("version")
-        # A checkpoint may only name a folder beside the other versions, unless the user named it.
+        # The folder must lie next to the other versions, unless the user chose it.
         if isinstance(version, str) and version != self._given_version:
             if version in ("", ".", "..") or any(sign in version for sign in "/\\:\0"):
-                raise StateError("version", "names a folder outside the logger's own")
+                raise StateError("version", "names a folder outside the logger's root folder")
         elif version != self._given_version:
             saved.integer("version", least=0)
         saved.text("run")
@@ -276,36 +278,36 @@ class FolderLogger(SavingLogger):
             return
         self.check_state_dict(state)
         version, run = state["version"], state["run"]
-        if self._given_version not in (None, version) or _read_run(self._folder(version)) != run:
+        if self._given_version not in (None, version) or _read_run_id(self._folder(version)) != run:
             return
-        self._leave_claimed_folder(version)
+        self._discard_claimed_folder(version)
         self._version, self._run = version, run
-        # A kill in the middle of a write leaves temporary files.
+        # A process killed in the middle of a write leaves temporary files behind.
         staging.sweep(self._folder(version), staging.clock_of(self._folder(version)))
         if self._stage in (None, "fit"):
             self._last_step = int(state["last_step"])
             self._resume(state)
 
     def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
-        """Adds the settings to the run folder's `hparams.json` and `hparams.yaml`."""
+        """Adds the hyperparameters to `hparams.json` and `hparams.yaml` in the run folder."""
         self.hparams.update(as_dict(params))
         if self.is_writer and self.hparams:
-            _write_hparams(Path(self._needed_folder()), self.hparams)
+            _write_hparams(Path(self._ensure_folder()), self.hparams)
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
-        """Writes `starts/<time>/run.json` and, if the code has changes, `diff.patch` into the run folder."""
+        """Writes `starts/<time>/run.json` to the run folder, and `diff.patch` if the code has uncommitted changes."""
         if not self.is_writer:
             return
         for name, text in run_files(record, diff).items():
-            path = Path(self._needed_folder(), name)
+            path = Path(self._ensure_folder(), name)
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, text)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Removes what was logged after the checkpoint."""
+        """Removes everything logged after the checkpoint."""
 
-    def _needed_folder(self) -> str:
-        """Returns the run folder, and makes it if it does not exist."""
+    def _ensure_folder(self) -> str:
+        """Returns the run folder, creating it if needed."""
         folder = self.log_dir
         assert folder is not None, "only the writing rank asks for the folder"
         os.makedirs(folder, exist_ok=True)
@@ -313,7 +315,7 @@ class FolderLogger(SavingLogger):
 
     def _next_step(self, step: int | None) -> int:
         if self._version is None:
-            # Logged values have a folder, and a checkpoint must name it.
+            # Open the folder now, so that the next checkpoint records which folder holds the values.
             self._version, self._run = self._open_folder()
         return super()._next_step(step)
 
@@ -324,18 +326,19 @@ class FolderLogger(SavingLogger):
         if self._given_version is not None:
             folder = self._folder(self._given_version)
             folder.mkdir(parents=True, exist_ok=True)
-            return self._given_version, _read_run(folder) or _write_run(folder)
+            return self._given_version, _read_run_id(folder) or _write_run_id(folder)
+        root = os.path.abspath(self.root_dir)
         for peer in self._peers:
-            # Two loggers of the same class would write the same files.
-            same = type(peer) is not type(self) and os.path.abspath(peer.root_dir) == os.path.abspath(self.root_dir)
-            if same and peer._version is not None and peer._run is not None:
+            # Loggers of the same class cannot share a folder: they would write the same files.
+            can_share = type(peer) is not type(self) and os.path.abspath(peer.root_dir) == root
+            if can_share and peer._version is not None and peer._run is not None:
                 return peer._version, peer._run
         version = claim_version(self.root_dir)
         self._claimed = self._folder(version)
-        return version, _write_run(self._claimed)
+        return version, _write_run_id(self._claimed)
 
-    def _leave_claimed_folder(self, version: int | str) -> None:
-        """Removes the folder that was claimed before the resume named the right one, if it is empty."""
+    def _discard_claimed_folder(self, version: int | str) -> None:
+        """Removes the folder claimed before the checkpoint named the original one, if it is empty."""
         claimed, self._claimed = self._claimed, None
         if claimed is None or claimed == self._folder(version):
             return
@@ -346,9 +349,9 @@ class FolderLogger(SavingLogger):
 
 
 def claim_version(root: str | os.PathLike[str]) -> int:
-    """Makes the folder `version_N`, with N one above the highest, and returns N.
+    """Creates the folder `version_N`, with N one above the highest existing number, and returns N.
 
-    Making the folder claims the number: if two processes try the same one, only one succeeds.
+    Creating the folder claims the number: if two processes try the same number, only one succeeds.
     """
     os.makedirs(root, exist_ok=True)
     taken = [int(entry[8:]) for entry in os.listdir(root) if entry.startswith("version_") and entry[8:].isdecimal()]
@@ -362,7 +365,7 @@ def claim_version(root: str | os.PathLike[str]) -> int:
 
 
 def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
-    # Loggers that share the folder each add their settings.
+    # Loggers that share the folder each add their own hyperparameters.
     path, before = folder / HPARAMS_FILE, {}
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -376,12 +379,12 @@ def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
 
 def _replace(path: Path, text: str) -> None:
     temporary = staging.sibling(path, "tmp")
-    # A patch keeps the line endings of its files.
+    # newline="" keeps the line endings of a patch as they are.
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
 
 
-def _read_run(folder: Path) -> str | None:
+def _read_run_id(folder: Path) -> str | None:
     try:
         run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -389,7 +392,7 @@ def _read_run(folder: Path) -> str | None:
     return str(run)
 
 
-def _write_run(folder: Path) -> str:
+def _write_run_id(folder: Path) -> str:
     run = uuid.uuid4().hex
     _replace(folder / RUN_FILE, json_text({"run": run}))
     return run

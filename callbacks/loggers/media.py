@@ -1,4 +1,4 @@
-"""Images, texts and tables on their way to a logger."""
+"""Converts images, texts and tables for loggers."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 
 
 def listed(items: Any, what: str) -> list[Any]:
-    """Returns several images, say, as a list; the first dimension of a batch of images counts them.
+    """Returns media items as a list, splitting a batch of images along its first dimension.
 
     Args:
-        items: a list or a tuple; of images also a tensor or an array with four dimensions.
+        items: a list or tuple of items; images may also come as one four-dimensional tensor or array.
         what: "image", "audio" or "video".
 
     Raises:
-        ConfigurationError: for a single one, whose rows would be taken for images.
+        ConfigurationError: if `items` is a single item. The rows of a single image would be logged as images.
     """
     if isinstance(items, list | tuple) or (what == "image" and getattr(items, "ndim", 0) == 4):
         return list(items)
-    raise ConfigurationError(f"log_{what} takes a list, not {kind_of(items)}: log_{what}(key, [{what}]).")
+    raise ConfigurationError(f"log_{what} takes a list, not {kind_of(items)}. Call log_{what}(key, [{what}]).")
 
 
 def for_each(options: Mapping[str, Any], count: int, what: str) -> list[dict[str, Any]]:
-    """Returns the options of each item, of lists that have one value for each.
+    """Transposes options that hold one value per item into one dict of options per item.
 
     Example:
         >>> for_each({"caption": ["a", "b"]}, 2, "image")
         [{'caption': 'a'}, {'caption': 'b'}]
 
     Raises:
-        ConfigurationError: if one is no list, or has another length.
+        ConfigurationError: if an option is not a list, or its length is not `count`.
     """
     for name, values in options.items():
         if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
             raise ConfigurationError(
-                f"log_{what} got {name}={values!r}: give a list with one {name} for each {what}, here {count}."
+                f"log_{what} got {name}={values!r}. Pass a list with one {name} per {what}, {count} in total."
             )
         if len(values) != count:
             raise ConfigurationError(
-                f"log_{what} got {count} {what}s and {len(values)} {name}: give one for each {what}."
+                f"log_{what} got {count} {what}s but {len(values)} values for {name}. Pass one value per {what}."
             )
     return [{name: values[index] for name, values in options.items()} for index in range(count)]
 
 
 def as_pixels(image: Any) -> tuple[Any, str]:
-    """Returns an image as a tensor or an array, and the order of its dimensions: "HW", "CHW" (tensors) or "HWC".
+    """Returns an image as a tensor or array, and its layout: "HW", "CHW" (tensors) or "HWC".
 
     Args:
-        image: a tensor, an array, an image of PIL, or a path.
+        image: a tensor, an array, a PIL image, or a path.
     """
     if isinstance(image, str | os.PathLike):
         from PIL import Image
@@ -63,22 +63,22 @@ def as_pixels(image: Any) -> tuple[Any, str]:
     pixels = _tensor(image) if isinstance(image, Tensor) else _array(image)
     if pixels.ndim not in (2, 3):
         raise ConfigurationError(
-            f"log_image got an image of the shape {tuple(pixels.shape)}: two dimensions, or three with channels."
+            f"log_image got an image of shape {tuple(pixels.shape)}. Pass two dimensions, or three with channels."
         )
     return pixels, "HW" if pixels.ndim == 2 else "CHW" if isinstance(image, Tensor) else "HWC"
 
 
 def _tensor(image: Tensor) -> Tensor:
-    """The image in a type that TensorBoard reads right: uint8, or a float from 0 to 1."""
+    """Returns the image in a dtype that TensorBoard reads correctly: uint8, or a float from 0 to 1."""
     image = image.detach()
     if image.is_floating_point():
-        # NumPy has no bfloat16.
+        # NumPy does not support bfloat16.
         return image.float()
     return image.to(torch.uint8) * 255 if image.dtype == torch.bool else image.clamp(0, 255).to(torch.uint8)
 
 
 def _array(image: Any) -> Any:
-    """The same for an array, or an image of PIL."""
+    """Like `_tensor`, for an array or a PIL image."""
     import numpy
 
     if hasattr(image, "getbands"):
@@ -92,7 +92,7 @@ def _array(image: Any) -> Any:
 def rows_of(
     columns: Sequence[str] | str | None, data: Sequence[Sequence[Any]] | None, dataframe: Any
 ) -> tuple[list[str] | None, list[list[Any]]]:
-    """Returns the columns of a table, if they have names, and its rows.
+    """Returns the column names (None if unnamed) and the rows of a table.
 
     Example:
         >>> rows_of("a text alone", None, None)
@@ -102,13 +102,13 @@ def rows_of(
         return [str(name) for name in dataframe.columns], [list(row) for row in dataframe.itertuples(index=False)]
     if isinstance(columns, str):
         if data is not None:
-            raise ConfigurationError(f"a table has a list of columns, not {columns!r}: columns=[{columns!r}].")
+            raise ConfigurationError(f"columns={columns!r} must be a list for a table. Use columns=[{columns!r}].")
         return ["text"], [[columns]]
     return None if columns is None else list(columns), [list(row) for row in data or ()]
 
 
 def as_markdown(columns: Sequence[str] | None, rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a table in Markdown.
+    """Returns a table as Markdown.
 
     Example:
         >>> print(as_markdown(["input", "output"], [["1 | 2", 3]]))

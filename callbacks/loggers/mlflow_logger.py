@@ -1,4 +1,4 @@
-"""MLFlowLogger, a logger to MLflow, on a server or in a file."""
+"""MLFlowLogger, a logger to an MLflow server or database file."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from leyden.strategies.errors import ConfigurationError, needs
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
-MOST = 100
-"""The number of parameters that MLflow accepts in one call."""
-LONGEST = 6000
-"""Characters of a parameter; MLflow cuts longer ones."""
-MOST_PENDING = 1000
-"""Calls that may be under way."""
-PATIENCE = 10.0
-"""Seconds for uploads when a run is interrupted."""
+MAX_PARAMS_PER_CALL = 100
+"""Number of parameters that MLflow accepts in one call."""
+MAX_PARAM_LENGTH = 6000
+"""Characters of a parameter value that MLflow keeps; it truncates longer values."""
+MAX_PENDING = 1000
+"""Number of asynchronous calls that may be in flight."""
+INTERRUPTED_TIMEOUT = 10.0
+"""Seconds that an interrupted run waits for uploads."""
 
 
 class MLFlowLogger(ServiceLogger):
-    """Logs to a run of MLflow, which a resume continues. mlflow is imported, and the run started, at the first write.
+    """Logs to an MLflow run. The first write imports mlflow and starts the run; a resume continues the same run.
 
-    `experiment` is the MlflowClient, `version` the run's id.
+    `experiment` is the MlflowClient, `version` the run id.
 
     Args:
-        experiment_name: the experiment, which is created if it does not exist.
-        run_name: the run's name; None lets MLflow choose one.
-        tracking_uri: a server's URI; None for the variable MLFLOW_TRACKING_URI, or the file `<save_dir>/mlflow.db`.
-        save_dir: None for the Trainer's `default_root_dir`.
-        tags: tags of the run.
+        experiment_name: the experiment name. The experiment is created if it does not exist.
+        run_name: the run name; None lets MLflow choose one.
+        tracking_uri: the server's URI; None for the variable MLFLOW_TRACKING_URI, or the file `<save_dir>/mlflow.db`.
+        save_dir: the folder for local files; None for the Trainer's `default_root_dir`.
+        tags: tags for the run.
         run_id: the id of a run to continue.
-        prefix: put in front of the names of metrics.
-        log_model: upload checkpoints of ModelCheckpoints as artifacts, each a folder of its name. "all": each one once
-            it is saved. True: at the end of a fit that succeeds those that are kept then, and each one once it is
-            saved where `save_top_k=-1` keeps all. The run's tags `checkpoint.best` and `checkpoint.latest` name the
-            artifacts of the best and the newest one; `<name>.json` beside each has its score.
-        checkpoint_path_prefix: the folder of these artifacts in the run's; "" for none.
-        artifact_location: where a new experiment keeps artifacts; None for what the server says, or `mlruns` beside
-            the file.
-        synchronous: True: every call waits until MLflow has everything. False: MLflow logs metrics, parameters and tags
-            in a thread of its own. None: that is up to the variable MLFLOW_ENABLE_ASYNC_LOGGING. Unless it is True,
-            checkpoints are uploaded beside the training, too, from hard links that outlive their deletion. The end of a
-            fit waits, and what has failed is an error at the next save or at the end.
+        prefix: a prefix for metric names, joined with "-".
+        log_model: which checkpoints of ModelCheckpoints to upload as artifacts, each to a folder of its name. "all"
+            uploads every checkpoint as it is saved. True uploads the checkpoints kept at the end of a successful fit,
+            or every checkpoint as it is saved if `save_top_k=-1` keeps all. The run's tags `checkpoint.best` and
+            `checkpoint.latest` name the artifacts of the best and the newest checkpoint; `<name>.json` next to each
+            artifact has its score.
+        checkpoint_path_prefix: the folder for these artifacts within the run's artifacts; "" for none.
+        artifact_location: the artifact location of a new experiment; None for the server's default, or for `mlruns`
+            next to the database file.
+        synchronous: True to have every call wait until MLflow has all data. False to have MLflow log metrics,
+            parameters and tags in a background thread. None to follow the variable MLFLOW_ENABLE_ASYNC_LOGGING. Unless
+            this is True, checkpoints are uploaded in the background too, from hard links that outlive the checkpoints.
+            The end of a fit waits for uploads. A failed upload raises at the next save or at the end of the fit.
 
     Raises:
-        ConfigurationError: for another `log_model` or `synchronous`.
+        ConfigurationError: if `log_model` or `synchronous` has an unknown value.
 
     Example:
         >>> logger = MLFlowLogger(experiment_name="digits")
@@ -92,11 +93,11 @@ class MLFlowLogger(ServiceLogger):
         self._experiment_id: str | None = None
         self._background = BackgroundUploads("MLFlowLogger")
         self._pending: list[Any] = []
-        """What MLflow logs in threads of its own, unless it is synchronous."""
+        """Asynchronous MLflow calls in flight."""
 
     @property
     def name(self) -> str:
-        """The experiment's name."""
+        """The experiment name."""
         return self._experiment_name
 
     @property
@@ -105,12 +106,12 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def run_id(self) -> str | None:
-        """The run's id; starts the run. None on ranks that do not write."""
+        """The run id; None on ranks that do not write. Reading it starts the run."""
         return self._id if self.is_writer and self.experiment else None
 
     @property
     def experiment_id(self) -> str | None:
-        """The experiment's id; starts the run. None on ranks that do not write."""
+        """The experiment id; None on ranks that do not write. Reading it starts the run."""
         return self._experiment_id if self.is_writer and self.experiment else None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -124,10 +125,10 @@ class MLFlowLogger(ServiceLogger):
         self._log_batch(client, metrics=rows)
 
     def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
-        """Logs settings, nested ones as "outer/inner".
+        """Logs hyperparameters. Nested ones become "outer/inner".
 
-        MLflow keeps a parameter's first value. If a run that goes on has another one, a tag `changed.<name>` has it,
-        and a warning says so.
+        MLflow keeps the first value of a parameter. If a resumed run has a different value, it is logged as the tag
+        `changed.<name>`, with a warning.
         """
         flat = {name: str(value) for name, value in flatten_hparams(params).items()}
         if not self.is_writer or not flat:
@@ -137,22 +138,23 @@ class MLFlowLogger(ServiceLogger):
 
         self.save()
         kept = client.get_run(self._id).data.params
-        changed = {name: text for name, text in flat.items() if name in kept and kept[name] != text[:LONGEST]}
+        changed = {name: text for name, text in flat.items() if name in kept and kept[name] != text[:MAX_PARAM_LENGTH]}
         if changed:
             warnings.warn(
-                f"MLflow keeps the first value of a parameter: the run's new values of {', '.join(changed)} are in its "
-                f"tags, such as changed.{next(iter(changed))}.",
+                f"MLflow keeps the first value of a parameter. The new values of {', '.join(changed)} are logged as "
+                f"tags of the run, such as changed.{next(iter(changed))}.",
                 stacklevel=2,
             )
-        rows = [Param(name, text) for name, text in flat.items() if name not in kept]
+        params = [Param(name, text) for name, text in flat.items() if name not in kept]
         tags = [RunTag(f"changed.{name}", text) for name, text in changed.items()]
-        for start in range(0, max(len(rows), len(tags)), MOST):
-            part = slice(start, start + MOST)
-            self._log_batch(client, params=rows[part], tags=tags[part])
+        for start in range(0, max(len(params), len(tags)), MAX_PARAMS_PER_CALL):
+            chunk = slice(start, start + MAX_PARAMS_PER_CALL)
+            self._log_batch(client, params=params[chunk], tags=tags[chunk])
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
-        """Keeps `starts/<time>/run.json` and `diff.patch` as artifacts, and sets the tags of MLflow for command, commit
-        and branch.
+        """Logs the record as artifacts, and command, commit and branch as MLflow's source tags.
+
+        The artifacts are `starts/<time>/run.json` and `diff.patch`.
         """
         if not self.is_writer:
             return
@@ -163,23 +165,23 @@ class MLFlowLogger(ServiceLogger):
         tags = [RunTag(f"mlflow.source.{name}", value) for name, value in facts.items() if value is not None]
         self._log_batch(client, tags=tags)
         for name, text in run_files(record, diff).items():
-            self._carry_out(Task(name, partial(client.log_text, self._id, text, name), is_needed=False))
+            self._submit(Task(name, partial(client.log_text, self._id, text, name), is_needed=False))
 
     def save(self) -> None:
-        """Waits until MLflow has the metrics, parameters and tags that were logged; uploads go on.
+        """Waits until MLflow has all logged metrics, parameters and tags. Uploads continue in the background.
 
         Raises:
-            MlflowException: for what `synchronous=False` could not log.
+            MlflowException: if an asynchronous call failed.
         """
         pending, self._pending = self._pending, []
         for operations in pending:
             operations.wait()
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Uploads what `log_model` says, beside the training unless the logger is synchronous.
+        """Uploads the checkpoints that `log_model` selects, in the background unless the logger is synchronous.
 
         Raises:
-            LeydenError: if an earlier upload has failed.
+            LeydenError: if an earlier upload failed.
         """
         self._background.report(raises=True)
         for upload in self._uploads.after_save(checkpoint_callback):
@@ -189,19 +191,19 @@ class MLFlowLogger(ServiceLogger):
             else:
                 copy = LinkedCopy(upload.path)
                 run = partial(self._upload, client, upload, str(copy.path))
-                self._carry_out(Task(f"the checkpoint {upload.path}", run, copy.remove))
+                self._submit(Task(f"the checkpoint {upload.path}", run, copy.remove))
 
     def finalize(self, status: str) -> None:
-        """Uploads what `log_model` says, waits for all uploads, and records how the run ended; logging again reopens
-        it.
+        """Uploads the checkpoints that `log_model` selects, waits for all uploads, and records the run's status.
 
-        A run that was interrupted waits ten seconds and no more: it may have to make room.
+        An interrupted run waits at most ten seconds, since its machine may be about to go away. Later logging reopens
+        the run.
 
         Raises:
-            LeydenError: if an upload has failed, in a run that succeeded.
+            LeydenError: if an upload failed in a run that succeeded.
         """
         is_success = status == "success"
-        self._background.wait(PATIENCE if status == "interrupted" else None)
+        self._background.wait(INTERRUPTED_TIMEOUT if status == "interrupted" else None)
         try:
             for upload in self._uploads.at_end(status):
                 self._upload(self.experiment, upload, upload.path)
@@ -209,12 +211,12 @@ class MLFlowLogger(ServiceLogger):
                 self.save()
         finally:
             if self._experiment is not None:
-                words = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-                self._experiment.set_terminated(self._id, words[status])
+                statuses = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+                self._experiment.set_terminated(self._id, statuses[status])
         self._background.report(raises=is_success)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A client and its threads stay in their process: a copy continues the run by its id.
+        # A client and its threads cannot leave their process. A copy continues the run by its id.
         return {**vars(self), "_experiment": None, "_pending": []}
 
     def _log_batch(self, client: Any, **rows: Sequence[Any]) -> None:
@@ -222,39 +224,39 @@ class MLFlowLogger(ServiceLogger):
         if operations is None:
             return
         self._pending.append(operations)
-        if len(self._pending) >= MOST_PENDING:
+        if len(self._pending) >= MAX_PENDING:
             self.save()
 
-    def _carry_out(self, task: Task) -> None:
+    def _submit(self, task: Task) -> None:
+        """Performs a task, in the background unless the logger is synchronous."""
         if self._synchronous:
             task.carry_out()
         else:
             self._background.put(task)
 
     def _upload(self, client: Any, upload: Upload, folder: str) -> None:
-        """Uploads a checkpoint from a folder that holds it."""
-        place = "/".join(part for part in (self._checkpoint_path_prefix, upload.name) if part)
-        client.log_artifacts(self._id, folder, place)
-        client.log_dict(self._id, upload.metadata, f"{place}.json")
+        """Uploads a checkpoint from a folder: the checkpoint's own, or a copy."""
+        artifact_path = "/".join(part for part in (self._checkpoint_path_prefix, upload.name) if part)
+        client.log_artifacts(self._id, folder, artifact_path)
+        client.log_dict(self._id, upload.metadata, f"{artifact_path}.json")
         for alias in upload.aliases:
-            client.set_tag(self._id, f"checkpoint.{alias}", place)
+            client.set_tag(self._id, f"checkpoint.{alias}", artifact_path)
 
     def _begin(self) -> Any:
         with needs("mlflow", "mlflow", "MLFlowLogger"):
             from mlflow import MlflowClient
         os.makedirs(self.save_dir, exist_ok=True)
-        # MLflow no longer accepts a folder of files.
-        own = f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}"
-        given, location = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), self._artifact_location
-        client = MlflowClient(given or own)
-        if not given and location is None:
-            # Without it, MLflow writes to the working directory.
+        uri, location = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), self._artifact_location
+        if not uri and location is None:
+            # MLflow would write artifacts to the working directory.
             location = Path(self.save_dir, "mlruns").resolve().as_uri()
+        # MLflow no longer accepts a folder of files as its store, so the local fallback is a database.
+        client = MlflowClient(uri or f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}")
         if self._id is None:
             name, found = self._experiment_name, client.get_experiment_by_name(self._experiment_name)
-            number = client.create_experiment(name, location) if found is None else found.experiment_id
-            self._id = client.create_run(number, tags=self._tags, run_name=self._run_name).info.run_id
-            self._experiment_id = str(number)
+            experiment_id = client.create_experiment(name, location) if found is None else found.experiment_id
+            self._id = client.create_run(experiment_id, tags=self._tags, run_name=self._run_name).info.run_id
+            self._experiment_id = str(experiment_id)
         else:
             client.update_run(self._id, "RUNNING")
             self._experiment_id = str(client.get_run(self._id).info.experiment_id)

@@ -1,4 +1,4 @@
-"""Converts metrics and settings to the plain form that loggers write: single numbers, and text."""
+"""Converts metrics and hyperparameters to the plain numbers and text that loggers write."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.hparams import mapping_of
 
 HParams: TypeAlias = Mapping[str, Any] | Namespace | None
-"""Settings of a run, as loggers take them; a dataclass too."""
+"""Hyperparameters as loggers accept them. A dataclass works too."""
 
 
 def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Returns metrics as plain numbers, nested ones under "outer/inner".
+    """Returns metrics as plain numbers. Nested metrics become "outer/inner".
 
     Raises:
         ConfigurationError: if a value is not a single number.
@@ -38,7 +38,7 @@ def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 
 def _one_number(name: str, value: Any) -> float:
-    # Tensors, and arrays and scalars of NumPy, whose `size` is a number.
+    # Tensors, and NumPy arrays and scalars, whose `size` is a number.
     if (isinstance(value, Tensor) and value.numel() == 1) or getattr(value, "size", 0) == 1:
         value = value.item()
     if isinstance(value, abstract_numbers.Integral):
@@ -47,29 +47,30 @@ def _one_number(name: str, value: Any) -> float:
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise ConfigurationError(
-        f"the metric '{name}' is {kind_of(value)}{shape}, and loggers take single numbers: log its mean or "
-        "sum; for text, images and so on call logger.experiment."
+        f"the metric '{name}' is {kind_of(value)}{shape}, but loggers take single numbers. Log its mean or sum. For "
+        "text, images and so on, call logger.experiment."
     )
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """Converts a mapping, a Namespace or a dataclass to a dict; None to an empty one.
+    """Converts a mapping, a Namespace or a dataclass to a dict, and None to an empty dict.
 
     Raises:
-        ConfigurationError: for any other type.
+        ConfigurationError: if `params` has any other type.
     """
     found = {} if params is None else mapping_of(params)
     if found is not None:
         return found
     raise ConfigurationError(
-        f"hyperparameters are a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}: "
-        "log_hyperparams({'name': value})."
+        f"hyperparameters must be a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}. "
+        "Call log_hyperparams({'name': value})."
     )
 
 
 def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
-    """Flattens nested settings to one level, `{"optimizer/lr": 0.1}`; other types than numbers and bools become
-    strings.
+    """Flattens nested hyperparameters to one level, such as `{"optimizer/lr": 0.1}`.
+
+    Values other than numbers and bools become strings.
 
     Example:
         >>> flatten_hparams({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "name": None})
@@ -90,7 +91,7 @@ def _text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """Converts a value to strict JSON, for people and scripts to read; it cannot be loaded back."""
+    """Converts a value to strict JSON. The conversion is one-way: the value cannot be loaded back."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | str):
@@ -109,22 +110,22 @@ def json_value(value: Any) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """Returns strict JSON as files hold it."""
+    """Returns a value as indented, strict JSON text for a file."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def run_files(record: Mapping[str, Any], diff: str) -> dict[str, str]:
-    """The files of `Logger.log_run`, by their paths below a run's own folder.
+    """Returns the content of each file that `Logger.log_run` writes, by its path relative to the run folder.
 
     Args:
-        record: how a fit was started.
-        diff: changes to its code.
+        record: the record of how the fit was started; see `Logger.log_run`.
+        diff: the uncommitted changes to the code.
 
     Example:
         >>> list(run_files({"started": "2026-02-01T12:30:00.250Z"}, "diff --git …"))
         ['starts/2026-02-01T12-30-00.250Z/run.json', 'starts/2026-02-01T12-30-00.250Z/diff.patch']
     """
-    # Windows allows no colon.
+    # Windows does not allow colons in file names.
     folder = f"starts/{str(record['started']).replace(':', '-')}"
     files = {f"{folder}/run.json": json_text(json_value(record))}
     return {**files, f"{folder}/diff.patch": diff} if diff else files

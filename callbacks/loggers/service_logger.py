@@ -1,4 +1,4 @@
-"""The base class of loggers to a tracking service, whose run a resume continues by its id."""
+"""Base class for loggers to a tracking service. A resume continues the service's run by its id."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from leyden.strategies.saved_state import SavedState
 
 
 class ServiceLogger(SavingLogger):
-    """Base class of loggers to a run of a service, which is started at the first write.
+    """Base class for loggers to a tracking service. The service's run starts at the first write.
 
     Args:
-        save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
-        prefix: put in front of the names of metrics, followed by "-".
-        id: the id of a run to continue; None for a new one.
-        experiment: the object that writes, if it exists already.
+        save_dir: the folder for local files; None for the Trainer's `default_root_dir`, or the working directory
+            without a Trainer.
+        prefix: a prefix for metric names, joined with "-".
+        id: the id of the run to continue; None for a new run.
+        experiment: an existing writer to use instead of starting a run.
     """
 
     id_name: ClassVar[str]
-    """The entry of the run's id in a checkpoint."""
+    """The key of the run id in a checkpoint."""
 
     def __init__(
         self, save_dir: str | os.PathLike[str] | None, prefix: str, id: str | None, experiment: Any = None
@@ -33,16 +34,16 @@ class ServiceLogger(SavingLogger):
 
     @abstractmethod
     def _begin(self) -> Any:
-        """Starts or continues the run; returns the object that writes."""
+        """Starts or continues the run, and returns its writer."""
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before it has started."""
+        """The run id; None before the run has started."""
         return self._id
 
     @property
     def experiment(self) -> Any:
-        """The object that writes; on ranks that do not write, a stand-in that does nothing."""
+        """The underlying writer; on ranks that do not write, a no-op stand-in."""
         if not self.is_writer:
             return Silent()
         if self._experiment is None:

@@ -1,6 +1,4 @@
-"""Stand-ins that write nothing, for writers on the other ranks and loggers in a trial run, so that user code needs no
-`if`.
-"""
+"""No-op stand-ins for writers on non-writing ranks and for loggers in trial runs, so user code needs no `if`."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from leyden.callbacks.loggers.logger import Logger
 
 
 class Silent:
-    """Accepts every call, attribute and index, at any depth, and does nothing.
+    """A no-op object that accepts every call, attribute and index, at any depth.
 
     Example:
         >>> Silent().add_histogram("weights", [1.0, 2.0])
@@ -19,7 +17,7 @@ class Silent:
     """
 
     def __getattr__(self, name: str) -> Silent:
-        # Python looks these up itself, to copy or pickle an object, and must not find them.
+        # Python looks up dunder names to copy or pickle an object, and must not find them.
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -33,14 +31,14 @@ class Silent:
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def __iter__(self) -> Iterator[Any]:
-        # Without it, Python would iterate by index, and never end.
+        # Without this method, Python would iterate by index and never stop.
         return iter(())
 
 
 class DummyLogger(Logger):
-    """A logger that writes nothing, with the methods of every logger: the one under `fast_dev_run`.
+    """A no-op logger with the methods of every logger. `fast_dev_run` uses it.
 
-    It is also an empty list of loggers, each index of which is the logger itself.
+    It also acts as a list of loggers: iteration yields nothing, and every index returns the logger itself.
 
     Example:
         >>> logger = DummyLogger()
@@ -60,7 +58,7 @@ class DummyLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """The Trainer's `default_root_dir`, where user code may write."""
+        """The Trainer's `default_root_dir`, for user code that writes its own files."""
         return self._default_root_dir
 
     @property

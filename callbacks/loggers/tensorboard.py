@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes to `<save_dir>/<name>/version_N`; view it with `tensorboard --logdir <save_dir>`.
+    """Writes event files to `<save_dir>/<name>/version_N`. View them with `tensorboard --logdir <save_dir>`.
 
-    TensorBoard is imported at the first write. A resumed run continues in the same folder, and cuts what was logged
-    after the checkpoint from the event files, so that they hold each value once. (TensorBoard's own `purge_step` goes
-    by step numbers, which validation steps count separately, and knows no order within a step.) The original of a cut
-    file is kept under a name `replaced.…`, which TensorBoard ignores; a TensorBoard that is running shows the cut part
-    until it reloads. A validation that a signal interrupted is repeated by the resume, and its steps are logged again.
+    TensorBoard is imported at the first write. A resumed run continues in the same folder, and truncates the event
+    files to the checkpoint, so that each value appears once. (TensorBoard's own `purge_step` works on step numbers, but
+    validation steps have a separate count, and events within a step have no order.) The original of a truncated file is
+    kept as `replaced.…`, which TensorBoard ignores. A running TensorBoard shows the removed values until it reloads. If
+    a signal interrupts a validation, the resume repeats it and logs its steps again.
 
     Args:
-        save_dir: None for the Trainer's `default_root_dir`.
+        save_dir: the root folder; None for the Trainer's `default_root_dir`.
         name: the folder between `save_dir` and the version; "" for none.
-        version: a number or a folder's name; None for the first free number.
-        log_graph: log the module's graph at the start of a fit, which needs `module.example_input_array`.
-        default_hp_metric: give runs without metrics a placeholder `hp_metric` of -1, without which TensorBoard's
-            hyperparameter page stays empty.
-        prefix: put in front of the names of metrics.
+        version: a number or a folder name; None for the first free number.
+        log_graph: log the module's graph at the start of a fit. Needs `module.example_input_array`.
+        default_hp_metric: log a placeholder `hp_metric` of -1 for runs without metrics. Without any metric,
+            TensorBoard's hyperparameter page stays empty.
+        prefix: a prefix for metric names, joined with "-".
         sub_dir: a folder inside the run folder for the event files.
         **kwargs: passed to `torch.utils.tensorboard.SummaryWriter`: `max_queue`, `flush_secs`, `filename_suffix`, ….
 
@@ -73,14 +73,16 @@ class TensorBoardLogger(FolderLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         if "log_dir" in kwargs:
-            raise ConfigurationError("TensorBoardLogger makes its log_dir from save_dir, name and version: give those.")
+            raise ConfigurationError(
+                "TensorBoardLogger builds its log_dir from save_dir, name and version. Pass those instead of log_dir."
+            )
         self._sub_dir = None if sub_dir is None else os.path.expanduser(os.fspath(sub_dir))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
         self._hparams_logged: list[str] = []
-        """Digests of the settings and metrics that this run has already logged."""
+        """Digests of the hyperparameters and metrics that this run has already logged."""
         self._mark = uuid.uuid4().hex[:8]
 
     @property
@@ -90,14 +92,14 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The SummaryWriter, for images, texts and so on; on ranks that do not write, a stand-in that does nothing."""
+        """The SummaryWriter, for images, text and so on; on ranks that do not write, a no-op stand-in."""
         if not self.is_writer:
             return Silent()  # type: ignore[return-value]
         if self._writer is None:
             with needs("tensorboard", None, "TensorBoardLogger"):
                 from torch.utils.tensorboard import SummaryWriter
-            folder = self._needed_folder()
-            _wait_out_the_second(folder)
+            folder = self._ensure_folder()
+            _wait_for_unique_timestamp(folder)
             kwargs = self._kwargs | {"filename_suffix": self._suffix}
             self._writer = SummaryWriter(log_dir=folder, **kwargs)
         return self._writer
@@ -111,8 +113,9 @@ class TensorBoardLogger(FolderLogger):
             writer.add_scalar(name, value, number)
 
     def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
-        """Logs settings to TensorBoard's HPARAMS page, nested ones as "outer/inner", and to the run folder's
-        `hparams.json` and `hparams.yaml`.
+        """Logs hyperparameters to TensorBoard's HPARAMS page, and to `hparams.json` and `hparams.yaml`.
+
+        Nested hyperparameters become "outer/inner" on the page.
         """
         super().log_hyperparams(params)
         if not self.is_writer:
@@ -126,7 +129,7 @@ class TensorBoardLogger(FolderLogger):
         flat, values = flatten_hparams(self.hparams), plain_numbers(metrics, self._prefix)
         digest = hashlib.sha256(repr((sorted(flat.items()), sorted(values.items()))).encode()).hexdigest()[:16]
         if digest in self._hparams_logged:
-            # The event files of a resumed run have them already.
+            # A resumed run: the event files have these hyperparameters already.
             return
         self._hparams_logged.append(digest)
         self.log_metrics(metrics, max(self._last_step, 0))
@@ -139,11 +142,11 @@ class TensorBoardLogger(FolderLogger):
         """Logs images under `<key>/0`, `<key>/1` and so on.
 
         Args:
-            key: their name.
-            images: tensors (C, H, W) or (H, W), arrays (H, W, C) or (H, W), images of PIL, or paths.
-            step: optimizer steps done; None for the last step logged.
-            **kwargs: `caption`, a list of texts, which are logged as the text `<key>/caption`; `dataformats`, such as
-                "CHW" for arrays of that shape.
+            key: the name of the images.
+            images: tensors (C, H, W) or (H, W), arrays (H, W, C) or (H, W), PIL images, or paths.
+            step: number of optimizer steps done; None for the last step logged.
+            **kwargs: `caption`, a list of captions, logged as the text `<key>/caption`; `dataformats`, such as "CHW"
+                for arrays in that layout.
         """
         listing = listed(images, "image")
         order = kwargs.pop("dataformats", None)
@@ -151,7 +154,7 @@ class TensorBoardLogger(FolderLogger):
             kwargs["dataformats"] = order
         each = for_each(kwargs, len(listing), "image")
         if other := [name for name in kwargs if name not in ("caption", "dataformats")]:
-            raise ConfigurationError(f"TensorBoard's images have no {', '.join(other)}: leave it out.")
+            raise ConfigurationError(f"TensorBoard images do not support {', '.join(other)}. Leave it out.")
         if not self.is_writer:
             return
         for index, (image, own) in enumerate(zip(listing, each, strict=True)):
@@ -162,7 +165,7 @@ class TensorBoardLogger(FolderLogger):
             self.log_text(f"{key}/caption", ["image", "caption"], list(enumerate(kwargs["caption"])), step=step)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
-        """Logs a figure of Matplotlib, and closes it unless `close` is False; None is the last step logged."""
+        """Logs a Matplotlib figure, and closes it unless `close` is False. A `step` of None is the last step logged."""
         if self.is_writer:
             self.experiment.add_figure(self._named(key), figure, self._step_of(step), close=close)
 
@@ -174,7 +177,7 @@ class TensorBoardLogger(FolderLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Logs a table of rows, or a pandas DataFrame, which TensorBoard shows among the texts."""
+        """Logs a table of rows, or a pandas DataFrame. TensorBoard shows it on the text page."""
         self.log_text(key, columns, data, dataframe, step)
 
     def log_text(
@@ -185,14 +188,14 @@ class TensorBoardLogger(FolderLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Logs a text, in Markdown, or a table of texts.
+        """Logs Markdown text, or a table of text.
 
         Args:
-            key: its name.
-            columns: the text; or the columns of a table.
+            key: the name of the text.
+            columns: the text, or the column names of a table.
             data: the rows of a table.
-            dataframe: a pandas DataFrame in place of both.
-            step: optimizer steps done; None for the last step logged.
+            dataframe: a pandas DataFrame, in place of `columns` and `data`.
+            step: number of optimizer steps done; None for the last step logged.
         """
         is_text = isinstance(columns, str) and data is None and dataframe is None
         text = str(columns) if is_text else as_markdown(*rows_of(columns, data, dataframe))
@@ -200,15 +203,15 @@ class TensorBoardLogger(FolderLogger):
             self.experiment.add_text(self._named(key), text, self._step_of(step))
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
-        """Traces the module on `input_array` or its `example_input_array`, in eval mode, and logs the graph.
+        """Traces the module in eval mode on `input_array` or its `example_input_array`, and logs the graph.
 
-        The run's random numbers stay as they are. Does nothing unless the logger was made with `log_graph=True`.
+        The run's random state is unchanged. A no-op unless the logger was created with `log_graph=True`.
         """
         if not self._log_graph or not self.is_writer:
             return
         example = getattr(module, "example_input_array", None) if input_array is None else input_array
         if example is None:
-            warnings.warn("log_graph=True needs module.example_input_array: no graph was logged.", stacklevel=2)
+            warnings.warn("log_graph=True needs module.example_input_array. No graph was logged.", stacklevel=2)
             return
         with undisturbed(module, example) as inputs:
             self.experiment.add_graph(module, inputs)
@@ -219,27 +222,28 @@ class TensorBoardLogger(FolderLogger):
             self.log_graph(module)
         elif self._log_graph and self.is_writer:
             warnings.warn(
-                "log_graph=True: no rank has the whole of a sharded module, so no graph was logged.", stacklevel=2
+                "log_graph=True needs an unsharded module, but no rank holds all of this one. No graph was logged.",
+                stacklevel=2,
             )
 
     def save(self) -> None:
-        """Writes queued events to disk."""
+        """Flushes queued events to disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Closes the event file; logging again opens a new one in the same folder."""
+        """Closes the event file. Later logging opens a new one in the same folder."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A writer holds a thread and a file: a copy opens its own, in the same folder.
+        # A writer holds a thread and a file. A copy opens its own writer in the same folder.
         return {**vars(self), "_writer": None}
 
     @property
     def _suffix(self) -> str:
-        """The suffix of this run's event files; other runs and users may write to the folder too."""
+        """The suffix of this run's event files. Other runs and users may write to the same folder."""
         return f".{self._mark}{self._kwargs.get('filename_suffix', '')}"
 
     def _event_files(self) -> list[Path]:
@@ -273,7 +277,7 @@ class TensorBoardLogger(FolderLogger):
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
         if "event_files" not in state:
-            # Files of earlier versions have no mark, and stay as they are.
+            # A checkpoint of an earlier version: its event files have no mark and are left alone.
             return
         self._mark = state["mark"]
         self._hparams_logged = list(state.get("hparams", ()))
@@ -281,38 +285,39 @@ class TensorBoardLogger(FolderLogger):
         staging.sweep(Path(self.log_dir), staging.clock_of(Path(self.log_dir)))
         for path in self._event_files():
             size = state["event_files"].get(path.name, 0)
-            # A resume from an earlier checkpoint may have cut the file shorter already.
+            # A resume from an earlier checkpoint may already have truncated the file further.
             if path.stat().st_size > size:
-                _cut(path, size)
+                _truncate(path, size)
 
 
-def _cut(path: Path, size: int) -> None:
-    """Cuts an event file to a size, and keeps the original beside it.
+def _truncate(path: Path, size: int) -> None:
+    """Truncates an event file to `size` bytes, and keeps the original next to it.
 
-    The head is written to a new file first, and one rename puts it in place: a kill at any moment leaves a file that
-    the next resume can cut again.
+    The head is first written to a new file, then renamed into place. A kill at any moment leaves a file that the next
+    resume can truncate again.
     """
-    aside = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
+    backup = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
     if not size:
-        os.replace(path, aside)
+        os.replace(path, backup)
         return
-    # TensorBoard reads any file with "tfevents" in its name, so this one is named after the copy.
-    head = staging.sibling(aside, "tmp")
+    # TensorBoard reads every file with "tfevents" in its name, so the temporary file gets its name from the backup.
+    head = staging.sibling(backup, "tmp")
     shutil.copyfile(path, head)
     with head.open("rb+") as target:
         target.truncate(size)
         os.fsync(target.fileno())
     try:
-        os.link(path, aside)
+        os.link(path, backup)
     except OSError:
-        # The file system has no hard links.
-        shutil.copyfile(path, aside)
+        # The file system does not support hard links.
+        shutil.copyfile(path, backup)
     os.replace(head, path)
 
 
-def _wait_out_the_second(folder: str) -> None:
-    """Waits for the next second if a file of this second exists: readers sort event files by name, which has only
-    seconds.
+def _wait_for_unique_timestamp(folder: str) -> None:
+    """Waits for the next second if the folder has an event file from the current second.
+
+    Readers sort event files by name, and names have a resolution of one second.
     """
     parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
     now = time.time()

@@ -1,4 +1,4 @@
-"""WandbLogger, a logger to Weights & Biases, or to a folder that can be uploaded later."""
+"""WandbLogger, a logger to Weights & Biases, or to an offline folder for later upload."""
 
 from __future__ import annotations
 
@@ -26,40 +26,39 @@ GLOBAL_STEP = "trainer/global_step"
 
 
 class WandbLogger(ServiceLogger):
-    """Logs to a run of Weights & Biases. wandb is imported, and the run started, at the first write.
+    """Logs to a Weights & Biases run. The first write imports wandb and starts the run.
 
-    Offline it needs no account: the run is in `<save_dir>/wandb`, and `wandb sync` uploads it later. A resumed run
-    continues under its run id; values logged after the checkpoint stay on the server beside those logged again at the
-    same `trainer/global_step`. (Offline, each resume writes a new folder under the same id, and `wandb sync --append`
-    merges them.) The run stays open after a fit, so that a test logs to it too, until `finish` or the end of the
-    process.
+    Offline use needs no account: the run is stored in `<save_dir>/wandb`, for a later `wandb sync`. A resume continues
+    the same run id. Values logged after the checkpoint stay on the server, alongside those logged again at the same
+    `trainer/global_step`. (Offline, each resume writes a new folder under the same id; `wandb sync --append` merges
+    them.) The run stays open after a fit, so that a test can log to it too, until `finish` or the end of the process.
 
     Args:
-        name: the run's display name; None lets W&B choose one.
-        save_dir: the folder for W&B's `wandb` folder; None for the Trainer's `default_root_dir`.
-        version: the same as `id`.
-        offline: write to the folder only; the same as `mode="offline"`.
-        dir: the same as `save_dir`.
-        id: the run's id, to continue a run.
-        project: None for the variable WANDB_PROJECT, or "leyden".
-        log_model: upload checkpoints of ModelCheckpoints, each a version of one artifact of the type "model". "all":
-            each one once it is saved. True: at the end of a fit that succeeds those that are kept then, and each one
-            once it is saved where `save_top_k=-1` keeps all. The best one has the alias "best", the newest one
-            "latest". W&B copies the files, and uploads them beside the training.
-        experiment: your own run, started with `wandb.init`.
-        prefix: put in front of the names of metrics.
-        checkpoint_name: the artifact's name; None for "model-<id of the run>".
-        add_file_policy: "immutable" uploads the files of checkpoints without a copy of them, which is for those that
-            stay: "mutable" copies.
+        name: the display name of the run; None lets W&B choose one.
+        save_dir: the parent of W&B's `wandb` folder; None for the Trainer's `default_root_dir`.
+        version: an alias of `id`.
+        offline: whether to write to the folder only; the same as `mode="offline"`.
+        dir: an alias of `save_dir`.
+        id: the id of a run to continue.
+        project: the project name; None for the variable WANDB_PROJECT, or "leyden".
+        log_model: which checkpoints of ModelCheckpoints to upload, as versions of one artifact of type "model". "all"
+            uploads every checkpoint as it is saved. True uploads the checkpoints kept at the end of a successful fit,
+            or every checkpoint as it is saved if `save_top_k=-1` keeps all. The best checkpoint has the alias "best",
+            the newest one "latest". W&B copies the files, then uploads them in the background.
+        experiment: a run of your own, started with `wandb.init`.
+        prefix: a prefix for metric names, joined with "-".
+        checkpoint_name: the artifact name; None for "model-<run id>".
+        add_file_policy: "mutable" to copy checkpoint files before the upload. "immutable" to upload them without a
+            copy, for checkpoints that are never deleted.
         mode: "online", "offline", "disabled" or "shared"; None for the variable WANDB_MODE, or online.
         **kwargs: passed to `wandb.init`: `entity`, `group`, `tags`, `config`, `settings`, ….
 
     Raises:
-        ConfigurationError: if two arguments contradict each other, or one has no meaning.
+        ConfigurationError: if two arguments contradict each other, or an argument has an invalid value.
 
     Example:
         >>> logger = WandbLogger(project="digits", offline=True, log_model="all")
-        >>> # Trainer(logger=logger).fit(…); later, and elsewhere:
+        >>> # Trainer(logger=logger).fit(…), then in another process:
         >>> # path = WandbLogger.download_artifact("me/digits/model-3fk2a9:best")
         >>> # Classifier.load_from_checkpoint(path)
     """
@@ -86,15 +85,18 @@ class WandbLogger(ServiceLogger):
     ) -> None:
         if checkpoint_name is not None and re.fullmatch(r"[\w.-]{1,128}", checkpoint_name, re.ASCII) is None:
             raise ConfigurationError(
-                f"WandbLogger(checkpoint_name={checkpoint_name!r}): a name in W&B has letters, digits, '-', '_' "
-                "and '.', at most 128 of them."
+                f"WandbLogger(checkpoint_name={checkpoint_name!r}): use at most 128 letters, digits, '-', '_' and '.'."
             )
         if add_file_policy not in ("mutable", "immutable"):
             raise ConfigurationError(f"WandbLogger(add_file_policy={add_file_policy!r}): use 'mutable' or 'immutable'.")
         if offline and mode not in (None, "offline"):
-            raise ConfigurationError(f"WandbLogger(offline=True, mode={mode!r}) contradicts itself: give one of them.")
+            raise ConfigurationError(
+                f"WandbLogger(offline=True, mode={mode!r}): the arguments contradict each other. Pass only one of them."
+            )
         if version is not None and id is not None and version != id:
-            raise ConfigurationError("WandbLogger's version and id both name the run: give one of them.")
+            raise ConfigurationError(
+                f"WandbLogger(version={version!r}, id={id!r}): both name the run. Pass only one of them."
+            )
         self._given_id = id if id is not None else version
         super().__init__(save_dir if save_dir is not None else dir, prefix, self._given_id, experiment)
         self._name = name
@@ -109,17 +111,17 @@ class WandbLogger(ServiceLogger):
 
     @property
     def name(self) -> str | None:
-        """The project."""
+        """The project name."""
         return self._project or os.environ.get("WANDB_PROJECT") or "leyden"
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before the run has started."""
+        """The run id; None before the run has started."""
         return self._id if self._experiment is None else str(self._experiment.id)
 
     @property
     def log_dir(self) -> str | None:
-        """W&B's folder of this run; None before the run has started."""
+        """W&B's folder for this run; None before the run has started."""
         return None if self._experiment is None else os.path.dirname(str(self._experiment.dir))
 
     @property
@@ -128,7 +130,7 @@ class WandbLogger(ServiceLogger):
 
     @property
     def experiment(self) -> Run:
-        """The W&B run; on ranks that do not write, a stand-in that does nothing."""
+        """The W&B run; on ranks that do not write, a no-op stand-in."""
         run: Run = super().experiment
         if self.is_writer and not self._is_defined:
             self._is_defined = True
@@ -143,7 +145,7 @@ class WandbLogger(ServiceLogger):
         self.experiment.log({**plain_numbers(metrics, self._prefix), GLOBAL_STEP: number})
 
     def log_hyperparams(self, params: HParams, metrics: Mapping[str, float] | None = None) -> None:
-        """Adds settings to the run's config, nested ones as "outer/inner", and metrics to its summary."""
+        """Adds hyperparameters to the run's config, nested ones as "outer/inner", and metrics to its summary."""
         if not self.is_writer:
             return
         if flat := flatten_hparams(params):
@@ -152,14 +154,12 @@ class WandbLogger(ServiceLogger):
             self.experiment.summary.update(plain_numbers(metrics, self._prefix))
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
-        """Adds the record to the run's config as "leyden", and keeps `starts/<time>/run.json` and `diff.patch` among
-        its files.
-        """
+        """Adds the record to the run's config as "leyden", and saves `starts/<time>/run.json` and `diff.patch`."""
         if not self.is_writer:
             return
         run = self.experiment
         if run.disabled:
-            # Its folder does not exist.
+            # A disabled run has no folder.
             return
         run.config.update({"leyden": json_value(record)}, allow_val_change=True)  # type: ignore[no-untyped-call]
         for name, text in run_files(record, diff).items():
@@ -176,7 +176,7 @@ class WandbLogger(ServiceLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Logs a table of rows, which may hold media, or a pandas DataFrame."""
+        """Logs a table of rows, or a pandas DataFrame. Cells may hold media."""
         if not self.is_writer:
             return
         from wandb import Table
@@ -192,14 +192,14 @@ class WandbLogger(ServiceLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Logs a text, or a table of texts, as a table.
+        """Logs text, or a table of text, as a table.
 
         Args:
-            key: its name.
-            columns: the text; or the columns of a table.
+            key: the name of the text.
+            columns: the text, or the column names of a table.
             data: the rows of a table.
-            dataframe: a pandas DataFrame in place of both.
-            step: optimizer steps done; None for the last step logged.
+            dataframe: a pandas DataFrame, in place of `columns` and `data`.
+            step: number of optimizer steps done; None for the last step logged.
         """
         if isinstance(columns, str):
             columns, data = rows_of(columns, data, dataframe)
@@ -209,21 +209,21 @@ class WandbLogger(ServiceLogger):
         """Logs images: arrays, tensors, PIL images or paths.
 
         Args:
-            key: their name.
+            key: the name of the images.
             images: the images.
-            step: optimizer steps done; None for the last step logged.
-            **kwargs: lists as long as `images`, with each image's argument for `wandb.Image`: `caption`, `masks`, ….
+            step: number of optimizer steps done; None for the last step logged.
+            **kwargs: lists of one `wandb.Image` argument per image: `caption`, `masks`, ….
         """
         self._log_each("image", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Logs sounds: arrays or paths.
+        """Logs audio clips: arrays or paths.
 
         Args:
-            key: their name.
-            audios: the sounds.
-            step: optimizer steps done; None for the last step logged.
-            **kwargs: lists with each sound's argument for `wandb.Audio`: `sample_rate`, `caption`.
+            key: the name of the clips.
+            audios: the clips.
+            step: number of optimizer steps done; None for the last step logged.
+            **kwargs: lists of one `wandb.Audio` argument per clip: `sample_rate`, `caption`.
         """
         self._log_each("audio", key, audios, step, kwargs)
 
@@ -231,15 +231,15 @@ class WandbLogger(ServiceLogger):
         """Logs videos: arrays or paths.
 
         Args:
-            key: their name.
+            key: the name of the videos.
             videos: the videos.
-            step: optimizer steps done; None for the last step logged.
-            **kwargs: lists with each video's argument for `wandb.Video`: `caption`, `fps`, `format`.
+            step: number of optimizer steps done; None for the last step logged.
+            **kwargs: lists of one `wandb.Video` argument per video: `caption`, `fps`, `format`.
         """
         self._log_each("video", key, videos, step, kwargs)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
-        """Logs a figure of Matplotlib as an image, and closes it unless `close` is False."""
+        """Logs a Matplotlib figure as an image, and closes it unless `close` is False."""
         self.log_image(key, [figure], step)
         if close and self.is_writer:
             from matplotlib import pyplot
@@ -253,23 +253,23 @@ class WandbLogger(ServiceLogger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Logs histograms of gradients or parameters every `log_freq` batches, which are read back from the device."""
+        """Logs histograms of gradients or parameters every `log_freq` batches, each read back from the device."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def unwatch(self, model: nn.Module) -> None:
-        """Ends `watch`."""
+        """Stops watching a model."""
         self.experiment.unwatch(model)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Uploads what `log_model` says."""
+        """Uploads the checkpoints that `log_model` selects."""
         self._upload(self._uploads.after_save(checkpoint_callback))
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Artifact:
-        """Records that the run uses an artifact, and returns it.
+        """Records that the run uses an artifact, and returns the artifact.
 
         Args:
-            artifact: its name, such as "me/digits/model-3fk2a9:best".
-            artifact_type: its type, such as "model"; None for any.
+            artifact: the artifact name, such as "me/digits/model-3fk2a9:best".
+            artifact_type: the artifact type, such as "model"; None for any.
         """
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
@@ -280,13 +280,13 @@ class WandbLogger(ServiceLogger):
         artifact_type: str | None = None,
         use_artifact: bool | None = True,
     ) -> str:
-        """Downloads an artifact, and returns its folder: of a checkpoint, one that `ckpt_path=` takes.
+        """Downloads an artifact, and returns its folder. The folder of a checkpoint works as `ckpt_path`.
 
         Args:
-            artifact: its name, such as "me/digits/model-3fk2a9:best".
-            save_dir: the folder to download to; None for one in W&B's `artifacts`.
-            artifact_type: its type, such as "model"; None for any.
-            use_artifact: record in the open run, if there is one, that it uses the artifact.
+            artifact: the artifact name, such as "me/digits/model-3fk2a9:best".
+            save_dir: the folder to download to; None for a folder in W&B's `artifacts`.
+            artifact_type: the artifact type, such as "model"; None for any.
+            use_artifact: whether the open run, if any, records that it uses the artifact.
         """
         with needs("wandb", None, "WandbLogger"):
             import wandb
@@ -297,13 +297,13 @@ class WandbLogger(ServiceLogger):
         return str(found.download(root=None if save_dir is None else os.path.expanduser(os.fspath(save_dir))))
 
     def finalize(self, status: str) -> None:
-        """Uploads what `log_model` says, and ends a failed run with its status; others stay open until `finish`."""
+        """Uploads the checkpoints that `log_model` selects, and ends a failed run. Others stay open until `finish`."""
         self._upload(self._uploads.at_end(status))
         if status == "failed" and self._is_own:
             self.finish(exit_code=1)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Ends the run, and waits until wandb has all of it. Logging again continues the same run."""
+        """Ends the run, and waits until wandb has all of its data. Later logging continues the same run."""
         if self._experiment is not None and self.is_writer:
             self._id = str(self._experiment.id)
             self._experiment.finish(exit_code=exit_code)
@@ -314,17 +314,17 @@ class WandbLogger(ServiceLogger):
             super().load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A run holds threads and files: a copy continues it by its id.
+        # A run holds threads and files. A copy continues the run by its id.
         return {**vars(self), "_experiment": None, "_id": self.version, "_is_defined": False}
 
     def _upload(self, uploads: Sequence[Upload]) -> None:
-        """Hands checkpoints to W&B: once this returns, they may be deleted, unless the policy says that they stay."""
+        """Passes checkpoints to W&B. Under the "mutable" policy they may be deleted once this returns."""
         for upload in uploads:
             run = self.experiment
             from wandb import Artifact
 
             artifact = Artifact(self._checkpoint_name or f"model-{run.id}", "model", metadata=upload.metadata)
-            # The checkpoint is there already: W&B's cache needs no further copy.
+            # The checkpoint already exists on disk, so W&B's cache does not need another copy.
             artifact.add_dir(upload.path, skip_cache=True, policy=self._add_file_policy)
             run.log_artifact(artifact, aliases=upload.aliases)
 
@@ -349,8 +349,8 @@ class WandbLogger(ServiceLogger):
         if wandb.run is not None and self._id in (None, wandb.run.id):
             if self._id is None:
                 warnings.warn(
-                    f"WandbLogger continues the open run {wandb.run.id}: call wandb.finish() first for a new one, or "
-                    "pass experiment=wandb.run to choose this one.",
+                    f"WandbLogger continues the open run {wandb.run.id}. To start a new run, call wandb.finish() "
+                    "first. To continue this one without a warning, pass experiment=wandb.run.",
                     stacklevel=4,
                 )
             self._is_own = False
@@ -362,7 +362,7 @@ class WandbLogger(ServiceLogger):
             "dir": self.save_dir,
             "id": self._id,
             "mode": self._mode,
-            # Offline there is no server to ask, and wandb only warns.
+            # Offline there is no server to ask, so wandb would only warn.
             "resume": "allow" if self._id is not None and self._mode != "offline" else None,
         }
         return wandb.init(**settings | self._kwargs)

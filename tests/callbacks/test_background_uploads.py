@@ -66,7 +66,7 @@ def test_an_interrupted_run_gives_up_what_is_left_with_a_warning() -> None:
     uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
     uploads.put(Task("one", lambda: done.append(go.wait(60)), lambda: done.append("end of one")))
     uploads.put(Task("two", lambda: done.append("two"), lambda: done.append("end of two")))
-    with pytest.warns(UserWarning, match="Mine has not uploaded one, two: the run was interrupted"):
+    with pytest.warns(UserWarning, match="Mine did not upload one, two: the run was interrupted"):
         uploads.wait(0.01)
     assert done == ["end of two"]
     go.set()

@@ -170,7 +170,7 @@ def test_an_earlier_run_of_the_same_version_is_kept_with_a_warning(tmp_path: Pat
         logger.log_metrics({"x": value}, 1)
         if value == 1:
             logger.save()
-    with pytest.warns(UserWarning, match="1 rows of an earlier run"):
+    with pytest.warns(UserWarning, match="1 rows from an earlier run"):
         logger.save()
     assert [row["x"] for row in rows(logger)] == ["1", "2"]
 
@@ -216,12 +216,12 @@ def test_half_a_row_is_dropped_where_all_are_kept(tmp_path: Path) -> None:
         file.write("2,2.")
     second = CSVLogger(tmp_path, version="same")
     second.log_metrics({"x": 2.5}, 2)
-    with pytest.warns(UserWarning, match="1 rows of an earlier run"):
+    with pytest.warns(UserWarning, match="1 rows from an earlier run"):
         second.save()
     assert [row["x"] for row in rows(second)] == ["1.5", "2.5"]
 
 
 @pytest.mark.parametrize("value", [0, -5, True])
 def test_flush_interval_must_be_positive(value: int) -> None:
-    with pytest.raises(ConfigurationError, match="give 1 or more"):
+    with pytest.raises(ConfigurationError, match="use 1 or more"):
         CSVLogger(flush_logs_every_n_steps=value)

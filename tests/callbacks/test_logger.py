@@ -115,7 +115,7 @@ class TestRunFolder:
         assert list(tmp_path.iterdir()) == []
 
     def test_a_remote_folder_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"CSVLogger\(save_dir=\.\.\.\) a local folder"):
+        with pytest.raises(ConfigurationError, match=r"Pass a local folder: CSVLogger\(save_dir=\.\.\.\)"):
             _ = CSVLogger("s3://bucket/logs").log_dir
 
 
@@ -275,7 +275,7 @@ class TestHparams:
         assert json.loads((tmp_path / "logs/version_0/hparams.json").read_text()) == {"a": 1, "b": 2}
 
     def test_hyperparameters_without_names_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match=r"not a list: log_hyperparams\(\{'name': value\}\)"):
+        with pytest.raises(ConfigurationError, match=r"not a list. Call log_hyperparams\(\{'name': value\}\)"):
             CSVLogger(tmp_path).log_hyperparams([1, 2])  # type: ignore[arg-type]
 
 

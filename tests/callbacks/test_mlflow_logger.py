@@ -164,7 +164,9 @@ def test_a_parameter_that_changes_in_a_run_is_kept_as_a_tag(store: str) -> None:
     logger = MLFlowLogger(tracking_uri=store)
     logger.log_hyperparams({"lr": 0.1, "text": "x" * 7000, "optimizer": {"name": "sgd"}})
     logger.log_hyperparams({"lr": 0.1, "text": "x" * 7000})
-    with pytest.warns(UserWarning, match=r"MLflow keeps the first value .* of lr are in its tags, such as changed\.lr"):
+    with pytest.warns(
+        UserWarning, match=r"MLflow keeps the first value .* of lr are logged as tags of the run, such as changed\.lr"
+    ):
         logger.log_hyperparams({"lr": 0.2, "width": 8})
     data = logger.experiment.get_run(logger.run_id).data
     assert (data.params["lr"], data.params["width"], data.params["optimizer/name"]) == ("0.1", "8", "sgd")

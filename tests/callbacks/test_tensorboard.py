@@ -82,15 +82,15 @@ def test_images_of_every_kind_are_drawn(tmp_path: Path) -> None:
     ((step, captions),) = texts(logger, "p-seen/caption")
     assert step == 7 and captions.splitlines()[:3] == ["| image | caption |", "| --- | --- |", "| 0 | a |"]
     for bad, message in [
-        ({"masks": [{}]}, "TensorBoard's images have no masks"),
-        ({"caption": "a"}, "give a list with one caption for each image, here 1"),
-        ({"caption": []}, "got 1 images and 0 caption"),
+        ({"masks": [{}]}, "TensorBoard images do not support masks"),
+        ({"caption": "a"}, "Pass a list with one caption per image, 1 in total"),
+        ({"caption": []}, "got 1 images but 0 values for caption"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             logger.log_image("seen", [red], **bad)
     with pytest.raises(ConfigurationError, match=r"log_image takes a list"):
         logger.log_image("seen", red)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"of the shape \(3,\)"):
+    with pytest.raises(ConfigurationError, match=r"of shape \(3,\)"):
         logger.log_image("seen", [torch.ones(3)])
 
 
@@ -108,7 +108,7 @@ def test_texts_and_tables_are_shown_as_markdown(tmp_path: Path) -> None:
     assert texts(logger, "plain") == [(4, "|  |\n| --- |\n| x |")]
     assert texts(logger, "empty") == [(4, "| in |\n| --- |")]
     assert texts(logger, "frame") == [(5, "| n | x |\n| --- | --- |\n| 1 | 0.5 |\n| 2 | 1.5 |")]
-    with pytest.raises(ConfigurationError, match=r"a table has a list of columns, not 'in': columns=\['in'\]"):
+    with pytest.raises(ConfigurationError, match=r"columns='in' must be a list for a table. Use columns=\['in'\]"):
         logger.log_table("table", "in", [["a"]])
 
 

@@ -145,11 +145,11 @@ def test_images_tables_and_watched_gradients_are_recorded(tmp_path: Path) -> Non
     assert (rows[4]["text/ncols"], rows[5]["note/ncols"], rows[5]["trainer/global_step"]) == (2, 1, 8)
     (note,) = tmp_path.glob("wandb/offline-run-*/files/media/table/note_*.json")
     assert json.loads(note.read_text()) == {"columns": ["text"], "data": [["a text alone"]]}
-    with pytest.raises(ConfigurationError, match="got 1 images and 2 caption"):
+    with pytest.raises(ConfigurationError, match="got 1 images but 2 values for caption"):
         logger.log_image("image", [torch.rand(3, 4, 4)], caption=["one", "two"])
     with pytest.raises(ConfigurationError, match=r"log_image takes a list.*log_image\(key, \[image\]\)"):
         logger.log_image("image", torch.rand(3, 4, 4))  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="caption='x': give a list with one caption for each audio, here 1"):
+    with pytest.raises(ConfigurationError, match="caption='x'. Pass a list with one caption per audio, 1 in total"):
         logger.log_audio("sound", ["a.wav"], caption="x")
 
 
@@ -181,9 +181,9 @@ def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"log_model": "best"}, r"WandbLogger\(log_model='best'\): use True .*, 'all' .* or False"),
-        ({"checkpoint_name": "a/b"}, "a name in W&B has letters"),
+        ({"checkpoint_name": "a/b"}, "use at most 128 letters"),
         ({"add_file_policy": "copy"}, "use 'mutable' or 'immutable'"),
-        ({"offline": True, "mode": "online"}, "contradicts itself"),
+        ({"offline": True, "mode": "online"}, "contradict each other"),
         ({"id": "a", "version": "b"}, "both name the run"),
     ],
 )
