@@ -1,4 +1,4 @@
-"""Keeps printed and logged text above progress bars: a bar on the screen is cleared while something writes."""
+"""Keeps printed and logged text above progress bars, by clearing the bars while text is written."""
 
 from __future__ import annotations
 
@@ -12,84 +12,85 @@ from typing import Any
 STREAMS = ("stdout", "stderr")
 
 
-class Lines:
-    """Stands in for a terminal's stream while there are bars on it, and passes on what is written by the line.
+class LineBufferedStream:
+    """Stands in for a terminal stream while bars are on the screen, and forwards text line by line.
 
-    The rest of a line waits for its end, or for a `flush`, as on a terminal itself.
+    An unfinished line is buffered until its end or a `flush`, as on a terminal.
 
     Args:
-        stream: the terminal's stream, which handles everything else.
+        stream: the terminal stream. All other attributes and methods are forwarded to it.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._rest = ""
-        self._is_over = False
+        self._unfinished = ""
+        """The text of the last line, while it has no newline."""
+        self._has_ended = False
 
     def write(self, text: str) -> int:
-        """Writes text above the bars as soon as its line has ended."""
-        if self._is_over:
+        """Writes each line above the bars once it is complete."""
+        if self._has_ended:
             written: int = self._stream.write(text)
             return written
-        lines, end, self._rest = (self._rest + text).rpartition("\n")
-        if end:
-            self._write_lines(lines + end)
+        lines, newline, self._unfinished = (self._unfinished + text).rpartition("\n")
+        if newline:
+            self._write_lines(lines + newline)
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Writes each line."""
+        """Writes several strings."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Shows the line that has not ended yet: a prompt, or dots."""
-        if self._rest and not self._is_over:
-            self._write_rest()
+        """Shows an unfinished line, such as a prompt or a row of dots."""
+        if self._unfinished and not self._has_ended:
+            self._write_unfinished()
         self._stream.flush()
 
     def end(self) -> None:
-        """Writes what is left. Code that has kept this stream writes to the terminal's own from here on."""
-        if not self._is_over:
+        """Writes the unfinished line. Code that kept a reference then writes straight to the terminal stream."""
+        if not self._has_ended:
             self._end()
-        self._is_over = True
+        self._has_ended = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    # where it appears
+    # how a subclass shows text
     def _write_lines(self, text: str) -> None:
-        """Writes lines that have ended."""
+        """Writes complete lines."""
         raise NotImplementedError
 
-    def _write_rest(self) -> None:
-        """Shows the line that has not."""
+    def _write_unfinished(self) -> None:
+        """Shows the unfinished line."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Writes that line once no more comes."""
+        """Writes the unfinished line for the last time."""
         raise NotImplementedError
 
 
-class AboveBars(Lines):
-    """Clears tqdm's bars while text is written, and draws them again below it.
+class AboveBars(LineBufferedStream):
+    """Clears tqdm bars while text is written, and redraws them below it.
 
     Args:
-        stream: the terminal's stream.
-        bars: returns the bars that are on the screen now.
+        stream: the terminal stream.
+        bars: a function that returns the bars on the screen.
     """
 
     def __init__(self, stream: Any, bars: Callable[[], Sequence[Any]]) -> None:
         super().__init__(stream)
         self._bars = bars
         self._column: int | None = None
-        """Where the line above the bars goes on; None if it has ended."""
+        """The column at which the unfinished line above the bars continues; None if that line is complete."""
 
     def _write_lines(self, text: str) -> None:
         self._write(text, None)
 
-    def _write_rest(self) -> None:
-        text, self._rest = self._rest, ""
-        # Another bar, which goes back to where it was by itself.
+    def _write_unfinished(self) -> None:
+        text, self._unfinished = self._unfinished, ""
+        # Text that moves the cursor up comes from another bar, which restores the cursor on its own.
         moves_up = "\x1b[A" in text
         if moves_up or not self._bars():
             self._write(text, None)
@@ -117,76 +118,80 @@ class AboveBars(Lines):
             column = width % os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ZeroDivisionError):
             return None
-        # A full line goes on in the next one.
+        # After a full line, text continues on the next line.
         return None if width and not column else column
 
     def _end(self) -> None:
-        self._stream.write(self._rest)
+        self._stream.write(self._unfinished)
         self._stream.flush()
 
 
 class ReplacedStreams:
-    """Replaces `sys.stdout` and `sys.stderr`, and the streams that handlers of `logging` write to.
+    """Replaces `sys.stdout` and `sys.stderr`, and the streams of `logging` handlers.
 
     Args:
-        places: for "stdout" or "stderr" the stream that belongs there, and what replaces it.
+        replacements: the original stream and its replacement, by "stdout" or "stderr".
     """
 
-    def __init__(self, places: Mapping[str, tuple[Any, Lines]]) -> None:
-        self._places = places
+    def __init__(self, replacements: Mapping[str, tuple[Any, LineBufferedStream]]) -> None:
+        self._replacements = replacements
         self._handlers: list[logging.StreamHandler[Any]] = []
-        for name, (_, new) in places.items():
+        for name, (_, new) in replacements.items():
             setattr(sys, name, new)
         for handler in _stream_handlers():
-            for old, new in places.values():
+            for old, new in replacements.values():
                 if handler.stream is old:
                     handler.setStream(new)
                     self._handlers.append(handler)
                     break
 
     def end(self) -> None:
-        """Restores the streams, except where something else has replaced them since."""
-        for name, (old, new) in self._places.items():
+        """Restores the streams, except those that other code has replaced since."""
+        for name, (old, new) in self._replacements.items():
             new.end()
             if getattr(sys, name) is new:
                 setattr(sys, name, old)
-        # With those that were made meanwhile, by `logging.basicConfig` within a step.
+        # Includes handlers created in the meantime, such as by `logging.basicConfig` within a step.
         for handler in [*self._handlers, *_stream_handlers()]:
-            for old, new in self._places.values():
+            for old, new in self._replacements.values():
                 if handler.stream is new:
                     handler.setStream(old)
                     break
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Restores `sys.stdout` and `sys.stderr` within the block: a bar made there draws on the terminal itself."""
-        placed = {name: (old, new) for name, (old, new) in self._places.items() if getattr(sys, name) is new}
-        for name, (old, _) in placed.items():
+    def suspended(self) -> Iterator[None]:
+        """Restores `sys.stdout` and `sys.stderr` within the block, so that a new bar draws on the terminal itself."""
+        active = {name: (old, new) for name, (old, new) in self._replacements.items() if getattr(sys, name) is new}
+        for name, (old, _) in active.items():
             setattr(sys, name, old)
         try:
             yield
         finally:
-            for name, (_, new) in placed.items():
+            for name, (_, new) in active.items():
                 setattr(sys, name, new)
 
 
 def begin(bars: Callable[[], Sequence[Any]]) -> ReplacedStreams:
-    """Makes everything that is written to a terminal appear above the bars, until `ReplacedStreams.end`."""
+    """Makes all terminal output appear above the bars, until `ReplacedStreams.end`.
+
+    Args:
+        bars: a function that returns the bars on the screen.
+    """
     streams = {name: getattr(sys, name) for name in STREAMS}
     return ReplacedStreams(
         {
             name: (stream, AboveBars(stream, bars))
             for name, stream in streams.items()
-            if stream is not None and not isinstance(stream, Lines) and stream.isatty()
+            if stream is not None and not isinstance(stream, LineBufferedStream) and stream.isatty()
         }
     )
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    """Yields the handlers of all loggers that write to a stream of their own."""
+    """Yields the `logging` handlers that hold a reference to a stream."""
     loggers = [logging.root, *(item for item in logging.root.manager.loggerDict.values())]
     handlers = {id(item): item for logger in loggers for item in getattr(logger, "handlers", ())}
     for handler in handlers.values():
-        # One without a stream of its own looks `sys.stderr` up.
+        # A handler without its own stream looks up `sys.stderr` at each record.
         if isinstance(handler, logging.StreamHandler) and "stream" in vars(handler):
             yield handler

@@ -1,4 +1,4 @@
-"""A tqdm bar that is a text in a notebook's output, so that a saved notebook shows how it ended."""
+"""A tqdm bar for notebooks, drawn as text so that a saved notebook shows its final state."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 @cache
 def notebook_bar() -> type[Any]:
-    """The class of the bar, which tqdm is imported for.
+    """Returns the bar class, importing tqdm on the first call.
 
-    tqdm's own needs ipywidgets. Without them it writes lines that go up one line, which a notebook repeats; with them,
-    each bar that is removed leaves an empty widget, and a saved notebook shows each at 0 %.
+    tqdm's own notebook bar needs ipywidgets. Without them, it writes cursor-up sequences that a notebook shows as
+    repeated lines. With them, each removed bar leaves an empty widget, and a saved notebook shows every bar at 0 %.
     """
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     class NotebookBar(tqdm):  # type: ignore[misc, unused-ignore]
-        """One display, which is drawn again in its place.
+        """A bar that redraws one notebook display in place.
 
         Args:
-            *args: of tqdm.
-            free: displays that earlier bars have emptied; the bar takes the last one.
-            is_reused: it returns its display when it is closed and left empty.
-            **options: of tqdm.
+            *args: positional arguments for tqdm.
+            free: empty displays of earlier bars; the bar takes the last one.
+            is_reused: whether the bar returns its display to `free` once it is closed and empty.
+            **options: keyword arguments for tqdm.
         """
 
         def __init__(self, *args: Any, free: list[Any], is_reused: bool, **options: Any) -> None:
@@ -43,7 +43,7 @@ def notebook_bar() -> type[Any]:
                 self._handle = None
 
         def clear(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing: what is printed appears below."""
+            """A no-op: printed text appears below the bar."""
 
     return NotebookBar
 

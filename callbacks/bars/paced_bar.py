@@ -1,4 +1,4 @@
-"""PacedProgressBar: when a bar is drawn, and the plain lines that a log gets in its place."""
+"""PacedProgressBar: decides when a bar is drawn, and writes plain lines where no bar can be."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 DRAW_SECONDS = 0.1
 LINE_SECONDS = 30.0
-# The first line comes early, to show in a log that the run moves, and how fast.
+# The first line comes early, to show in a log that the run makes progress, and how fast.
 FIRST_LINE_SECONDS = 5.0
-# A slow terminal (ssh) may take long to draw. The bar then waits this many times as long, so drawing stays below 5 %.
+# Drawing on a slow terminal (ssh) may take long. The pause after a drawing is at least this many times as long as the
+# drawing itself, so that drawing takes less than 5 % of the time.
 DRAW_SHARE = 20
 NEVER = math.inf
 
 
 class PacedProgressBar(ProgressBar, ABC):
-    """Base of the bars that Leyden brings: decides when to draw; a subclass says how.
+    """Base class for Leyden's own bars. It decides when to draw; subclasses decide how.
 
-    A bar is drawn at most ten times a second, and metrics are read back from the device only then; in between, a batch
-    costs one reading of the clock. Where nothing can be redrawn (a log file, a batch job), plain lines take its place.
+    A bar is drawn at most ten times a second, and metrics are read back from the device only then. Between drawings, a
+    batch costs one reading of the clock. If nothing can be redrawn (a log file, a batch job), the bar prints plain
+    lines.
 
     Args:
-        refresh_rate: redraw only at multiples of this many batches; 0 hides the bar.
+        refresh_rate: minimum number of batches between redraws; 0 hides the bar.
 
     Raises:
         ConfigurationError: if `refresh_rate` is negative.
@@ -44,63 +46,63 @@ class PacedProgressBar(ProgressBar, ABC):
         self._is_plain = False
         self._is_training = False
         self._due = NEVER
-        """When the training bar may be drawn again, in `time.perf_counter` seconds; never outside a training."""
+        """Earliest time of the next drawing of the training bar, on `time.perf_counter`; NEVER outside training."""
         self._eval_due = NEVER
         self._eval_done = 0
         self._eval_batch = 0
-        """Batches of the loader that is evaluated now."""
+        """Number of batches done of the current evaluation loader."""
         self._eval_total: int | None = None
         self._eval_name = ""
         self._eval_since = 0.0
         self._line_since = 0.0
         self._line_batch = 0
         self._has_written = False
-        """True once a line was written in this run."""
+        """True once this run has written a plain line."""
         self._names: dict[str, None] = {}
-        """The metrics that this run has shown."""
+        """The names of the metrics shown so far in this run, in order."""
 
-    # how to draw
+    # how a subclass draws
     @abstractmethod
     def _can_redraw(self) -> bool:
-        """True if a bar can be redrawn where it would be shown."""
+        """Returns True if the output can redraw a bar."""
 
     @abstractmethod
     def _open_training(self, trainer: Trainer) -> None:
-        """Makes the bar of a training."""
+        """Creates the training bar."""
 
     @abstractmethod
     def _open_epoch(self, name: str, done: int, total: int | None) -> None:
-        """Begins an epoch in that bar."""
+        """Starts an epoch in the training bar."""
 
     @abstractmethod
     def _draw_training(self, done: int, metrics: dict[str, Any] | None) -> None:
-        """Draws that bar; None leaves its metrics as they are."""
+        """Draws the training bar. If `metrics` is None, the bar keeps its previous metrics."""
 
     @abstractmethod
     def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
-        """Makes the bar of an evaluation: "sanity", "validation", "test" or "predict"."""
+        """Creates the evaluation bar for a stage: "sanity", "validation", "test" or "predict"."""
 
     @abstractmethod
     def _draw_evaluation(self, done: int) -> None:
-        """Draws the bar of the evaluation."""
+        """Draws the evaluation bar."""
 
     @abstractmethod
     def _close_evaluation(self) -> None:
-        """Removes the bar of the evaluation, if there is one."""
+        """Removes the evaluation bar, if there is one."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Closes all bars, if there are some: the terminal is as it was before."""
+        """Closes all bars, if any, and restores the terminal."""
 
     # members
     @property
     def refresh_rate(self) -> int:
-        """The bar is redrawn only at multiples of this many batches."""
+        """Minimum number of batches between redraws; 0 hides the bar."""
         return self._refresh_rate
 
     @property
     def is_enabled(self) -> bool:
-        """True if the bar is shown: on the first rank, and unless `refresh_rate` is 0."""
+        """True if the bar is shown: on rank 0, unless `refresh_rate` is 0."""
         return self._enabled and self._refresh_rate > 0
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -114,7 +116,7 @@ class PacedProgressBar(ProgressBar, ABC):
         if self._is_training:
             self._begin_epoch(trainer)
 
-    # A subclass may leave out `on_train_start`, where Lightning's makes its bar.
+    # A subclass may override `on_train_start` without calling super: in Lightning, that hook creates the bar.
     on_train_epoch_start = on_train_start
 
     def on_train_batch_end(
@@ -162,7 +164,7 @@ class PacedProgressBar(ProgressBar, ABC):
         self.reset_dataloader_idx_tracker()
         if self._eval_due == NEVER:
             return
-        # In a fit the next line or redraw of the training bar shows the result.
+        # In a fit, the next line or redraw of the training bar shows the result.
         if not self._is_plain or not (self._is_training or trainer.sanity_checking):
             self._show_evaluation()
         self._eval_due = NEVER
@@ -186,23 +188,23 @@ class PacedProgressBar(ProgressBar, ABC):
         done, now = trainer.progress.batch, time.perf_counter()
         self._line_since, self._line_batch = now, done
         if self._is_plain:
-            self._due = now + self._line_pause()
+            self._due = now + self._line_interval()
         else:
             self._due = 0.0
-            self._open_epoch(_epoch_name(trainer), done, whole(self.total_train_batches))
+            self._open_epoch(_epoch_name(trainer), done, batch_count(self.total_train_batches))
 
     def _show_training(self, trainer: Trainer, module: TrainModule, done: int) -> None:
-        metrics = self._in_order(self.get_metrics(trainer, module))
+        metrics = self._in_stable_order(self.get_metrics(trainer, module))
         if not self._is_plain:
-            self._due = paced(self._draw_training, done, metrics)
+            self._due = draw_timed(self._draw_training, done, metrics)
             return
-        now, total = time.perf_counter(), whole(self.total_train_batches)
-        where = (_epoch_name(trainer), _batches(done, total), f"step {trainer.global_step}")
-        self._write(*where, _rate(done - self._line_batch, now - self._line_since), format_metrics(metrics))
+        now, total = time.perf_counter(), batch_count(self.total_train_batches)
+        position = (_epoch_name(trainer), _batches(done, total), f"step {trainer.global_step}")
+        self._write(*position, _rate(done - self._line_batch, now - self._line_since), format_metrics(metrics))
         self._line_since, self._line_batch, self._due = now, done, now + LINE_SECONDS
 
-    def _in_order(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Returns the metrics in the order in which they first came, so that each keeps its place."""
+    def _in_stable_order(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Returns the metrics in the order of their first appearance, so that each keeps its place in the bar."""
         self._names.update(dict.fromkeys(metrics))
         return {name: metrics[name] for name in self._names if name in metrics}
 
@@ -212,11 +214,11 @@ class PacedProgressBar(ProgressBar, ABC):
             return
         if not self._is_training:
             self._is_plain = not self._can_redraw()
-        totals = [whole(size) for size in sizes]
+        totals = [batch_count(size) for size in sizes]
         self._eval_total = None if None in totals else sum(total for total in totals if total is not None)
         self._eval_since = time.perf_counter()
         if self._is_plain:
-            self._eval_due = self._eval_since + self._line_pause()
+            self._eval_due = self._eval_since + self._line_interval()
             return
         if self._is_training:
             self._draw_training(trainer.progress.batch, None)
@@ -225,7 +227,7 @@ class PacedProgressBar(ProgressBar, ABC):
 
     def _show_evaluation(self) -> None:
         if not self._is_plain:
-            self._eval_due = paced(self._draw_evaluation, self._eval_done)
+            self._eval_due = draw_timed(self._draw_evaluation, self._eval_done)
             return
         now = time.perf_counter()
         speed = _rate(self._eval_done, now - self._eval_since)
@@ -237,8 +239,8 @@ class PacedProgressBar(ProgressBar, ABC):
         self._is_training = False
         self._close()
 
-    def _line_pause(self) -> float:
-        """Returns the seconds until the next line, fewer before the first line of a run."""
+    def _line_interval(self) -> float:
+        """Returns the seconds until the next line; fewer before the first line of a run."""
         return LINE_SECONDS if self._has_written else min(FIRST_LINE_SECONDS, LINE_SECONDS)
 
     def _write(self, *parts: str) -> None:
@@ -247,8 +249,8 @@ class PacedProgressBar(ProgressBar, ABC):
             print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
 
 
-def paced(draw: Callable[..., None], *args: Any) -> float:
-    """Draws, and returns when to draw again, in `time.perf_counter` seconds."""
+def draw_timed(draw: Callable[..., None], *args: Any) -> float:
+    """Draws, and returns the earliest time of the next drawing, on `time.perf_counter`."""
     start = time.perf_counter()
     draw(*args)
     end = time.perf_counter()
@@ -256,14 +258,14 @@ def paced(draw: Callable[..., None], *args: Any) -> float:
 
 
 def in_notebook() -> bool:
-    """Returns True in a notebook's kernel."""
+    """Returns True in a notebook kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
 
 
-def whole(size: Any) -> int | None:
-    """Returns a number of batches; None if it is unknown."""
+def batch_count(size: Any) -> int | None:
+    """Returns a loader's size as an int; None if it is unknown or infinite."""
     return None if size is None or size == math.inf else int(size)
 
 

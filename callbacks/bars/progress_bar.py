@@ -1,4 +1,4 @@
-"""ProgressBar, the base class of progress bars, and how they write numbers."""
+"""ProgressBar, the base class for progress bars, and the number format of bars."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Base class of progress bars, by which the Trainer finds them. A bar in `callbacks` replaces the default one.
+    """Base class for progress bars. A bar passed as a callback replaces the Trainer's default bar.
 
-    Override the hooks in which the bar moves, `get_metrics` to choose what it shows, and `print` to keep printed text
-    off it.
+    Override the hooks that move the bar, `get_metrics` to choose the metrics it shows, and `print` to keep printed text
+    from breaking it.
 
     Example:
         >>> class Percent(ProgressBar):
@@ -28,21 +28,21 @@ class ProgressBar(Callback):
         >>> # Trainer(callbacks=[Percent()])
     """
 
-    # A closing callback, so that an event's metrics are reduced before they are shown; before checkpoints, which take
-    # time.
+    # A closing callback, so that an event's metrics are reduced before they are shown. It runs before checkpoint
+    # callbacks, which take time.
     order: ClassVar[int] = 150
 
-    # On the class, so that a subclass need not call __init__.
+    # Class attributes, so that a subclass need not call __init__.
     _enabled: bool = True
     _trainer: Trainer | None = None
     _loader: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is copied and sent to other processes: everything but the Trainer."""
+        """Returns the state for copies and other processes: everything except the Trainer."""
         return {name: value for name, value in vars(self).items() if name != "_trainer"}
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Keeps the Trainer, and disables the bar on all ranks but the first."""
+        """Keeps a reference to the Trainer, and disables the bar on all ranks except rank 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
@@ -56,8 +56,8 @@ class ProgressBar(Callback):
         """
         if self._trainer is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.trainer: there is none before the first run. A setup() of your own must call "
-                "super().setup(trainer, module, stage)."
+                f"{type(self).__name__}.trainer is not set before the first run. If you override setup(), call "
+                "super().setup(trainer, module, stage) in it."
             )
         return self._trainer
 
@@ -72,14 +72,14 @@ class ProgressBar(Callback):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Shows the bar from the next stage on."""
+        """Shows the bar, starting with the next stage."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Hides the bar from the next stage on."""
+        """Hides the bar, starting with the next stage."""
         self._enabled = False
 
-    # names of the stages: override them to show others
+    # stage names: override to change the text
     @property
     def sanity_check_description(self) -> str:
         return "Sanity Checking"
@@ -100,31 +100,31 @@ class ProgressBar(Callback):
     def predict_description(self) -> str:
         return "Predicting"
 
-    # numbers of batches: inf if a loader has no length
+    # batch counts: inf if a loader has no length
     @property
     def total_train_batches(self) -> float:
-        """Batches of a training epoch."""
+        """Number of batches in a training epoch."""
         return self.trainer.num_training_batches
 
     @property
     def total_val_batches_current_dataloader(self) -> float:
-        """Batches of the validation loader that runs now, and in the sanity check its share of them."""
+        """Number of batches of the current validation loader; in the sanity check, the number that the check runs."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> float:
-        """Batches of the test loader that runs now."""
+        """Number of batches of the current test loader."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> float:
-        """Batches of the prediction loader that runs now."""
+        """Number of batches of the current prediction loader."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     @property
     def total_val_batches(self) -> float:
-        """Batches of all validation loaders."""
+        """Number of batches of all validation loaders together."""
         return sum(self.trainer.num_val_batches)
 
     def _of_loader(self, sizes: Sequence[float]) -> float:
@@ -132,17 +132,18 @@ class ProgressBar(Callback):
         return sizes[index] if index < len(sizes) else 0
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Returns True if it was last called with another loader, or not at all in this evaluation."""
+        """Returns True if the loader differs from the previous call's, or if this is the evaluation's first call."""
         before, self._loader = self._loader, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Makes the next `has_dataloader_changed` return True; for the end of an evaluation."""
+        """Makes the next `has_dataloader_changed` return True. Called at the end of an evaluation."""
         self._loader = None
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
-        """Returns the metrics to show: those logged with `prog_bar=True`, which are read back from the device all at
-        once, and the loggers' version as `v_num`.
+        """Returns the metrics to show: those logged with `prog_bar=True`, and the loggers' version as `v_num`.
+
+        The metrics are read back from the device in one transfer.
         """
         metrics = dict(trainer.read_metrics(trainer.progress_bar_metrics))
         return metrics if "v_num" in metrics else metrics | _version(trainer)
@@ -150,12 +151,12 @@ class ProgressBar(Callback):
     def print(
         self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool | None = None
     ) -> None:
-        """Prints without breaking a bar on the screen; takes the arguments of Python's `print`."""
+        """Prints without breaking a bar on the screen. Takes the arguments of Python's `print`."""
         print(*args, sep=sep, end=end, file=file, flush=file is None if flush is None else flush)
 
 
 def _version(trainer: Trainer) -> dict[str, Any]:
-    """Returns the version of the loggers under its name in a bar; of a string the end, where ids differ."""
+    """Returns the loggers' version as `v_num`. A string is cut to its last characters, in which ids differ."""
     versions = [version for logger in trainer.loggers if (version := logger.version) not in (None, "")]
     if not versions:
         return {}
@@ -164,7 +165,7 @@ def _version(trainer: Trainer) -> dict[str, Any]:
 
 
 def format_number(value: Any) -> str:
-    """Formats a number in a few characters, always about as many, so that the bar does not jump.
+    """Formats a number in a few characters of nearly constant width, so that the bar does not jump.
 
     Example:
         >>> [format_number(value) for value in (3, 0.51234, 12345.678, 1e-5, float("nan"))]

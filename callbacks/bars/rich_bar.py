@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 BAR_WIDTH = 16
-"""Columns of the bar below which the metrics move to a line of their own."""
+"""Least width of the bar, in characters. If less is left, the metrics move to their own line."""
 UNLIMITED = 10_000
-"""Columns that no text has."""
+"""A width, in characters, that no text reaches."""
 SMOOTHING = 0.3
-"""What the newest speed weighs in the one that is shown, as in tqdm."""
+"""Weight of the latest speed in the moving average that is shown, as in tqdm."""
 
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of a RichProgressBar, each as Rich writes it: "green", "bold #6206E0", or a `rich.style.Style`.
+    """Styles of a RichProgressBar, in Rich's notation: "green", "bold #6206E0", or a `rich.style.Style`.
 
     Attributes:
-        description: of a bar's name.
-        progress_bar: of the part that is done.
-        progress_bar_finished: of a bar that is full.
-        progress_bar_pulse: of a bar without a length.
-        batch_progress: of the number of batches.
-        time: of the time that has passed, and that is left.
-        processing_speed: of the batches per second.
-        metrics: of the metrics.
+        description: style of the bar's name.
+        progress_bar: style of the completed part.
+        progress_bar_finished: style of a full bar.
+        progress_bar_pulse: style of a bar of unknown length.
+        batch_progress: style of the batch count.
+        time: style of the elapsed and the remaining time.
+        processing_speed: style of the batches per second.
+        metrics: style of the metrics.
         metrics_text_delimiter: text between two metrics.
-        metrics_format: how a metric is written, such as ".3f"; None writes about three digits, also of small numbers.
+        metrics_format: format spec of a metric, such as ".3f"; None for about three significant digits.
     """
 
     description: str | Style = ""
@@ -59,23 +59,23 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(PacedProgressBar):
-    """Shows a bar of Rich's for the training epoch and one for evaluation; plain lines if there is no terminal.
+    """Shows one Rich bar for the training epoch and one for evaluation. Without a terminal, it prints plain lines.
 
-    It is drawn as often as TQDMProgressBar, and writes the same lines to a log file. What is printed and logged appears
-    above the bars, and metrics that are too long for the line below them.
+    It draws as often as TQDMProgressBar, and prints the same lines to a log file. Printed and logged text appears above
+    the bars. Metrics too long for the bar's line appear below the bars.
 
-    Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `configure_columns` for other
-    columns. `progress` is Rich's `Progress`, with a task for each bar.
+    Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `configure_columns` to change
+    the columns. `progress` is Rich's `Progress`, with one task per bar.
 
     Args:
-        refresh_rate: redraw only at multiples of this many batches; 0 hides the bar.
-        leave: keep the bar of each epoch on the screen.
-        theme: styles.
-        console_kwargs: arguments of `rich.console.Console`, such as `{"stderr": True}`.
+        refresh_rate: minimum number of batches between redraws; 0 hides the bar.
+        leave: whether to keep the bar of each epoch on the screen.
+        theme: styles of the bar.
+        console_kwargs: arguments for `rich.console.Console`, such as `{"stderr": True}`.
 
     Raises:
         MissingExtraError: if `rich` is not installed.
-        ConfigurationError: if `refresh_rate` is negative, or Rich does not know a style or an argument.
+        ConfigurationError: if `refresh_rate` is negative, or Rich rejects a style or an argument.
 
     Example:
         >>> bar = RichProgressBar(theme=RichProgressBarTheme(progress_bar="green"), leave=True)
@@ -96,17 +96,19 @@ class RichProgressBar(PacedProgressBar):
         check_theme(self.theme, self._console())
         self._screen: Screen | None = None
         self._tasks: dict[str, TaskID] = {}
-        """The bars on the screen by stage: "train", and below it one of an evaluation."""
+        """The bars on the screen, by stage: "train", and below it the bar of an evaluation."""
         self._meters: dict[str, Meter] = {}
         self._silent: Progress | None = None
+        """Stands in for `progress` when no bar is shown."""
         self._hidden: dict[str, TaskID] = {}
+        """Invisible tasks that stand in for bars that are not shown, by stage."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is copied and sent to other processes: no screen, which holds locks."""
+        """Returns the state for copies and other processes: without the screen, which holds locks."""
         return {**super().__getstate__(), "_screen": None, "_tasks": {}, "_meters": {}, "_silent": None, "_hidden": {}}
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Returns the columns of each bar but its metrics, which Leyden adds. Override it for others of Rich's."""
+        """Returns the columns of each bar. Override it to use other Rich columns; Leyden appends the metrics."""
         from rich.progress import BarColumn, TextColumn
 
         theme = self.theme
@@ -124,10 +126,10 @@ class RichProgressBar(PacedProgressBar):
             field_column("speed", theme.processing_speed),
         ]
 
-    # what subclasses reach: where no bar is shown (outside its stage, in a log file, on other ranks), one unseen
+    # bars for subclasses: an invisible one if the stage has none (outside of the stage, in a log file, on other ranks)
     @property
     def progress(self) -> Progress:
-        """Rich's `Progress`, which has the bars as its tasks."""
+        """Rich's `Progress`. Its tasks are the bars."""
         if self._screen is not None:
             return self._screen.progress
         if self._silent is None:
@@ -138,62 +140,62 @@ class RichProgressBar(PacedProgressBar):
 
     @property
     def train_progress_bar_id(self) -> TaskID:
-        return self._task("train")
+        return self._task_id("train")
 
     @property
     def val_sanity_progress_bar_id(self) -> TaskID:
-        return self._task("sanity")
+        return self._task_id("sanity")
 
     @property
     def val_progress_bar_id(self) -> TaskID:
-        return self._task("validation")
+        return self._task_id("validation")
 
     @property
     def test_progress_bar_id(self) -> TaskID:
-        return self._task("test")
+        return self._task_id("test")
 
     @property
     def predict_progress_bar_id(self) -> TaskID:
-        return self._task("predict")
+        return self._task_id("predict")
 
     @property
     def train_progress_bar(self) -> Task:
         """The bar of the training epochs."""
-        return self._by_id("train")
+        return self._task_of("train")
 
     @property
     def val_sanity_check_bar(self) -> Task:
         """The bar of the sanity check."""
-        return self._by_id("sanity")
+        return self._task_of("sanity")
 
     @property
     def val_progress_bar(self) -> Task:
         """The bar of the validation."""
-        return self._by_id("validation")
+        return self._task_of("validation")
 
     @property
     def test_progress_bar(self) -> Task:
         """The bar of the test."""
-        return self._by_id("test")
+        return self._task_of("test")
 
     @property
     def predict_progress_bar(self) -> Task:
         """The bar of the prediction."""
-        return self._by_id("predict")
+        return self._task_of("predict")
 
-    def _task(self, stage: str) -> TaskID:
+    def _task_id(self, stage: str) -> TaskID:
         if stage in self._tasks:
             return self._tasks[stage]
         if stage not in self._hidden:
             self._hidden[stage] = self.progress.add_task(stage, total=None, visible=False)
         return self._hidden[stage]
 
-    def _by_id(self, stage: str) -> Task:
-        number = self._task(stage)
-        return next(task for task in self.progress.tasks if task.id == number)
+    def _task_of(self, stage: str) -> Task:
+        task_id = self._task_id(stage)
+        return next(task for task in self.progress.tasks if task.id == task_id)
 
     def refresh(self, hard: bool = False) -> None:
-        """Draws the bars as they are now; `hard`, which Lightning's needs in a notebook, changes nothing."""
+        """Redraws the bars. `hard` is accepted for Lightning's sake and has no effect."""
         if self._screen is not None:
             self._screen.refresh()
 
@@ -205,50 +207,50 @@ class RichProgressBar(PacedProgressBar):
             return Console(**self._console_kwargs)
         except TypeError as error:
             raise ConfigurationError(
-                f"{type(self).__name__}(console_kwargs={self._console_kwargs!r}): rich.console.Console says: {error}."
+                f"{type(self).__name__}(console_kwargs={self._console_kwargs!r}): rich.console.Console raised: {error}."
             ) from None
 
     def _can_redraw(self) -> bool:
         console = self._console()
         forced = any(self._console_kwargs.get(name) for name in ("force_terminal", "force_interactive"))
-        # Rich takes FORCE_COLOR for a terminal, which build servers set, and which asks for no cursor.
+        # Rich treats FORCE_COLOR as a sign of a terminal, but build servers set it too, and cannot move the cursor.
         return console.is_jupyter or (console.is_interactive and (forced or console.file.isatty()))
 
-    def _show_on(self, trainer: Trainer, is_transient: bool = False) -> Screen:
+    def _ensure_screen(self, trainer: Trainer, is_transient: bool = False) -> Screen:
         if self._screen is None:
             self._hidden.clear()
             self._screen = Screen(self._console(), self.configure_columns(trainer), self.theme.metrics, is_transient)
         return self._screen
 
     def _open_training(self, trainer: Trainer) -> None:
-        self._show_on(trainer)
+        self._ensure_screen(trainer)
 
     def _open_epoch(self, name: str, done: int, total: int | None) -> None:
-        if self._leave and "train" in self._tasks and self._by_id("train").completed:
+        if self._leave and "train" in self._tasks and self._task_of("train").completed:
             self._close()
-        screen = self._show_on(self.trainer)
+        screen = self._ensure_screen(self.trainer)
         if "train" in self._tasks:
             screen.progress.remove_task(self._tasks.pop("train"))
-        # As wide as the name below it, so that the bar does not jump.
+        # Pad the name to the width of the validation bar's name below it, so that the bar does not jump.
         self._add("train", name.ljust(len(self.validation_description)), done, total)
 
     def _draw_training(self, done: int, metrics: dict[str, Any] | None) -> None:
         if self._screen is None:
             return
         if metrics is not None:
-            self._screen.show(self._written(metrics))
+            self._screen.show(self._format_metrics(metrics))
         self._move("train", done)
 
-    def _written(self, metrics: dict[str, Any]) -> str:
-        form = self.theme.metrics_format
+    def _format_metrics(self, metrics: dict[str, Any]) -> str:
+        spec = self.theme.metrics_format
 
-        def written(value: Any) -> str:
-            return format(value, form) if form is not None and isinstance(value, float) else format_number(value)
+        def text(value: Any) -> str:
+            return format(value, spec) if spec is not None and isinstance(value, float) else format_number(value)
 
-        return self.theme.metrics_text_delimiter.join(f"{name}: {written(value)}" for name, value in metrics.items())
+        return self.theme.metrics_text_delimiter.join(f"{name}: {text(value)}" for name, value in metrics.items())
 
     def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
-        self._show_on(trainer, is_transient=stage == "sanity")
+        self._ensure_screen(trainer, is_transient=stage == "sanity")
         self._add(stage, self._eval_name, 0, total)
 
     def _draw_evaluation(self, done: int) -> None:
@@ -288,13 +290,13 @@ class RichProgressBar(PacedProgressBar):
 
 
 class Screen:
-    """Bars of Rich's on a terminal or in a notebook, from the first drawing to `stop`.
+    """Rich bars on a terminal or in a notebook, from construction to `stop`.
 
     Args:
-        console: where they are shown.
-        columns: of each bar.
-        style: of the metrics.
-        is_transient: they leave nothing on the screen.
+        console: the console to draw on.
+        columns: the columns of each bar.
+        style: the style of the metrics.
+        is_transient: whether `stop` clears the bars from the screen.
     """
 
     def __init__(self, console: Console, columns: list[ProgressColumn], style: str | Style, is_transient: bool) -> None:
@@ -303,10 +305,10 @@ class Screen:
         from rich.text import Text
 
         self._console, self._style = console, style
-        self._metrics, self._is_beside = Text(), True
-        # In a notebook long metrics wrap within their column.
+        self._metrics, self._is_inline = Text(), True
+        # Inline metrics stand in a column of the first bar. In a notebook, long metrics wrap within the column.
         metrics = column(
-            lambda task: self._metrics if self._is_beside and task.id == self._first() else Text(), console.is_jupyter
+            lambda task: self._metrics if self._is_inline and task.id == self._first() else Text(), console.is_jupyter
         )
         self.progress = Progress(*columns, metrics, console=console, expand=True)
         self._handle: Any = None
@@ -314,13 +316,13 @@ class Screen:
         self._live: Live | None = None
         self._above: dict[str, AboveScreen] = {}
         if console.is_jupyter:
-            # Rich's own display needs ipywidgets, and a saved notebook does not show it.
+            # Rich's own notebook display needs ipywidgets, and a saved notebook does not show it.
             from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
 
             self._handle = display(self.progress, display_id=True)
             self._replaced: above_bars.ReplacedStreams | None = None
             return
-        # Rich's own redirection takes "[/x]" for markup, and ends a line at each flush.
+        # Rich's own redirection treats "[/x]" as markup, and breaks the line at each flush.
         self._live = Live(
             console=console,
             auto_refresh=False,
@@ -329,7 +331,7 @@ class Screen:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        # Where its file is the `sys.stdout` of the moment, it would write into what takes its place.
+        # Pin the file: a console without one looks up `sys.stdout` at each write, and would find the replacement.
         console.file = console.file
         self._live.start()
         streams = {name: getattr(sys, name) for name in above_bars.STREAMS}
@@ -343,20 +345,20 @@ class Screen:
         )
 
     def show(self, metrics: str) -> None:
-        """Sets the metrics, which the next drawing shows."""
+        """Sets the metrics for the next drawing."""
         from rich.text import Text
 
         self._metrics = Text(metrics, style=self._style)
 
     def refresh(self) -> None:
-        """Draws."""
+        """Draws the bars."""
         if self._live is not None:
             self._live.refresh()
         elif self._handle is not None:
             self._handle.update(self.progress)
 
     def stop(self) -> None:
-        """Ends the drawing, and restores the streams and the cursor."""
+        """Stops drawing, and restores the streams and the cursor."""
         if self._replaced is not None:
             self._replaced.end()
         if self._live is not None:
@@ -371,31 +373,33 @@ class Screen:
         from rich.console import Group
 
         tasks = self.progress.tasks
-        self._is_beside = True
-        self._is_beside = self._least_width(tasks) + BAR_WIDTH <= self._console.width
+        # Measure with inline metrics, to decide whether they fit.
+        self._is_inline = True
+        self._is_inline = self._least_width(tasks) + BAR_WIDTH <= self._console.width
         table = self.progress.make_tasks_table(tasks)
         open_lines = [above.open_line for above in self._above.values() if above.open_line]
-        return Group(*open_lines, table, *(() if self._is_beside else (self._metrics,)))
+        return Group(*open_lines, table, *(() if self._is_inline else (self._metrics,)))
 
     def _least_width(self, tasks: list[Task]) -> int:
-        """Returns the width of the widest cell of each column, and of a bar, which takes what is left, its least."""
+        """Returns the total width of the columns: the widest cell of each, and the minimum width of a bar column."""
         from rich.measure import Measurement
 
         options, width = self._console.options.update(max_width=UNLIMITED), 0
-        for own in self.progress.columns:
-            cells = [own.format(task=task) if isinstance(own, str) else own(task) for task in tasks]
+        for each in self.progress.columns:
+            cells = [each.format(task=task) if isinstance(each, str) else each(task) for task in tasks]
             sizes = [Measurement.get(self._console, options, cell) for cell in cells]
+            # A bar takes all the width it can get.
             width += 1 + max((size.maximum if size.maximum < UNLIMITED else size.minimum for size in sizes), default=0)
         return width
 
 
-class AboveScreen(above_bars.Lines):
-    """Prints what is written above a Screen, as it is; a line that has not ended stands on the screen itself.
+class AboveScreen(above_bars.LineBufferedStream):
+    """Prints complete lines above a Screen, unaltered. An unfinished line is drawn as part of the screen.
 
     Args:
-        stream: the terminal's stream.
-        console: of the screen.
-        refresh: draws the screen.
+        stream: the terminal stream.
+        console: the console of the screen.
+        refresh: a function that draws the screen.
     """
 
     def __init__(self, stream: Any, console: Console, refresh: Callable[[], None]) -> None:
@@ -405,7 +409,7 @@ class AboveScreen(above_bars.Lines):
         super().__init__(stream)
         self._console, self._refresh, self._decoder = console, refresh, AnsiDecoder()
         self.open_line = Text()
-        """The end of the line that has been flushed before it ended."""
+        """The unfinished line after a flush, cropped to the console's width."""
 
     def _write_lines(self, text: str) -> None:
         from rich.text import Text
@@ -414,26 +418,26 @@ class AboveScreen(above_bars.Lines):
         lines = [self._decoder.decode_line(line.rstrip("\r")) for line in text[:-1].split("\n")]
         self._console.print(Text("\n").join(lines))
 
-    def _write_rest(self) -> None:
+    def _write_unfinished(self) -> None:
         from rich.text import Text
 
-        # What a carriage return has overwritten is gone.
-        self._rest = self._rest[self._rest.rstrip("\r").rfind("\r") + 1 :]
-        line = Text.from_ansi(self._rest.rstrip("\r"), no_wrap=True, overflow="crop")
+        # Drop text that a carriage return has overwritten.
+        self._unfinished = self._unfinished[self._unfinished.rstrip("\r").rfind("\r") + 1 :]
+        line = Text.from_ansi(self._unfinished.rstrip("\r"), no_wrap=True, overflow="crop")
         self.open_line = line[-self._console.width :]
         self._refresh()
 
     def _end(self) -> None:
-        if self._rest:
-            self._write_lines(self._rest + "\n")
+        if self._unfinished:
+            self._write_lines(self._unfinished + "\n")
 
 
 class Meter:
-    """How far a bar is, how fast, and how long it has taken.
+    """Measures the position, speed and elapsed time of a bar.
 
     Args:
-        done: the batches that were done before it began.
-        total: all batches; None if unknown.
+        done: number of batches done before the bar was created.
+        total: total number of batches; None if unknown.
     """
 
     def __init__(self, done: int, total: int | None) -> None:
@@ -443,29 +447,29 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """The time since the start."""
+        """Elapsed seconds since the start."""
         return time.perf_counter() - self._start
 
     def skip(self, seconds: float) -> None:
-        """Leaves out a time that belongs to something else."""
+        """Excludes seconds spent elsewhere from the elapsed time and the speed."""
         self._start += seconds
         self._last += seconds
 
     def move(self, done: int) -> None:
-        """Counts batches."""
+        """Records that `done` batches are done, and updates the speed."""
         now = time.perf_counter()
         if done > self._done and now > self._last:
             speed = (done - self._done) / (now - self._last)
-            before = speed if self._speed is None else self._speed
-            self._speed = SMOOTHING * speed + (1 - SMOOTHING) * before
+            previous = speed if self._speed is None else self._speed
+            self._speed = SMOOTHING * speed + (1 - SMOOTHING) * previous
             self._last, self._done = now, done
 
     def texts(self) -> dict[str, Any]:
-        """Returns what stands in the columns."""
-        left = None if self._total is None or not self._speed else (self._total - self._done) / self._speed
+        """Returns the text of each column."""
+        remaining = None if self._total is None or not self._speed else (self._total - self._done) / self._speed
         return {
             "batches": f"{self._done}/{'--' if self._total is None else self._total}",
-            "time": f"{_clock(self.seconds)} • {_clock(left)}",
+            "time": f"{_clock(self.seconds)} • {_clock(remaining)}",
             "speed": "" if self._speed is None else f"{self._speed:.2f}it/s",
         }
 
@@ -478,7 +482,7 @@ def _clock(seconds: float | None) -> str:
 
 
 def column(render: Callable[[Task], Text], wraps: bool = False) -> ProgressColumn:
-    """Makes a column of Rich's from the function that returns its text, on one line unless it `wraps`."""
+    """Creates a Rich column from a function that returns its text, on one line unless it `wraps`."""
     from rich.progress import ProgressColumn
     from rich.table import Column
 
@@ -490,18 +494,18 @@ def column(render: Callable[[Task], Text], wraps: bool = False) -> ProgressColum
 
 
 def field_column(name: str, style: str | Style) -> ProgressColumn:
-    """Makes a column that shows a field of each task, and nothing for a task without it."""
+    """Creates a column that shows a field of each task. A task without the field shows nothing."""
     from rich.text import Text
 
     return column(lambda task: Text(str(task.fields.get(name, "")), style=style))
 
 
 def check_theme(theme: RichProgressBarTheme, console: Console) -> None:
-    """Raises a ConfigurationError for a style or format that Rich or Python does not know."""
+    """Raises ConfigurationError for a style or format spec that Rich or Python rejects."""
     from rich.errors import MissingStyle
 
     if not isinstance(theme, RichProgressBarTheme):
-        raise ConfigurationError(f"theme={theme!r}: give a RichProgressBarTheme(…), not {kind_of(theme)}.")
+        raise ConfigurationError(f"theme={theme!r}: use a RichProgressBarTheme(…), not {kind_of(theme)}.")
     for field in fields(theme):
         value = getattr(theme, field.name)
         if field.name == "metrics_text_delimiter":

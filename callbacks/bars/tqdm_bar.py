@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(PacedProgressBar):
-    """Shows a tqdm bar for the training epoch and one for evaluation; plain lines if there is no terminal.
+    """Shows one tqdm bar for the training epoch and one for evaluation. Without a terminal, it prints plain lines.
 
-    A bar is redrawn at most ten times a second, and metrics are read back from the device only then; in between, a
-    batch costs one reading of the clock. What is printed and logged appears above the bars. Without a terminal (a log
-    file, a batch job), a line with epoch, step, speed and metrics is written at the end of each epoch and every 30 s,
-    the first one after 5 s.
+    A bar is redrawn at most ten times a second, and metrics are read back from the device only then. Between drawings,
+    a batch costs one reading of the clock. Printed and logged text appears above the bars. Without a terminal (a log
+    file, a batch job), a line with epoch, step, speed and metrics is printed at the end of each epoch and every 30 s;
+    the first one comes after 5 s.
 
-    Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `init_…_tqdm` to make other
-    bars, of any class with tqdm's methods.
+    Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `init_…_tqdm` to use other bars
+    (any class with tqdm's methods).
 
     Args:
-        refresh_rate: redraw only at multiples of this many batches; 0 hides the bar.
-        process_position: lines to leave free above the bars, for several runs in one terminal.
-        leave: keep the bar of each epoch on the screen.
+        refresh_rate: minimum number of batches between redraws; 0 hides the bar.
+        process_position: number of lines to leave free above the bars, for several runs in one terminal.
+        leave: whether to keep the bar of each epoch on the screen.
 
     Raises:
         ConfigurationError: if `refresh_rate` or `process_position` is negative.
@@ -47,7 +47,7 @@ class TQDMProgressBar(PacedProgressBar):
     """
 
     BAR_FORMAT: ClassVar[str | None] = None
-    """How a bar is written, in tqdm's `bar_format`; None for tqdm's own form."""
+    """The `bar_format` of the bars; None for tqdm's default."""
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate)
@@ -55,22 +55,22 @@ class TQDMProgressBar(PacedProgressBar):
         self._position = process_position
         self._leave = leave
         self._bars: dict[str, Any] = {}
-        """The bars on the screen by stage: "train", and below it one of an evaluation."""
+        """The bars on the screen, by stage: "train", and below it the bar of an evaluation."""
         self._silent: Any = None
         self._displays: list[Any] = []
-        """In a notebook, those of bars that are gone, for the next ones."""
+        """In a notebook, the displays of closed bars, for reuse by later bars."""
         self._printing: above_bars.ReplacedStreams | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is copied and sent to other processes: no bars, which hold a lock and a file."""
+        """Returns the state for copies and other processes: without bars, which hold a lock and a file."""
         return {**super().__getstate__(), "_bars": {}, "_silent": None, "_displays": [], "_printing": None}
 
     @property
     def process_position(self) -> int:
-        """The lines left free above the bars."""
+        """Number of lines left free above the bars."""
         return self._position
 
-    # the bars: one that draws nothing where none is shown (outside its stage, in a log file, on other ranks)
+    # the bars by stage: a silent bar if the stage has none (outside of the stage, in a log file, on other ranks)
     @property
     def train_progress_bar(self) -> Any:
         """The bar of the training epochs."""
@@ -108,24 +108,24 @@ class TQDMProgressBar(PacedProgressBar):
         self._bars["predict"] = bar
 
     def init_train_tqdm(self) -> Any:
-        """Makes the bar of the training epochs. Each epoch gives it its own description."""
+        """Creates the bar of the training epochs. Each epoch sets its own description."""
         return self._new_bar(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> Any:
-        """Makes the bar of a validation, below the training bar if there is one."""
+        """Creates the bar of a validation, below the training bar if there is one."""
         below = "train" in self._bars
         return self._new_bar(self.validation_description, leave=not below, below=below)
 
     def init_sanity_tqdm(self) -> Any:
-        """Makes the bar of the sanity check."""
+        """Creates the bar of the sanity check."""
         return self._new_bar(self.sanity_check_description, leave=False)
 
     def init_test_tqdm(self) -> Any:
-        """Makes the bar of a test."""
+        """Creates the bar of a test."""
         return self._new_bar(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """Makes the bar of a prediction."""
+        """Creates the bar of a prediction."""
         return self._new_bar(self.predict_description, leave=True)
 
     def print(
@@ -144,14 +144,14 @@ class TQDMProgressBar(PacedProgressBar):
 
     def _open_training(self, trainer: Trainer) -> None:
         if "train" not in self._bars:
-            self._bars["train"] = self._made("train")
+            self._bars["train"] = self._create("train")
         self._begin_printing()
 
     def _open_epoch(self, name: str, done: int, total: int | None) -> None:
         bar = self._bars["train"]
         if self._leave and bar.n:
             bar.close()
-            bar = self._bars["train"] = self._made("train")
+            bar = self._bars["train"] = self._create("train")
         bar.set_description_str(name, refresh=False)
         bar.reset(total)
         if done:
@@ -165,18 +165,18 @@ class TQDMProgressBar(PacedProgressBar):
         draw(bar, done)
 
     def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
-        self._bars[stage] = self._made(stage)
+        self._bars[stage] = self._create(stage)
         self._begin_printing()
         self._bars[stage].reset(total)
 
     def _draw_evaluation(self, done: int) -> None:
-        for bar in self._of_evaluation().values():
-            # A subclass may reset it for each loader.
-            of_all = getattr(bar, "total", self._eval_total) == self._eval_total
-            draw(bar, done if of_all else self._eval_batch)
+        for bar in self._evaluation_bars().values():
+            # A subclass may reset the bar for each loader; it then counts that loader's batches.
+            counts_all_loaders = getattr(bar, "total", self._eval_total) == self._eval_total
+            draw(bar, done if counts_all_loaders else self._eval_batch)
 
     def _close_evaluation(self) -> None:
-        for stage, bar in self._of_evaluation().items():
+        for stage, bar in self._evaluation_bars().items():
             bar.close()
             del self._bars[stage]
         if "train" in self._bars:
@@ -192,11 +192,11 @@ class TQDMProgressBar(PacedProgressBar):
         self._displays.clear()
         self._end_printing()
 
-    def _of_evaluation(self) -> dict[str, Any]:
+    def _evaluation_bars(self) -> dict[str, Any]:
         return {stage: bar for stage, bar in self._bars.items() if stage != "train"}
 
-    def _made(self, stage: str) -> Any:
-        with nullcontext() if self._printing is None else self._printing.lifted():
+    def _create(self, stage: str) -> Any:
+        with nullcontext() if self._printing is None else self._printing.suspended():
             return getattr(self, f"init_{stage}_tqdm")()
 
     def _bar(self, stage: str) -> Any:
@@ -215,7 +215,7 @@ class TQDMProgressBar(PacedProgressBar):
         return new_bar(2 * self._position + below, leave, **options)
 
     def _begin_printing(self) -> None:
-        """Makes printed and logged text appear above the bars from now on."""
+        """Makes printed and logged text appear above the bars, until `_end_printing`."""
         if self._printing is None:
             self._printing = above_bars.begin(lambda: list(self._bars.values()))
 
@@ -226,25 +226,25 @@ class TQDMProgressBar(PacedProgressBar):
 
 
 def is_interactive() -> bool:
-    """Returns True if a bar can be redrawn: stderr is a terminal, or this is a notebook."""
+    """Returns True if a bar can be redrawn: in a notebook, or if stderr is a terminal."""
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def new_bar(position: int, leave: bool, **options: Any) -> Any:
-    """Makes a tqdm bar that is drawn only on request."""
+    """Creates a tqdm bar that is drawn only on request."""
     with needs("tqdm", None, "TQDMProgressBar"):
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
     if in_notebook():
         tqdm = notebook_bar()
-    drawn = {"dynamic_ncols": True, "mininterval": 0, "miniters": 0, "delay": 1e-9}
-    return tqdm(total=None, position=position, leave=leave, **drawn, **options)
+    on_request = {"dynamic_ncols": True, "mininterval": 0, "miniters": 0, "delay": 1e-9}
+    return tqdm(total=None, position=position, leave=leave, **on_request, **options)
 
 
 def draw(bar: Any, done: int) -> None:
-    """Moves the bar to `done` batches and draws it."""
+    """Advances the bar to `done` batches and draws it."""
     if done > bar.n:
         bar.update(done - bar.n)
-        # One that the user has made may draw less often than it is asked to.
+        # A user's own bar may skip drawing in `update`; `refresh` below then draws it.
         if getattr(bar, "last_print_n", done) == done:
             return
     bar.refresh()

@@ -38,9 +38,9 @@ def numbers(lines: list[str], title: str) -> list[str]:
 
 def test_the_first_line_of_a_log_comes_sooner_than_the_others(tmp_path: Path) -> None:
     lines = TQDMProgressBar()
-    first = lines._line_pause()
+    first = lines._line_interval()
     lines._has_written = True
-    assert first < 10 < lines._line_pause()
+    assert first < 10 < lines._line_interval()
 
 
 def test_every_stage_has_its_bar(tmp_path: Path, every_batch: None) -> None:
@@ -254,7 +254,7 @@ def test_a_bar_of_ones_own_takes_the_place_of_the_default_one(
     assert "90.0 percent complete \r" in out.out and "Epoch" not in out.err
     copy = pickle.loads(pickle.dumps(TQDMProgressBar(refresh_rate=3)))
     assert copy.refresh_rate == 3 and copy.train_progress_bar.disable
-    with pytest.raises(ConfigurationError, match="none before the first run"):
+    with pytest.raises(ConfigurationError, match="trainer is not set before the first run"):
         copy.trainer  # noqa: B018
     with pytest.raises(ConfigurationError, match=r"enable_progress_bar=False, and callbacks holds a TQDMProgressBar"):
         trainer(tmp_path, TQDMProgressBar(), enable_progress_bar=False)

@@ -163,10 +163,10 @@ def test_the_summary_is_a_table_on_a_terminal(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: RichProgressBar(-1), "refresh_rate=-1.*whole number"),
-        (lambda: RichProgressBar(theme=NO_THEME), r"give a RichProgressBarTheme\(…\), not a dict"),
+        (lambda: RichProgressBar(theme=NO_THEME), r"use a RichProgressBarTheme\(…\), not a dict"),
         (lambda: RichProgressBar(theme=RichProgressBarTheme(time="redd")), r"RichProgressBarTheme\(time='redd'\)"),
         (lambda: RichProgressBar(theme=RichProgressBarTheme(metrics_format="q")), "metrics_format='q'"),
-        (lambda: RichProgressBar(console_kwargs={"colour": 1}), "rich.console.Console says: .*colour"),
+        (lambda: RichProgressBar(console_kwargs={"colour": 1}), "rich.console.Console raised: .*colour"),
         (lambda: RichModelSummary(-2), "max_depth=-2"),
         (lambda: RichModelSummary(colour="red"), "rich.table.Table says: .*colour"),
         (lambda: RichModelSummary(header_style="redd"), "redd"),
