@@ -1,1 +1,1 @@
-"""What happens in a run, which everybody may name: hooks, progress, signals, and the stage that is under way."""
+"""The events of a run: hooks, progress, signals, preemption, and the current stage."""

@@ -1,4 +1,4 @@
-"""The end of a run that is preempted: its grace period, its exit code, and its way back to SLURM's queue."""
+"""The end of a preempted run: its grace period, its exit code, and its return to SLURM's queue."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.events.signals import Signals
 
-ANSWER = 60.0
-"""Seconds in which scontrol must answer."""
+SCONTROL_TIMEOUT = 60.0
+"""Seconds that scontrol has to answer."""
 
 
 class Departure:
-    """Ends a run that is preempted: polls for notices, keeps to the grace period, notes the exit code, requeues.
+    """Ends a preempted run: polls for notices, enforces the grace period, records the exit code, requeues the job.
 
-    If `should_preempt` or a grace period was given, a thread beside the run asks the one and watches the other. Where
-    there are several ranks, the first of each machine asks, since a cloud announces a machine's end on that machine.
+    If the user set `should_preempt` or a grace period, a background thread polls the one and enforces the other. Local
+    rank 0 of each machine polls, since a cloud announces the end of a machine on that machine.
 
     Args:
-        preemption: as the user gave it; None without one.
-        signals: those that came to this rank.
-        ranks: of the run.
-        where: says how far the run is, for a message.
-        release: gives up what the run holds, before its process ends without a tear-down.
+        preemption: the user's Preemption; None if there is none.
+        signals: the signals received by this rank.
+        ranks: the ranks of the run.
+        where: a function that describes the position of the run, for a message.
+        release: a function that releases the run's resources before the process exits without a teardown.
     """
 
     def __init__(
@@ -47,84 +47,89 @@ class Departure:
     ) -> None:
         self._preemption, self._signals, self._ranks = preemption, signals, ranks
         self._where, self._release = where, release
-        self._over = threading.Event()
-        self._leaving = threading.Lock()
+        self._ended = threading.Event()
+        self._leave_lock = threading.Lock()
         self._has_left = self._has_warned = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Departure:
         preemption = self._preemption
         if preemption is not None and (preemption.should_preempt is not None or preemption.grace is not None):
-            self._thread = threading.Thread(target=self._look, args=(preemption,), name="leyden-preempt", daemon=True)
+            self._thread = threading.Thread(target=self._watch, args=(preemption,), name="leyden-preempt", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._ended.set()
         if self._thread is not None:
-            # Not for long: it may wait for a server.
+            # A short timeout, since `should_preempt` may be waiting for a server.
             self._thread.join(0.1)
 
     def leave(self) -> None:
-        """Notes the exit code for the launcher, and hands a job of SLURM back to the queue; once."""
-        preemption, came = self._preemption, self._signals.preempting
-        if preemption is None or came is None:
+        """Records the exit code for the launcher, and requeues a SLURM job. Only the first call has an effect."""
+        preemption, received = self._preemption, self._signals.preempting
+        if preemption is None or received is None:
             return
-        with self._leaving:
+        with self._leave_lock:
             if self._has_left:
                 return
             self._has_left = True
             note_exit(preemption.exit_code)
             job = job_of_slurm()
-            if job is not None and preemption.requeues(came) and self._ranks.is_global_zero:
+            if job is not None and preemption.requeues(received) and self._ranks.is_global_zero:
                 requeue(job)
 
     # the thread -------------------------------------------------------------------------------------------------------
-    def _look(self, preemption: Preemption) -> None:
+    def _watch(self, preemption: Preemption) -> None:
         signals, grace = self._signals, preemption.grace
-        asks = preemption.should_preempt if self._ranks.local_rank == 0 else None
-        pauses = [preemption.poll_every] if asks is not None else []
-        pauses += [min(1.0, grace / 10)] if grace is not None else []
-        next_call = 0.0
-        while pauses and not self._over.wait(min(pauses)):
+        should_preempt = preemption.should_preempt if self._ranks.local_rank == 0 else None
+        intervals = [preemption.poll_every] if should_preempt is not None else []
+        intervals += [min(1.0, grace / 10)] if grace is not None else []
+        next_poll = 0.0
+        while intervals and not self._ended.wait(min(intervals)):
             now = time.monotonic()
-            if asks is not None and signals.came_at is None and now >= next_call:
-                next_call = now + preemption.poll_every
-                if self._says_so(asks):
+            if should_preempt is not None and signals.came_at is None and now >= next_poll:
+                next_poll = now + preemption.poll_every
+                if self._poll(should_preempt):
                     signals.notice()
             if grace is not None and signals.came_at is not None and now - signals.came_at >= grace:
-                self._end_here(grace, preemption.exit_code)
+                self._end_process(grace, preemption.exit_code)
 
-    def _says_so(self, asks: Callable[[], bool]) -> bool:
+    def _poll(self, should_preempt: Callable[[], bool]) -> bool:
+        """Returns the result of `should_preempt`; False, with a warning the first time, if it raises."""
         try:
-            return bool(asks())
+            return bool(should_preempt())
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"should_preempt raised {type(error).__name__}: {error}. It is asked again every poll_every "
-                    "seconds; this is said once.",
+                    f"should_preempt raised {type(error).__name__}: {error}. It is called again every poll_every "
+                    "seconds. Further errors are not reported.",
                     stacklevel=2,
                 )
             return False
 
-    def _end_here(self, grace: float, exit_code: int) -> None:
-        """Ends this process wherever it is: the main thread may wait for anything."""
-        if self._over.is_set() or self._signals.preempting is None:
+    def _end_process(self, grace: float, exit_code: int) -> None:
+        """Ends this process immediately, whatever the main thread is waiting for."""
+        if self._ended.is_set() or self._signals.preempting is None:
             return
         where = f"rank {self._ranks.global_rank}, {self._where()}"
         saved = self._signals.interruption is not None
-        done = "it is saved, and its end was cut off" if saved else "it is not saved, and the checkpoint before counts"
-        print(f"leyden: the grace period of {grace:g} s is over ({where}): {done}.", file=sys.stderr, flush=True)
+        outcome = (
+            "The run is saved, but its shutdown was cut short."
+            if saved
+            else "The run is not saved; the next start continues from the previous checkpoint."
+        )
+        print(f"leyden: the grace period of {grace:g} s has ended ({where}). {outcome}", file=sys.stderr, flush=True)
         self.leave()
         self._release()
         os._exit(exit_code)
 
 
 def job_of_slurm(environ: Mapping[str, str] | None = None) -> str | None:
-    """The job of SLURM that this process belongs to, as scontrol names it; None outside of SLURM.
+    """Returns the id of this process's SLURM job in scontrol's format; None outside of SLURM.
 
     Example:
         >>> job_of_slurm({"SLURM_JOB_ID": "17"})
@@ -138,17 +143,17 @@ def job_of_slurm(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def requeue(job: str) -> None:
-    """Hands a job back to SLURM's queue; a failure becomes a warning, since the run is saved already."""
+    """Requeues a SLURM job. A failure becomes a warning, since the run is already saved."""
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=ANSWER)
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SCONTROL_TIMEOUT)
         reason = "" if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     if reason:
         warnings.warn(
             f"scontrol requeue {job} failed: {reason}. The run is saved: submit the job again, with --requeue if the "
-            "cluster asks for it.",
+            "cluster requires it.",
             stacklevel=3,
         )
     else:
-        print(f"leyden: job {job} is requeued", flush=True)
+        print(f"leyden: requeued job {job}", flush=True)

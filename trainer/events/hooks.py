@@ -1,23 +1,23 @@
-"""The hooks of a run: their order, and who listens to which. A hook that nobody overrides costs nothing.
+"""The hooks of a run: their order and their listeners. A hook without an override costs nothing.
 
-This is the order, as pseudocode; `tests/trainer/events/test_hook_order.py` executes it and compares it with recorded
-runs. Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains. The
+The order is given below as pseudocode; `tests/trainer/events/test_hook_order.py` executes it and compares it with
+recorded runs. Indentation shows nesting, [a condition] applies to the rest of its line, and (a remark) explains. The
 sections at the margin are `fit` and the other methods of a Trainer, and the parts that they share: `evaluation`,
 `compose`, `error`.
 
     fit
-        [fitted before] callback.load_state_dict (each starts as it was made)
+        [fitted before] callback.load_state_dict (resets each callback to its initial state)
         configure_callbacks, prepare_data, setup, configure_model
         [resume] module.on_load_checkpoint, datamodule.load_state_dict, callback.on_load_checkpoint
         [resume] callback.load_state_dict
         configure_optimizers, on_fit_start
-        [first fit] callback.state_dict (to start a later fit from)
+        [first fit] callback.state_dict (kept as the initial state for a later fit)
         [sanity check] on_sanity_check_start, val_dataloader, evaluation, on_sanity_check_end
         train_dataloader
         [no sanity check] val_dataloader
         on_train_start
-        compose (so that what no checkpoint can hold is refused before the first step)
-        for epoch (a resumed run continues in here, at the place of its checkpoint)
+        compose (to refuse, before the first step, state that no checkpoint can hold)
+        for epoch (a resumed run continues inside this loop, at the position of its checkpoint)
             on_train_epoch_start
             for window
                 for batch
@@ -49,22 +49,22 @@ sections at the margin are `fit` and the other methods of a Trainer, and the par
         X_dataloader, evaluation, teardown
     save
         compose
-    compose (what a checkpoint holds of the user's state)
+    compose (the user's state in a checkpoint)
         callback.state_dict, on_save_checkpoint, datamodule.state_dict
-    error (wherever it came up; then teardown)
+    error (raised anywhere; teardown follows)
         callback.on_exception, datamodule.on_exception
 
-In manual optimisation `manual_backward` calls on_before_backward, backward and on_after_backward, and a step of an
-optimizer on_before_optimizer_step before it; zero_grad, clipping and steps are the module's own calls.
+In manual optimization, `manual_backward` calls on_before_backward, backward and on_after_backward, and an optimizer's
+step is preceded by on_before_optimizer_step. The module itself calls zero_grad, clipping and steps.
 
-A name without an owner, such as `setup`, is called on everyone who has such a hook: the DataModule first, then
-callbacks in their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints;
-in the hooks that `Callback.closing_hooks` names, others too). On a rank without a sample of a batch they alone are
-called at its end.
-`main` is all of them but the closing callbacks. These come last because they act on metrics: at the end of a training
-batch, of a training epoch and of an evaluation, the metrics are reduced and sent to the loggers in between. Loaders and
-transfer hooks are the DataModule's where it overrides them, else the module's. After the transfer of a training batch
-callbacks may return another one (`Callback.transform_train_batch`).
+A name without an owner, such as `setup`, is called on every object that has the hook: first the DataModule, then the
+callbacks in their order, the module, and last the closing callbacks (`Callback.order >= 100`: early stopping,
+checkpoints; other callbacks too, in the hooks that `Callback.closing_hooks` lists). On a rank without a sample of a
+batch, only the closing callbacks are called at the end of that batch.
+`main` stands for all of these except the closing callbacks. Closing callbacks come last because they act on metrics: at
+the end of a training batch, a training epoch and an evaluation, metrics are reduced and sent to loggers first. Loaders
+and transfer hooks are the DataModule's if it overrides them, and otherwise the module's. After the transfer of a
+training batch, callbacks may replace it (`Callback.transform_train_batch`).
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ Call = Callable[..., Any]
 
 
 class Measures(Protocol):
-    """What hooks ask of a profiler."""
+    """The part of a profiler's interface that hooks use."""
 
     def wrap(self, action_name: str, function: Call) -> Call:
-        """Returns the function, measured under a name."""
+        """Returns the function, wrapped so that its calls are measured under a name."""
         ...
 
     def start(self, action_name: str) -> None:
-        """Called when an action begins."""
+        """Starts measuring an action."""
 
     def stop(self, action_name: str) -> None:
-        """Called when it ends."""
+        """Stops measuring an action."""
 
 
 STAGES = ("validation", "test", "predict")
@@ -102,11 +102,11 @@ EVENTS = (
     *("on_before_optimizer_step", "on_validation_model_zero_grad"),
     *(f"on_{stage}_{moment}" for stage in STAGES for moment in MOMENTS),
 )
-"""What `Hooks` calls. Steps, loaders, transfers and `configure_…` have one owner each, who is called directly."""
+"""The hooks that `Hooks` calls. Steps, loaders, transfers and `configure_…` have one owner, and are called directly."""
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """True if the object has a method of that name that is not the one of `base`; None takes a method away."""
+    """Returns True if the object overrides a method of `base`. An attribute set to None removes the method."""
     attributes = getattr(obj, "__dict__", {})
     if name in attributes:
         return attributes[name] is not None
@@ -115,17 +115,17 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 class Hooks:
-    """The listeners of one run, by event.
+    """The listeners of a run, by event.
 
-    The table is built once, so that an event without listeners is one failed look-up. The loops call `fire`, then have
-    the metrics reduced, then call `close`; where an event has no metrics, `fire_all` does both.
+    The table is built once, so an event without listeners costs one failed lookup. The loops call `fire`, reduce the
+    metrics, then call `close`. For events without metrics, `fire_all` calls both.
 
     Args:
         callbacks: the run's callbacks.
-        trainer: handed to callbacks.
+        trainer: the Trainer, passed to callbacks.
         module: the user's module.
-        base: the class whose methods count as "not overridden": TrainModule.
-        profiler: measures each listener, and backward; None leaves them as they are.
+        base: the base class of modules (TrainModule). Its own methods are not listeners.
+        profiler: the profiler that measures each listener and backward; None to measure nothing.
     """
 
     def __init__(
@@ -137,24 +137,28 @@ class Hooks:
         profiler: Measures | None = None,
     ) -> None:
         self.current = ""
-        """The hook that runs now: it decides whether what `self.log` is given belongs to a step or to an epoch."""
+        """The hook that is running. It decides whether a value passed to `self.log` belongs to a step or an epoch."""
         self.is_closing = False
-        """It is a closing callback's."""
+        """True while a closing callback's hook runs."""
         self._main: dict[str, tuple[Call, ...]] = {}
         self._closing: dict[str, tuple[Call, ...]] = {}
-        self._users: set[int] = set()
-        """The listeners that are not Leyden's own, by their ids."""
-        self._first: Callable[[], None] | None = None
+        self._user_calls: set[int] = set()
+        """The ids of listeners that may change the weights: all except Leyden's own."""
+        self._guard: Callable[[], None] | None = None
+        """Called before each hook that may change the weights; see `precede`."""
         self._trainer, self._module, self._base, self._profiler = trainer, module, base, profiler
         self.listen(callbacks)
 
     def listen(self, callbacks: Iterable[Callback]) -> None:
-        """Lets these callbacks and the module listen. Loops look up listeners once, so do not call it inside one."""
+        """Registers the hooks of these callbacks and of the module.
+
+        Loops look up listeners once, so calling this inside a loop has no effect on that loop.
+        """
         trainer, module, base, profiler = self._trainer, self._module, self._base, self._profiler
         ordered = list(in_order(list(callbacks)))
         self._main.clear()
         self._closing.clear()
-        self._users.clear()
+        self._user_calls.clear()
 
         def of_callbacks(event: str) -> list[tuple[int, Call]]:
             return [
@@ -169,10 +173,10 @@ class Hooks:
         def of_module(event: str) -> list[Call]:
             return [getattr(module, event)] if overrides(module, event, base) else []
 
-        def final(event: str, call: Call) -> Call:
+        def listener_of(event: str, call: Call) -> Call:
             listener = call if profiler is None else profiler.wrap(_label(event, call, module), call)
-            if not _is_own(call):
-                self._users.add(id(listener))
+            if not _keeps_weights(call):
+                self._user_calls.add(id(listener))
             return listener
 
         for event in EVENTS:
@@ -180,68 +184,69 @@ class Hooks:
             main = [call for order, call in calls if order < CLOSING_ORDER] + of_module(event)
             closing = [call for order, call in calls if order >= CLOSING_ORDER]
             if main:
-                self._main[event] = tuple(final(event, call) for call in main)
+                self._main[event] = tuple(listener_of(event, call) for call in main)
             if closing:
-                self._closing[event] = tuple(final(event, call) for call in closing)
+                self._closing[event] = tuple(listener_of(event, call) for call in closing)
         self._backward: Call | None = next(iter(of_module("backward")), None)
-        self.precede(self._first)
+        self.precede(self._guard)
         self._module_loads = of_module("on_load_checkpoint")
         self._callbacks_load = [call for _, call in of_callbacks("on_load_checkpoint")]
 
     def precede(self, first: Callable[[], None] | None) -> None:
-        """Has a function called before each hook that may change the weights: the user's own, but not the steps.
+        """Sets a function to call before each hook that may change the weights: the user's hooks, but not the steps.
 
         Args:
-            first: waits for a checkpoint's copies, say; None ends that.
+            first: the function to call, such as one that waits for a checkpoint's copies; None to remove it.
         """
-        self._first = first
-        self.on_before_backward = self._preceded("on_before_backward")
-        self.on_after_backward = self._preceded("on_after_backward")
-        self.backward: Callable[..., Any] | None = self._preceded_backward()
-        """The module's `backward`, where it overrides it."""
+        self._guard = first
+        self.on_before_backward = self._guarded("on_before_backward")
+        self.on_after_backward = self._guarded("on_after_backward")
+        self.backward: Callable[..., Any] | None = self._guarded_backward()
+        """The module's `backward` if it overrides the method; otherwise None."""
 
-    def _preceded(self, event: str) -> tuple[Call, ...]:
-        first, calls = self._first, self._all(event)
+    def _guarded(self, event: str) -> tuple[Call, ...]:
+        """Returns the listeners of an event around backward, preceded by the guard if one of them is the user's."""
+        guard, calls = self._guard, self._all(event)
         if self._profiler is not None:
-            # Backward is what comes between the two events.
+            # The profiler measures backward from the end of the first event to the start of the second.
             begins = event == "on_before_backward"
             span = functools.partial(self._profiler.start if begins else self._profiler.stop, "backward")
             calls = (*calls, lambda *args: span()) if begins else (lambda *args: span(), *calls)
-        if first is None or not any(id(call) in self._users for call in calls):
+        if guard is None or not any(id(call) in self._user_calls for call in calls):
             return calls
-        return ((lambda *args: first()), *calls)
+        return ((lambda *args: guard()), *calls)
 
-    def _preceded_backward(self) -> Call | None:
-        first, own = self._first, self._backward
-        if first is None or own is None:
+    def _guarded_backward(self) -> Call | None:
+        guard, own = self._guard, self._backward
+        if guard is None or own is None:
             return own
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            first()
+            guard()
             return own(*args, **kwargs)
 
         return backward
 
     def setup(self, callbacks: Iterable[Callback], stage: str) -> None:
-        """Calls `setup` of callbacks that others added in theirs."""
+        """Calls `setup` of callbacks that other callbacks added in their own `setup`."""
         for callback in callbacks:
             callback.setup(self._trainer, self._module, stage)
 
     def repeat_epoch_start(self, callbacks: Iterable[Callback], epoch: int) -> None:
-        """Has callbacks do again what they did to the optimizers at the start of an epoch, after a run went back."""
+        """Calls `repeat_epoch_start` of callbacks, to redo their changes to the optimizers after a rollback."""
         for callback in callbacks:
             callback.repeat_epoch_start(self._trainer, self._module, epoch)
 
     def inside(self, event: str) -> Inside:
-        """Returns a context in which this hook runs, for steps and hooks that a loop calls directly."""
+        """Returns a context that marks this hook as running, for steps and hooks that a loop calls directly."""
         return Inside(self, event)
 
     def listens(self, event: str) -> bool:
-        """True if anybody does."""
+        """Returns True if the event has a listener."""
         return event in self._main or event in self._closing
 
     def fire(self, event: str, *args: Any) -> Any:
-        """Calls callbacks and module, but not the closing callbacks; returns the last result that is not None."""
+        """Calls all listeners except the closing callbacks. Returns the last result that is not None."""
         calls = self._main.get(event)
         return None if calls is None else self._call(event, calls, args)
 
@@ -256,13 +261,13 @@ class Hooks:
                 self.is_closing = before
 
     def fire_all(self, event: str, *args: Any) -> Any:
-        """Calls everyone, in order: for events without metrics to reduce."""
+        """Calls all listeners in order. For events without metrics to reduce."""
         result = self.fire(event, *args)
         self.close(event, *args)
         return result
 
     def fire_each(self, event: str, *args: Any) -> list[Exception]:
-        """Calls everyone, in order, even after one has raised; returns what was raised."""
+        """Calls all listeners in order, even after one has raised. Returns the exceptions."""
         errors: list[Exception] = []
         for call in self._all(event):
             try:
@@ -287,8 +292,8 @@ class Hooks:
         result = None
         try:
             for call in calls:
-                if self._first is not None and id(call) in self._users:
-                    self._first()
+                if self._guard is not None and id(call) in self._user_calls:
+                    self._guard()
                 value = call(*args)
                 if value is not None:
                     result = value
@@ -298,24 +303,24 @@ class Hooks:
 
 
 def _label(event: str, call: Call, module: Any) -> str:
-    """What a profiler calls a listener."""
+    """Returns the name of a listener in a profile."""
     owner = getattr(call.func if isinstance(call, functools.partial) else call, "__self__", None)
     if owner is None:
         return event
     return f"[{'TrainModule' if owner is module else 'Callback'}]{type(owner).__name__}.{event}"
 
 
-def _is_own(call: Call) -> bool:
-    """True for a hook of Leyden's own that leaves the weights alone."""
+def _keeps_weights(call: Call) -> bool:
+    """Returns True for one of Leyden's own hooks that does not change the weights."""
     hook = call.func if isinstance(call, functools.partial) else call
     owner = getattr(hook, "__self__", None)
     return str(getattr(hook, "__module__", "")).startswith("leyden.") and not getattr(owner, "changes_weights", False)
 
 
 class Inside:
-    """The context of `Hooks.inside`: `hooks.current` is its hook within, and what it was before afterwards.
+    """The context of `Hooks.inside`: sets `hooks.current` within the block, and restores it afterwards.
 
-    A class with slots, as steps of every batch enter it: a generator's context takes three times as long.
+    A class with slots, since the steps of every batch enter it. A generator-based context takes three times as long.
     """
 
     __slots__ = ("_before", "_event", "_hooks")
@@ -324,9 +329,9 @@ class Inside:
         self._hooks, self._event, self._before = hooks, event, ""
 
     def __enter__(self) -> None:
-        first = self._hooks._first
-        if first is not None and self._event != "training_step":
-            first()
+        guard = self._hooks._guard
+        if guard is not None and self._event != "training_step":
+            guard()
         self._before, self._hooks.current = self._hooks.current, self._event
 
     def __exit__(self, *error: object) -> None:

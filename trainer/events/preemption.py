@@ -1,4 +1,4 @@
-"""Preemption: what a run does when its machine is about to go away."""
+"""Preemption: how a run ends when its machine is about to go away."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from datetime import timedelta
 from leyden.strategies.errors import ConfigurationError
 
 # Windows has no SIGUSR1.
-USUAL = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-UNFIT = {
-    **dict.fromkeys(("SIGKILL", "SIGSTOP"), "nothing can catch it"),
-    **dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"), "it means a crash"),
-    "SIGCHLD": "it reports the end of a loader's worker",
+DEFAULT_SIGNALS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+UNSUITABLE = {
+    **dict.fromkeys(("SIGKILL", "SIGSTOP"), "no process can catch it"),
+    **dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"), "it signals a crash"),
+    "SIGCHLD": "it reports the exit of a loader worker",
     "SIGINT": "it is Ctrl-C, which keeps its own meaning",
-    "SIGURG": "the watchdog asks ranks for their stacks by it",
+    "SIGURG": "the watchdog uses it to ask ranks for their stacks",
 }
-"""Signals that announce nothing, and why."""
+"""Signals that cannot announce a preemption, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """How a run ends when it is preempted: it saves a checkpoint and exits with a status of its own.
+    """How a run ends when it is preempted: it saves a checkpoint and exits with a dedicated status.
 
-    The run ends after the step under way; an evaluation ends after its batch. It saves before any other hook hears of
-    the end. All ranks end at the same step, whichever of them received the signal. Further signals change nothing.
-    A loop of your own under an Accelerator saves when `check_preemption` tells it to.
+    The run ends after the current step; an evaluation ends after its current batch. It saves before any other hook
+    learns of the end. All ranks end at the same step, whichever of them received the signal. Further signals are
+    ignored. Under an Accelerator, your own loop saves when `check_preemption` tells it to.
 
     Args:
-        signals: the signals that announce it, as numbers or names such as "SIGUSR1"; one or several.
-        grace_period: seconds from the signal to the end, or a timedelta. If the run is not saved by then, it ends all
-            the same, with the same exit code, and the next start continues from the checkpoint before. None waits for
-            the step and the save, however long they take.
-        exit_code: the exit status. 75 is "try again" in sysexits.h.
-        requeue: in a job of SLURM, hand it back to the queue with `scontrol requeue`. None does so after every signal
-            but SIGTERM, with which `scancel` ends a job, and SLURM one that it requeues itself.
-        should_preempt: called every `poll_every` seconds by one thread of each machine; once it returns True, the run
-            is preempted. For clouds that announce the end of a spot machine at an address.
-        poll_every: seconds between two calls.
+        signals: one or several signals that announce the preemption, as numbers or names such as "SIGUSR1".
+        grace_period: time from the signal to the end, in seconds or as a timedelta. If the run is not saved by then, it
+            ends anyway, with the same exit code, and the next start continues from the previous checkpoint. None waits
+            for the step and the save without a limit.
+        exit_code: the exit status. 75 means "try again" in sysexits.h.
+        requeue: whether to requeue a SLURM job with `scontrol requeue`. None requeues after every signal except
+            SIGTERM: `scancel` sends SIGTERM to end a job, and so does SLURM before it requeues a job itself.
+        should_preempt: a function called every `poll_every` seconds by one thread on each machine. Once it returns
+            True, the run is preempted. For clouds that announce the end of a spot machine at an address.
+        poll_every: seconds between two calls of `should_preempt`.
 
     Raises:
-        ConfigurationError: for a value that cannot be; names the fix.
+        ConfigurationError: if a value is invalid; the message names the fix.
 
     Example:
         >>> Preemption(signals="SIGUSR1", grace_period=90).signals
         (10,)
     """
 
-    signals: int | str | Collection[int | str] = USUAL
+    signals: int | str | Collection[int | str] = DEFAULT_SIGNALS
     grace_period: float | timedelta | None = None
     exit_code: int = 75
     requeue: bool | None = None
@@ -62,7 +62,7 @@ class Preemption:
         numbers = tuple(dict.fromkeys(_number(value) for value in given))
         if not numbers and self.should_preempt is None:
             raise ConfigurationError(
-                "signals=() and no should_preempt: give one of them, or preemption=False in place of a Preemption."
+                "signals=() without should_preempt never preempts. Set one of them, or use preemption=False."
             )
         grace = self.grace_period.total_seconds() if isinstance(self.grace_period, timedelta) else self.grace_period
         for name, value in (("grace_period", grace), ("poll_every", self.poll_every)):
@@ -74,7 +74,7 @@ class Preemption:
             raise ConfigurationError(f"requeue={self.requeue!r}: use True, False or None.")
         if self.should_preempt is not None and not callable(self.should_preempt):
             raise ConfigurationError(
-                f"should_preempt={self.should_preempt!r}: give a function without arguments that returns True or False."
+                f"should_preempt={self.should_preempt!r}: use a function without arguments that returns True or False."
             )
         object.__setattr__(self, "signals", numbers)
         object.__setattr__(self, "grace_period", None if grace is None else float(grace))
@@ -92,19 +92,19 @@ class Preemption:
         return self.grace_period
 
     def requeues(self, number: int) -> bool:
-        """True if a job that this signal has ended goes back to the queue."""
+        """Returns True if a job that ends on this signal is requeued."""
         return number != signal.SIGTERM if self.requeue is None else self.requeue
 
 
 def wanted(value: object, resumes: bool) -> Preemption | None:
-    """Reads the argument `preemption` of the Trainer or the Accelerator.
+    """Returns the Preemption for the `preemption` argument of a Trainer or Accelerator; None if it is off.
 
     Args:
-        value: as it was given.
-        resumes: the run continues when it is started again, which is what None goes by.
+        value: the argument: a Preemption, True, False or None.
+        resumes: whether a restart continues the run. This is the default if `value` is None.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: if `value` is anything else.
     """
     if value not in (None, True, False) and not isinstance(value, Preemption):
         raise ConfigurationError(
@@ -116,7 +116,7 @@ def wanted(value: object, resumes: bool) -> Preemption | None:
 
 
 def _number(value: object) -> int:
-    """The number of a signal by number or name."""
+    """Returns the number of a signal given by number or name."""
     if isinstance(value, str):
         name = value.upper() if value.upper().startswith("SIG") else f"SIG{value.upper()}"
         found = getattr(signal.Signals, name, None)
@@ -124,12 +124,14 @@ def _number(value: object) -> int:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         found = value if is_number and value in signal.valid_signals() else None
     if found is None:
-        raise ConfigurationError(f"signals: {value!r} is no signal here: use names such as 'SIGUSR1', or numbers.")
+        raise ConfigurationError(
+            f"signals: {value!r} is not a signal on this platform. Use names such as 'SIGUSR1', or numbers."
+        )
     number = int(found)
     # Real-time signals have no name in the Enum.
     name = signal.Signals(number).name if number in list(signal.Signals) else ""
-    if name in UNFIT:
-        raise ConfigurationError(f"signals: {name} announces nothing: {UNFIT[name]}. Leave it out.")
+    if name in UNSUITABLE:
+        raise ConfigurationError(f"signals: {name} cannot announce a preemption: {UNSUITABLE[name]}. Leave it out.")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Signals of a run: the handler only sets a flag, which the loops check between batches."""
+"""Signal handling of a run: the handler only sets a flag, which the loops check between batches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from types import FrameType, TracebackType
 from typing import Any
 
 NOTICE = 0
-"""Stands where the number of a signal stands, for a notice that came in another way. No signal has it."""
+"""Stands in for a signal number when the notice came from elsewhere. No signal has this number."""
 LEAVE = -1
-"""The same for a run that ends itself and its process."""
+"""Stands in for a signal number when the run itself asked to end, together with its process."""
 
 
 class Signals:
-    """Catches the signals that end or preempt a run, while it lasts. The second SIGINT raises KeyboardInterrupt.
+    """Catches the signals that end or preempt a run, for the duration of the run. A second SIGINT interrupts it.
 
-    Python allows handlers in the main thread only: in another one nothing is caught, and a run ends as its thread does.
-    Where there are several ranks, a signal to one of them is pending until all have agreed on it
+    Python allows signal handlers only in the main thread. In other threads nothing is caught, and a run ends with its
+    thread. With several ranks, a signal to one rank is pending until all ranks have agreed on it
     (trainer/loops/agreement.py).
 
     Args:
         preempting: signals that preempt the run; see `Preemption`.
-        exit_code: the exit status of a run that is preempted.
-        ending: signals that end the run in order, and do not preempt it.
+        exit_code: the exit status of a preempted run.
+        ending: signals that end the run in an orderly way, without preempting it.
     """
 
     def __init__(
@@ -36,30 +36,31 @@ class Signals:
         ending: Collection[int] = (signal.SIGINT, signal.SIGTERM),
     ) -> None:
         self.received: int | None = None
-        """The first signal that came, or None."""
+        """The first signal of the run, once all ranks have agreed on it; None before that."""
         self.pending: int | None = None
-        """The first one that came to this rank of several."""
+        """The first signal that this rank received, with several ranks; None without one."""
         self.came_at: float | None = None
-        """When the first one came to this rank, on the clock of `time.monotonic`."""
+        """The `time.monotonic` time at which this rank received its first signal; None without one."""
         self.kinds = tuple(dict.fromkeys((*ending, *preempting, NOTICE)))
-        """What may come, the same on all ranks; of several that come at once the first counts."""
+        """The signals to catch, the same on all ranks. If several arrive together, the first in this order counts."""
         self._none = (False,) * len(self.kinds)
         self._preempting, self._exit_code = frozenset((*preempting, NOTICE)), exit_code
         self._has_ranks = False
         self.interruption: BaseException | None = None
-        """What is raised for it when the run has ended in order."""
+        """The exception for the received signal, raised after the run has ended in order."""
         self._previous: dict[int, Any] = {}
+        """The handlers that this object replaced, by signal."""
         self._pid = 0
         self._is_given_up = False
 
     def caught_on(self, ranks: int) -> Signals:
-        """This object, as the context of a run on so many ranks."""
+        """Returns this object, as the context of a run on the given number of ranks."""
         self._has_ranks = ranks > 1
         return self
 
     def __enter__(self) -> Signals:
         self.received = self.interruption = self.pending = self.came_at = None
-        # Of the run, not of this object's maker: a rank may have been forked since.
+        # Read here and not in `__init__`: a rank may have been forked in between.
         self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in self.kinds:
@@ -76,25 +77,25 @@ class Signals:
         self._previous.clear()
         late, self.pending = self.pending, None
         if late is not None and late != NOTICE and self.received is None and kind is None:
-            # Too late for the ranks to agree on it: it does now what it would have done without us.
+            # The signal came too late for the ranks to agree on it. Send it again, to the original handler.
             os.kill(os.getpid(), late)
 
     def give_up(self) -> None:
-        """Nobody asks for signals any more: the next one does what it would have done without this object.
+        """Stops catching signals: the next one goes to the original handler.
 
-        Any thread may call it, and its handler may be another one's previous one.
+        Safe to call from any thread, and while another object's handler is stacked on top of this one.
         """
         self._is_given_up = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_given_up:
-            before = self._previous.get(number)
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+            previous = self._previous.get(number)
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
             os.kill(os.getpid(), number)
             return
         if os.getpid() != self._pid:
-            # A forked worker of a loader inherits the handler. A terminal sends Ctrl-C to it as well, and the run that
-            # is to end in order still needs its batches; any other signal ends it, as it would without us.
+            # A forked loader worker inherits this handler. It ignores Ctrl-C, which a terminal sends to it too: the run
+            # needs its batches to end in order. Any other signal ends the worker as usual.
             if number == signal.SIGINT:
                 return
             signal.signal(number, signal.SIG_DFL)
@@ -105,11 +106,11 @@ class Signals:
         self._note(number)
 
     def notice(self) -> None:
-        """Preempts the run as a signal would, from any thread."""
+        """Preempts the run as a signal would. Safe to call from any thread."""
         self._note(NOTICE)
 
     def leave(self) -> None:
-        """Ends the run after this window, and the process with exit code 0; all ranks call it in the same window."""
+        """Ends the run after this window, and the process with exit code 0. All ranks call it in the same window."""
         if self.received is None:
             self.received = LEAVE
 
@@ -121,35 +122,39 @@ class Signals:
             self.received = number
 
     def pending_here(self) -> tuple[bool, ...]:
-        """Which of `kinds` came to this rank and is still to be agreed on."""
+        """Returns one flag for each of `kinds`: True for the pending signal of this rank."""
         pending = self.pending
         return self._none if pending is None else tuple(kind == pending for kind in self.kinds)
 
     def agree(self, came: Sequence[bool]) -> None:
-        """Receives the signals that came to any rank, by the `pending_here` of all of them."""
+        """Marks the first signal that any rank received as received.
+
+        Args:
+            came: the flags of `pending_here`, combined over all ranks.
+        """
         if self.received is None and any(came):
             self.received = self.kinds[list(came).index(True)]
 
     @property
     def preempted(self) -> bool:
-        """True if the run ends to make room, and asks to be started again."""
+        """True if the run is preempted: it ends to free its machine, and expects to be restarted."""
         return self.received in self._preempting
 
     @property
     def preempting(self) -> int | None:
-        """The signal that preempts the run, even if the other ranks do not know of it yet; None without one."""
+        """The signal that preempts the run, even if other ranks do not know of it yet; None without one."""
         first = self.pending if self.received is None else self.received
         return first if first in self._preempting else None
 
     @property
     def name(self) -> str:
-        """The signal that was received, in words."""
+        """The name of the received signal, for messages."""
         if self.received in list(signal.Signals):
             return signal.Signals(self.received).name
         return "should_preempt" if self.received == NOTICE else f"signal {self.received}"
 
     def exception(self) -> BaseException | None:
-        """What a run that was asked to stop raises when it has ended in order."""
+        """Returns the exception to raise after a run has ended in order on a signal; None without one."""
         if self.received == signal.SIGINT:
             self.interruption = KeyboardInterrupt()
         elif self.received is not None:

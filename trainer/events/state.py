@@ -1,4 +1,4 @@
-"""What a run is doing at the moment."""
+"""RunState: the stage that a run is in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class RunState:
     """The stage of a run.
 
     Attributes:
-        stage: the method that was called: "fit", "validate", "test" or "predict"; None when none runs.
-        pass_of: the evaluation that runs now, also within fit: "validation", "test" or "predict".
-        sanity_checking: the evaluation is the sanity check before training.
-        is_set_up: who takes part in the run is settled: everybody's `setup` was called.
+        stage: the Trainer method that is running: "fit", "validate", "test" or "predict"; None outside of a run.
+        pass_of: the evaluation that is running, also within fit: "validation", "test" or "predict"; None without one.
+        sanity_checking: True while the evaluation is the sanity check before training.
+        is_set_up: True once every `setup` has been called. From then on, the participants of the run are fixed.
     """
 
     stage: str | None = None
@@ -25,11 +25,11 @@ class RunState:
 
     @property
     def fn(self) -> str | None:
-        """The method that was called, by Lightning's name of it: the stage."""
+        """Lightning's name for `stage`."""
         return self.stage
 
     def settle(self) -> None:
-        """Records that everybody is set up: from here on nobody joins or leaves the run."""
+        """Records that every `setup` has been called. No callback joins or leaves the run after this."""
         self.is_set_up = True
 
     @contextmanager
@@ -37,12 +37,12 @@ class RunState:
         """Records that an evaluation runs within the block."""
         self.pass_of = pass_of
         yield
-        # Not after an error, which is reported as one from here. The next run has a state of its own.
+        # Not in a `finally`: an error is reported with the stage it came from. The next run has a new state.
         self.pass_of = None
 
     @contextmanager
     def checking_sanity(self) -> Iterator[None]:
-        """Records that the block is the sanity check; after an error it remains recorded, as in `evaluating`."""
+        """Records that the block is the sanity check. As in `evaluating`, an error leaves the record in place."""
         self.sanity_checking = True
         yield
         self.sanity_checking = False

@@ -281,5 +281,5 @@ def test_a_limit_that_cannot_be_is_refused(given: Any) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGURG")
 def test_the_watchdogs_signal_cannot_preempt() -> None:
-    with pytest.raises(ConfigurationError, match="SIGURG announces nothing: the watchdog asks"):
+    with pytest.raises(ConfigurationError, match="SIGURG cannot announce a preemption: the watchdog uses it"):
         Preemption(signals="SIGURG")

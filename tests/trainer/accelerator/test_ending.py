@@ -349,7 +349,7 @@ threading.Event().wait()
 def test_a_step_that_outlasts_the_grace_period_is_left(scontrol: Path, tmp_path: Path) -> None:
     done = run_program(["-c", HANGS, tmp_path / "run"])
     assert done.returncode == 75, done.stderr
-    assert "the grace period of 0.2 s is over (rank 0, step 0): it is not saved" in done.stderr
+    assert "the grace period of 0.2 s has ended (rank 0, step 0). The run is not saved" in done.stderr
     assert scontrol.read_text().startswith("requeue 4712")
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["checkpoint_0"]
 
@@ -382,7 +382,7 @@ accelerator.leave()
 def test_an_end_that_outlasts_the_grace_period_is_cut_off_after_the_save(tmp_path: Path) -> None:
     done = run_program(["-c", CLOSES], tmp_path)
     assert done.returncode == 75, done.stderr
-    assert "(rank 0, step 0): it is saved, and its end was cut off" in done.stderr
+    assert "(rank 0, step 0). The run is saved, but its shutdown was cut short" in done.stderr
     assert [path.name for path in all_checkpoints(tmp_path / "run" / "checkpoints")] == ["checkpoint_0"]
 
 

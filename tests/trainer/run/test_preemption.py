@@ -293,7 +293,7 @@ Trainer(
 def test_a_step_that_outlasts_the_grace_period_is_left(scontrol: Path, tmp_path: Path) -> None:
     done = run_program(["-c", HANGS, tmp_path / "run"])
     assert done.returncode == 75, done.stderr
-    assert "the grace period of 0.2 s is over (rank 0, step 2, epoch 0): it is not saved" in done.stderr
+    assert "the grace period of 0.2 s has ended (rank 0, step 2, epoch 0). The run is not saved" in done.stderr
     # The checkpoint before is whole, so the job goes on from there.
     assert scontrol.read_text() == "requeue 4712 epoch=0-step=2\n"
 
@@ -406,19 +406,19 @@ def test_an_agent_passes_a_signal_on_and_exits_as_its_ranks_do(starter: tuple[st
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"signals": "SIGFOO"}, "'SIGFOO' is no signal here"),
-        ({"signals": 999}, "999 is no signal here"),
-        ({"signals": (True,)}, "True is no signal here"),
-        ({"signals": "SIGKILL"}, "SIGKILL announces nothing: nothing can catch it"),
+        ({"signals": "SIGFOO"}, "'SIGFOO' is not a signal on this platform"),
+        ({"signals": 999}, "999 is not a signal on this platform"),
+        ({"signals": (True,)}, "True is not a signal on this platform"),
+        ({"signals": "SIGKILL"}, "SIGKILL cannot announce a preemption: no process can catch it"),
         ({"signals": [signal.SIGINT]}, "Ctrl-C, which keeps its own meaning"),
-        ({"signals": ()}, r"signals=\(\) and no should_preempt"),
+        ({"signals": ()}, r"signals=\(\) without should_preempt"),
         ({"grace_period": 0}, "grace_period=0: use a number of seconds above 0"),
         ({"grace_period": timedelta(seconds=-1)}, "grace_period=-1.0"),
         ({"grace_period": "soon"}, "grace_period='soon'"),
         ({"poll_every": None}, "poll_every=None"),
         ({"exit_code": 256}, "exit_code=256: use a whole number from 0 to 255"),
         ({"requeue": "yes"}, "requeue='yes': use True, False or None"),
-        ({"should_preempt": True}, "should_preempt=True: give a function"),
+        ({"should_preempt": True}, "should_preempt=True: use a function"),
     ],
     ids=str,
 )
