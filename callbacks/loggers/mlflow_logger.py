@@ -145,11 +145,11 @@ class MLFlowLogger(ServiceLogger):
                 f"tags of the run, such as changed.{next(iter(changed))}.",
                 stacklevel=2,
             )
-        params = [Param(name, text) for name, text in flat.items() if name not in kept]
+        added = [Param(name, text) for name, text in flat.items() if name not in kept]
         tags = [RunTag(f"changed.{name}", text) for name, text in changed.items()]
-        for start in range(0, max(len(params), len(tags)), MAX_PARAMS_PER_CALL):
+        for start in range(0, max(len(added), len(tags)), MAX_PARAMS_PER_CALL):
             chunk = slice(start, start + MAX_PARAMS_PER_CALL)
-            self._log_batch(client, params=params[chunk], tags=tags[chunk])
+            self._log_batch(client, params=added[chunk], tags=tags[chunk])
 
     def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
         """Logs the record as artifacts, and command, commit and branch as MLflow's source tags.

@@ -180,9 +180,9 @@ def scheduled(module: nn.Module, make: Callable[[Any], Any] = lambda o: StepLR(o
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **options}}
 
 
-optimizers("configure_optimizers of no form", r"returned an int: return an optimizer", lambda self: 3)
-optimizers("a list of no optimizers", r"returned a str where an optimizer belongs", lambda self: ["adam"])
-optimizers("a dict without optimizer", r"a dict without 'optimizer'", lambda self: {"optim": sgd(self)})
+optimizers("configure_optimizers of no form", r"returned an int\. It may return an optimizer", lambda self: 3)
+optimizers("a list of no optimizers", r"returned a str in place of an optimizer", lambda self: ["adam"])
+optimizers("a dict without optimizer", r"a dict without the key 'optimizer'", lambda self: {"optim": sgd(self)})
 optimizers(
     "a dict with a wrong key",
     r"the key 'lr_schedular'\. Did you mean 'lr_scheduler'\?",
@@ -193,27 +193,25 @@ optimizers(
     "a scheduler's interval", r"interval='batch': use 'epoch' or 'step'", lambda s: scheduled(s, interval="batch")
 )
 optimizers("a scheduler's frequency", r"frequency=0: use a whole number from 1", lambda s: scheduled(s, frequency=0))
-optimizers(
-    "no scheduler", r"is a str, which is no scheduler: give one of torch", lambda s: scheduled(s, lambda o: "step")
-)
+optimizers("no scheduler", r"is a str, not a scheduler\. Use one of torch", lambda s: scheduled(s, lambda o: "step"))
 optimizers(
     "plateau without monitor",
-    r"needs a value to watch.*'monitor': 'val_loss'",
+    r"needs a value to monitor.*'monitor': 'val_loss'",
     lambda s: scheduled(s, ReduceLROnPlateau),
 )
 optimizers(
     "a scheduler of another optimizer",
-    r"StepLR was made for an optimizer that configure_optimizers does not return",
+    r"StepLR belongs to an optimizer that configure_optimizers does not return",
     lambda self: ([sgd(self)], [StepLR(sgd(self), 1)]),
 )
 optimizers(
     "a plateau scheduler of another optimizer",
-    r"ReduceLROnPlateau was made for an optimizer that configure_optimizers does not return",
+    r"ReduceLROnPlateau belongs to an optimizer that configure_optimizers does not return",
     lambda self: ([sgd(self)], [{"scheduler": ReduceLROnPlateau(sgd(self)), "monitor": "val_loss"}]),
 )
 optimizers(
     "an optimizer of another module",
-    r"holds no parameter of this module\. Make it in configure_optimizers, from self\.parameters\(\)",
+    r"has no parameter of this module\. Create it in configure_optimizers, from self\.parameters\(\)",
     lambda self: sgd(nn.Linear(4, 2)),
 )
 optimizers(
@@ -235,7 +233,7 @@ optimizers(
 )
 
 
-@mistake(r"monitors 'val_lost', which has not been logged\. Did you mean 'val_loss'\?", when=DURING)
+@mistake(r"monitors 'val_lost', which was not logged\. Did you mean 'val_loss'\?", when=DURING)
 def a_plateau_scheduler_that_watches_nothing(ground: Ground) -> None:
     module = ground.module(configure_optimizers=lambda self: scheduled(self, ReduceLROnPlateau, monitor="val_lost"))
     ground.fit(module, loader(), loader())

@@ -21,17 +21,23 @@ def log_with_other_arguments(module: Module) -> None:
 
 logs(
     "a tensor of several numbers",
-    r"of shape \(3,\): log one number, as value\.mean\(\)",
+    r"of shape \(3,\)\. Log one number, such as value\.mean\(\)",
     lambda s: s.log("x", torch.ones(3)),
 )
-logs("a word for a value", r"given a str: log a number", lambda s: s.log("x", "high"))
-logs("a dict for a value", r"a dict goes to self\.log_dict", lambda s: s.log("x", {"a": 1.0}))
+logs("a word for a value", r"called with a str\. Log a number", lambda s: s.log("x", "high"))
+logs("a dict for a value", r"For a dict, call self\.log_dict", lambda s: s.log("x", {"a": 1.0}))
 NUMBER: Any = 3
-logs("a name that is no word", r"needs a name, and got an int: self\.log\('loss', loss\)", lambda s: s.log(NUMBER, 1.0))
-logs("other arguments", r"was called with other arguments before", log_with_other_arguments)
-logs("nothing to log", r"would log nothing: set one of them", lambda s: s.log("x", 1.0, on_step=False, on_epoch=False))
 logs(
-    "a reduction", r"reduce_fx='men'\) is not known\. Did you mean 'mean'\?", lambda s: s.log("x", 1.0, reduce_fx="men")
+    "a name that is no word",
+    r"must be a name, not an int\. Call self\.log\('loss', loss\)",
+    lambda s: s.log(NUMBER, 1.0),
+)
+logs("other arguments", r"was called with different arguments before", log_with_other_arguments)
+logs("nothing to log", r"would log nothing\. Set one of them", lambda s: s.log("x", 1.0, on_step=False, on_epoch=False))
+logs(
+    "a reduction",
+    r"reduce_fx='men'\): unknown reduction\. Did you mean 'mean'\?",
+    lambda s: s.log("x", 1.0, reduce_fx="men"),
 )
 
 
@@ -56,12 +62,12 @@ def a_log_in_prediction(ground: Ground) -> None:
     ground.trainer().predict(ground.module(predict_step=predict_step), loader())
 
 
-@mistake(r"on_step=True\) in on_train_epoch_end: there is no step there", when=DURING)
+@mistake(r"on_step=True\) in on_train_epoch_end: this hook runs outside of steps", when=DURING)
 def a_step_value_of_an_epoch(ground: Ground) -> None:
     ground.fit(ground.module(on_train_epoch_end=lambda self: self.log("x", 1.0, on_step=True)))
 
 
-@mistake(r"weighs by batch size.*pass batch_size=", when=DURING)
+@mistake(r"weights values by batch size.*pass batch_size=", when=DURING)
 def a_batch_whose_size_is_unknown(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         self.log("x", 1.0, on_epoch=True)

@@ -105,7 +105,7 @@ def test_a_slow_terminal_is_drawn_less_often() -> None:
                 pass
 
     start = time.perf_counter()
-    assert paced_bar.paced(draw, Slow(), 1) >= start + 0.02 + 0.02 * paced_bar.DRAW_SHARE
+    assert paced_bar.draw_timed(draw, Slow(), 1) >= start + 0.02 + 0.02 * paced_bar.DRAW_SHARE
 
 
 def test_a_bar_resumes_in_mid_epoch(tmp_path: Path, every_batch: None) -> None:

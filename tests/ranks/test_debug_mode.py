@@ -61,7 +61,7 @@ def test_debug_mode_names_a_mismatch(kind: str, words: list[str]) -> None:
 def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
     environ = {"ACCELERATE_DEBUG_MODE": "true", "LEYDEN_DEBUG_TIMEOUT": "3"}
     first, second = run_world(2, mismatched, kind, environ=environ, timeout=30)
-    assert f"rank 0 came to {name} at " in first and "rank 1 did not within 3 s" in first
+    assert f"rank 0 reached {name} at " in first and "rank 1 did not within 3 s" in first
     assert second == "left"
 
 

@@ -193,7 +193,7 @@ def test_a_plain_backward_warns_once() -> None:
     for found in (one, other):
         assert found[1][0] != found[0][0]
         [message] = found[1][1]
-        assert "are not exchanged with the other ranks: call self.manual_backward(loss)" in message
+        assert "are not exchanged with the other ranks. Call self.manual_backward(loss)" in message
     [message] = fit_by_hand({2}, "single_device", "16-mixed")[1]
     assert "are not scaled for precision='16-mixed'" in message
     assert fit_by_hand({2}, "single_device")[1] == []

@@ -142,12 +142,12 @@ def test_a_short_last_batch_is_warned_of_when_the_epoch_starts() -> None:
     assert other == [[]] * 6 and first[2:] == [[]] * 4
     for messages, samples in zip(first, (3, 1), strict=False):
         assert len(messages) == 1
-        assert f"which has {samples} samples for 2 ranks. Trainer(even_batches=True)" in messages[0]
+        assert f"which has {samples} samples for 2 ranks. Use Trainer(even_batches=True)" in messages[0]
 
 
 FOREIGN = {"use_distributed_sampler": False}
-UNEVEN = "all_gather needs tensors of one shape: rank 0 has (2, 1) float32, and rank 1 has (1, 1) float32."
-IDLE = "this global batch has 1 sample for 2 ranks, and a rank without one cannot take part."
+UNEVEN = "all_gather needs tensors of the same shape, but rank 0 has (2, 1) float32 and rank 1 has (1, 1) float32."
+IDLE = "this global batch has 1 sample for 2 ranks, and a rank without a sample cannot take part."
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "uneven": ({"samples": 7}, UNEVEN),
     "idle": ({"samples": 5, "what": "one"}, IDLE),

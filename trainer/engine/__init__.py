@@ -1,1 +1,1 @@
-"""The engine that Trainer and Accelerator drive: prepared optimizers, windows, schedulers and gathering."""
+"""The engine behind Trainer and Accelerator: prepared optimizers, windows, schedulers and gathering."""

@@ -1,4 +1,4 @@
-"""Debug mode: compares what ranks pass to a collective before it, so that a mismatch is an error and not a hang."""
+"""Debug mode: compares the inputs of all ranks before each collective, so that a mismatch raises instead of hanging."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 VARIABLES = ("LEYDEN_DEBUG", "ACCELERATE_DEBUG_MODE")
 TIMEOUT = "LEYDEN_DEBUG_TIMEOUT"
 SECONDS = 20.0
-"""How long ranks wait for each other at a collective before the missing ones are named."""
+"""Default of LEYDEN_DEBUG_TIMEOUT: seconds that ranks wait for each other at a collective."""
 _ROOMS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class CollectiveError(LeydenError):
-    """Ranks do not agree on a collective: which it is, its shapes, or who takes part."""
+    """Ranks do not agree on a collective: on its kind, its shapes, or the participating ranks."""
 
 
-_turns = itertools.count()
-"""Comparisons are numbered in the order in which they are made, which is the same on all ranks."""
+_prefixes = itertools.count()
+"""Numbers the Checkers of this process. The order of their creation is the same on all ranks."""
 
 
 def is_debugging() -> bool:
-    """True if the environment asks for it."""
+    """Returns True if an environment variable enables debug mode."""
     return any(os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in VARIABLES)
 
 
 class Checker:
-    """Compares collectives over the ranks, through the store at which they met, which needs no collective.
+    """Compares collectives over the ranks, through the rendezvous store, without a collective of its own.
 
-    It waits for the others as long as the variable LEYDEN_DEBUG_TIMEOUT says, or 20 seconds.
+    It waits for the other ranks for LEYDEN_DEBUG_TIMEOUT seconds, by default 20.
 
     Args:
-        strategy: of the ranks.
+        strategy: the strategy of the run.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -55,26 +55,27 @@ class Checker:
         self._seconds = float(os.environ.get(TIMEOUT, SECONDS))
 
     def _begin(self) -> None:
-        """Counts from 0 for each run of this process and each process group, under a new name in the store.
+        """Restarts the count at 0 under a new prefix in the store, for each run and each process group.
 
-        An attempt that was given up has left ranks at different numbers, and the store keeps what a former run wrote.
+        After an abandoned attempt, ranks may be at different counts, and the store still holds the entries of earlier
+        runs.
         """
         from torch import distributed as dist
 
         self._group, self._count = self._strategy.ranks.host_group, 0
         store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-        self._store: Any = dist.PrefixStore(f"leyden/debug/{next(_turns)}", store)  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(f"leyden/debug/{next(_prefixes)}", store)  # type: ignore[attr-defined]
 
     def compare(self, name: str, operands: Any, alike: bool = True) -> None:
-        """Waits for all ranks to come to a collective, and compares what they bring.
+        """Waits until all ranks reach a collective, and compares their inputs.
 
         Args:
-            name: of the collective.
-            operands: what is handed to it.
-            alike: shapes and dtypes must be equal; False compares the collective's name alone.
+            name: the name of the collective.
+            operands: the input of the collective.
+            alike: whether shapes and dtypes must match; False compares only the collective's name.
 
         Raises:
-            CollectiveError: names the ranks, their shapes and lines, or those that did not come.
+            CollectiveError: if inputs differ or a rank is missing. The message names ranks, shapes and code lines.
         """
         if self._strategy.ranks.host_group is not self._group:
             self._begin()
@@ -84,22 +85,23 @@ class Checker:
         mine = f"{name}\n{describe(operands)}\n{call_site()}"
         self._store.set(f"{number}/{self._rank}", mine)
         if number > 1:
-            # Whoever is here has read all that was said two collectives ago.
+            # All ranks have reached the previous collective, so all have read the entries of the one before it.
             self._store.delete_key(f"{number - 2}/{self._rank}")
-        found = [self._read(number, rank) for rank in range(self._size)]
-        missing = [rank for rank, entry in enumerate(found) if entry is None]
+        entries = [self._read(number, rank) for rank in range(self._size)]
+        missing = [rank for rank, entry in enumerate(entries) if entry is None]
         if missing:
             ranks = ", ".join(str(rank) for rank in missing)
             raise CollectiveError(
-                f"rank {self._rank} came to {name} at {call_site()}, and rank {ranks} did not within {self._seconds:g} "
-                "s: every rank must call it. Call it outside of any `if accelerator.is_main_process:` and of loops "
-                "that are longer on one rank."
+                f"rank {self._rank} reached {name} at {call_site()}, but rank {ranks} did not within {self._seconds:g} "
+                "s. Every rank must call it: move it out of any `if accelerator.is_main_process:`, and out of loops "
+                "that run longer on one rank."
             )
-        rows = [entry.split("\n") for entry in found if entry is not None]
-        if len({row[0] for row in rows}) > 1 or (alike and len({row[1] for row in rows}) > 1):
-            calls = "; ".join(f"rank {rank}: {row[0]}({row[1]}) at {row[2]}" for rank, row in enumerate(rows))
+        calls = [entry.split("\n") for entry in entries if entry is not None]
+        names, shapes = {call[0] for call in calls}, {call[1] for call in calls}
+        if len(names) > 1 or (alike and len(shapes) > 1):
+            listing = "; ".join(f"rank {rank}: {call[0]}({call[1]}) at {call[2]}" for rank, call in enumerate(calls))
             raise CollectiveError(
-                f"ranks do not bring the same to a collective: {calls}. Bring tensors of one shape and dtype "
+                f"ranks disagree on a collective: {listing}. Pass tensors of the same shape and dtype "
                 "(accelerator.pad_across_processes), and call the same collectives in the same order on every rank."
             )
 
@@ -108,13 +110,13 @@ class Checker:
         try:
             self._store.wait([key], timedelta(seconds=self._seconds))
         except RuntimeError:
-            # torch raises DistStoreError for a time-out: a RuntimeError.
+            # On a timeout, torch raises DistStoreError, a RuntimeError.
             return None
         return str(self._store.get(key).decode())
 
 
 def describe(operands: Any) -> str:
-    """Shapes and dtypes of the tensors in a structure, in one line.
+    """Returns the shapes and dtypes of the tensors in a nested structure, in one line.
 
     Example:
         >>> import torch
@@ -127,7 +129,7 @@ def describe(operands: Any) -> str:
 
 
 def call_site() -> str:
-    """File and line of the user's call: the innermost frame outside of Leyden."""
+    """Returns file and line of the user's call: the innermost frame outside of Leyden."""
     for frame in reversed(traceback.extract_stack(sys._getframe(1))):
         rooms = tuple(os.path.join(_ROOMS, room) + os.sep for room in ("trainer", "strategies", "callbacks", "leyden"))
         if not frame.filename.startswith(rooms) and not frame.filename.endswith("contextlib.py"):
@@ -136,11 +138,11 @@ def call_site() -> str:
 
 
 def begin(engine: Engine, accumulation: int) -> None:
-    """Begins a run: each rank prints what it is, and from here on collectives are compared.
+    """Starts debug mode for a run: prints a line about each rank, and installs the comparison of collectives.
 
     Args:
-        engine: of the Trainer, or the Accelerator itself.
-        accumulation: batches of a step.
+        engine: the engine of a Trainer or an Accelerator.
+        accumulation: number of batches per step.
     """
     strategy = engine.strategy
     report(
@@ -159,12 +161,12 @@ def report(facts: str | None) -> None:
 
 
 def model_facts(rank: int, prepared: nn.Module, bare: nn.Module) -> str:
-    """Describes a model as it is on this rank, in one line.
+    """Describes a model on this rank, in one line.
 
     Args:
-        rank: this one.
-        prepared: what is called.
-        bare: the model itself.
+        rank: the global rank of this process.
+        prepared: the prepared module.
+        bare: the unwrapped module.
     """
     first = next(bare.parameters(), None)
     wrapper = "no wrapper" if prepared is bare else f"in {type(prepared).__name__}"
@@ -173,11 +175,11 @@ def model_facts(rank: int, prepared: nn.Module, bare: nn.Module) -> str:
 
 
 def loader_facts(rank: int, loader: Any) -> str:
-    """Describes the data that a rank reads, in one line.
+    """Describes the data loader of this rank, in one line.
 
     Args:
-        rank: this one.
-        loader: the rank's own.
+        rank: the global rank of this process.
+        loader: this rank's loader.
     """
     sampler = type(getattr(loader, "batch_sampler", None) or loader).__name__
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

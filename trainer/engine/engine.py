@@ -1,4 +1,4 @@
-"""Engine: the strategy, the accumulation window and what is prepared, as Trainer and Accelerator drive them."""
+"""Engine: the strategy, the accumulation window and the prepared optimizers that Trainer and Accelerator drive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
+    """Returns True for an optimizer such as LBFGS, whose step evaluates the loss several times."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
@@ -40,18 +40,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
 class Engine:
     """Device, precision, strategy, accumulation window and collectives of one run.
 
-    The Trainer drives it directly. `Stepping`, the engine of an `Accelerator`, extends it for user-written loops.
+    The Trainer drives it directly. `Stepping`, the engine of an `Accelerator`, extends it for custom loops.
 
     Args:
         strategy: a name or a Strategy.
         accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
-        precision: a name or a Precision; None leaves a given strategy's own.
-        devices: as for the Trainer.
+        precision: a name or a Precision; None for the precision of a given Strategy.
+        devices: the devices, as for the Trainer.
         num_nodes: number of machines.
     """
 
     checker: Checker | None = None
-    """In debug mode, checks before each collective that all ranks pass matching inputs."""
+    """In debug mode, the check before each collective that all ranks pass matching inputs; None otherwise."""
 
     def __init__(
         self,
@@ -61,27 +61,28 @@ class Engine:
         devices: Any = "auto",
         num_nodes: int = 1,
     ) -> None:
-        keeps_own = isinstance(strategy, Strategy) and precision is None
-        plugin = None if keeps_own else find_precision(precision)
+        keeps_precision = isinstance(strategy, Strategy) and precision is None
+        plugin = None if keeps_precision else find_precision(precision)
         self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
         self.window = Window()
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.toggles = Toggles(self)
         self.has_stepped = False
-        """An optimizer stepped since `begin_step`."""
+        """True if an optimizer has stepped since `begin_step`."""
         self._manual = False
+        """True in manual optimization, where the module calls backward and step."""
         self._before_step: Callable[[Optimizer], Any] | None = None
-        """Called in manual optimisation, with unscaled gradients, before each step."""
+        """In manual optimization, called before each step, with unscaled gradients."""
         self._backward_hooks: BackwardHooks | None = None
         """Called around `manual_backward`."""
         self._went_backward = True
-        """`manual_backward` was called in this batch; also True when it makes no difference."""
+        """True if `manual_backward` was called in this batch, or if a plain `loss.backward()` would do."""
         self._needs_manual_backward = False
-        """A plain `loss.backward()` would lack what `manual_backward` does, and the user was not warned of it yet."""
+        """True if a plain `loss.backward()` would be wrong, and the user has not been warned about it yet."""
         self.warned_of_rest = False
-        """The user was warned that `all_gather` will fail at the end of the epoch."""
+        """True once the user was warned that `all_gather` will fail in the epoch's last batch."""
         self.share: Share | None = None
-        """What ranks know of each other's part of the current batch; None between batches, or if nothing is known."""
+        """The shares of all ranks in the current global batch; None between batches, or if they are unknown."""
 
     @property
     def precision(self) -> Precision:
@@ -89,44 +90,44 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
+        """The device of this rank."""
         return self.strategy.root_device
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers themselves, as the strategy holds them."""
+        """The unwrapped optimizers, as the strategy holds them."""
         return [prepared.optimizer for prepared in self.prepared_optimizers]
 
     # set-up -----------------------------------------------------------------------------------------------------------
     def check_compiled(self) -> None:
-        """Raises ConfigurationError if the strategy does not run modules compiled by torch.compile."""
+        """Raises ConfigurationError if the strategy does not support modules compiled by torch.compile."""
         reason = self.strategy.refusals.get("compiled")
         if reason is not None:
             raise ConfigurationError(f"torch.compile with strategy={self.strategy.name!r}: {reason}.")
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Brings the module to its device; its optimizers are made after that."""
+        """Moves the module to its device and wraps it. Its optimizers must be created afterwards."""
         return self.strategy.setup_modules([module])[0]
 
     def prepare_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> list[PreparedOptimizer]:
-        """Prepares the optimizers of modules that are prepared."""
+        """Prepares the optimizers of prepared modules."""
         prepared = self.strategy.setup_optimizers(modules, optimizers)
         self.prepared_optimizers = [PreparedOptimizer(optimizer, self) for optimizer in prepared]
         return self.prepared_optimizers
 
     def teardown(self) -> None:
-        """Closes the window and leaves the strategy; optimizers stay for a run that continues."""
+        """Closes the window and tears down the strategy. The optimizers stay, so that the run can continue."""
         self.window, self.share = Window(), None
         self.strategy.teardown()
 
     # the window -------------------------------------------------------------------------------------------------------
     def close_window(self, window: Window | None = None) -> None:
-        """Brings the gradients of a window to their mean: over its true length, or over its items.
+        """Scales the gradients of a window to their mean, over its actual length or over its items.
 
         Args:
-            window: the open one if left out; or that of the micro-batches of a batch.
+            window: the window of a batch's micro-batches; None for the open window.
         """
         window = self.window if window is None else window
         count = window.index + 1
@@ -137,42 +138,45 @@ class Engine:
             self.strategy.scale_gradients(window.length / count)
 
     def begin_batch(self, share: Share) -> None:
-        """Begins a batch of sharded data; `end_batch` ends it."""
+        """Starts a batch of sharded data, until `end_batch`."""
         self.share = share
 
     def end_batch(self) -> None:
-        """Ends the batch of sharded data: until the next one nothing is known of the ranks' parts."""
+        """Ends a batch of sharded data. The shares of the ranks are unknown until the next batch."""
         self.share = None
 
     # steps ------------------------------------------------------------------------------------------------------------
     def begin_automatic(self) -> None:
-        """Switches to automatic optimisation: the loop calls backward and step."""
+        """Switches to automatic optimization: the loop calls backward and step."""
         self._manual, self._before_step, self._backward_hooks = False, None, None
         self._went_backward, self._needs_manual_backward = True, False
 
     def begin_manual(self, hooks: BackwardHooks, before_step: Callable[[Optimizer], Any] | None) -> None:
-        """Switches to manual optimisation: the module calls backward and step.
+        """Switches to manual optimization: the module calls backward and step.
 
         Args:
-            hooks: called around `manual_backward`.
-            before_step: called with unscaled gradients, before each step.
+            hooks: hooks to call around `manual_backward`.
+            before_step: a function to call before each step, with unscaled gradients.
         """
         self._manual, self._before_step, self._backward_hooks = True, before_step, hooks
         self._went_backward = True
         self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
 
     def begin_step(self) -> None:
-        """Begins code that may step optimizers; afterwards `has_stepped` says whether any did."""
+        """Starts code that may step optimizers. Afterwards, `has_stepped` tells whether any did."""
         self.has_stepped = False
         self._went_backward = not self._needs_manual_backward
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps one optimizer; in manual optimisation with everything that belongs to a step.
+        """Steps one optimizer. In manual optimization, this includes unscaling and the hooks before a step.
 
         Args:
             prepared: the optimizer.
-            closure: evaluates the loss again, for an optimizer that asks for it.
-            **kwargs: further arguments of the optimizer's own `step`.
+            closure: a function that reevaluates the loss, for optimizers such as LBFGS.
+            **kwargs: further arguments for the optimizer's own `step`.
+
+        Returns:
+            False if a gradient scaler skipped the step.
         """
         optimizer, strategy = prepared.optimizer, self.strategy
         if self._manual:
@@ -182,7 +186,7 @@ class Engine:
             if self._before_step is not None:
                 self._before_step(optimizer)
         elif closure is not None and not needs_closure(optimizer):
-            # The gradients are there: the closure would only return the loss, and a gradient scaler takes no closure.
+            # Run the closure here for its gradients. The optimizer needs none, and a gradient scaler accepts none.
             closure()
             closure = None
         stepped = strategy.step(optimizer, closure, **kwargs)
@@ -191,13 +195,13 @@ class Engine:
 
     def _warn_of_plain_backward(self) -> None:
         self._needs_manual_backward, self._went_backward = False, True
-        lacks = [
+        problems = [
             *(["are not exchanged with the other ranks"] if self.strategy.ranks.world_size > 1 else []),
             *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
         ]
         warnings.warn(
-            "training_step stepped an optimizer without a call of self.manual_backward. Gradients of a plain "
-            f"loss.backward() {' and '.join(lacks)}: call self.manual_backward(loss) in its place.",
+            "training_step stepped an optimizer without calling self.manual_backward. Gradients of a plain "
+            f"loss.backward() {' and '.join(problems)}. Call self.manual_backward(loss) instead.",
             stacklevel=5,
         )
 
@@ -206,38 +210,42 @@ class Engine:
         prepared.optimizer.zero_grad(set_to_none)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs backward without dividing the loss; scales for the precision, and weights a rank of an uneven batch."""
+        """Runs backward on the loss, without dividing it by the window's length.
+
+        The loss is scaled for the precision, and weighted on a rank of an uneven batch.
+        """
         self._went_backward = True
         hooks, weight = self._backward_hooks, self.window.weight
-        # A rank without a sample runs the step for the others: no hook is called, but backward is the module's own.
-        listening = hooks if weight else None
-        for before in listening.on_before_backward if listening is not None else ():
+        # A rank without a sample runs the step for the others' sake: it calls no hooks, but the module's own backward.
+        active_hooks = hooks if weight else None
+        for before in active_hooks.on_before_backward if active_hooks is not None else ():
             before(loss)
         if weight != 1.0:
             loss = loss * weight if weight else zeroed(loss)
         if hooks is not None and hooks.backward is not None:
             kwargs["own"] = hooks.backward
         self.strategy.backward(loss, *args, **kwargs)
-        for after in listening.on_after_backward if listening is not None else ():
+        for after in active_hooks.on_after_backward if active_hooks is not None else ():
             after()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the run's precision."""
+        """Returns the context for a forward pass in the run's precision."""
         context = self.precision.forward_context
         return nullcontext() if context is None else context()
 
     def check_collectives(self, checker: Checker) -> None:
-        """Checks from here on, before each collective, that all ranks pass matching inputs."""
+        """Installs a check before each collective that all ranks pass matching inputs."""
         self.checker = checker
 
     # collectives ------------------------------------------------------------------------------------------------------
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the data ranks: (data_size, *shape).
+        """Stacks the tensors of a nested structure over the data ranks: (data_size, *shape).
 
-        Ranks of a tp group have the same, which is there once. With a `group`, all of its ranks are stacked.
+        The ranks of a tp group hold the same tensors, and contribute one entry. With a `group`, every rank of it
+        contributes.
 
         Raises:
-            ConfigurationError: where a rank cannot take part, or has tensors of other shapes.
+            ConfigurationError: if a rank cannot take part, or has tensors of different shapes.
         """
         if self.checker is not None and group is None:
             self.checker.compare("all_gather", data)
@@ -251,25 +259,28 @@ class Engine:
         return map_tensors(data, lambda tensor: readers.all_gather(tensor, sync_grads=sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank `src`."""
+        """Returns the object of rank `src` on every rank."""
         if self.checker is not None:
             self.checker.compare("broadcast", None)
         return self.strategy.ranks.broadcast(obj, src)
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:
-        """Raises if an optimizer holds only parameters that no module owns: its steps would have no effect."""
+        """Raises if none of an optimizer's parameters belongs to a module, because its steps would have no effect."""
         known = {id(p) for module in modules for p in module.parameters()}
         for number, optimizer in enumerate(self.optimizers):
             owned = [p for group in self.strategy.master_weights.groups(optimizer) for p in group]
             if owned and known and not any(id(p) in known for p in owned):
                 raise ConfigurationError(
-                    f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of this module. Make it in "
+                    f"optimizer {number} ({type(optimizer).__name__}) has no parameter of this module. Create it in "
                     "configure_optimizers, from self.parameters()."
                 )
 
 
 def _ratio(first: Tensor | float, total: Tensor | float) -> Tensor | float:
-    """In float64 where there is one: torch divides whole numbers in float32, which is too coarse for 64-true."""
+    """Returns first / total, in float64 if the device supports it.
+
+    torch divides integers in float32, which is too coarse for precision="64-true".
+    """
     if isinstance(total, Tensor) and total.device.type != "mps":
         total = total.double()
     return first / total

@@ -1,4 +1,4 @@
-"""Checks before `self.all_gather` in a step: that every rank takes part, with tensors of one shape."""
+"""Checks before `self.all_gather` in a step that every rank takes part, with tensors of the same shape."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ if TYPE_CHECKING:
     from leyden.trainer.data.sharding import Share
 
 FIX = (
-    "Trainer(even_batches=True) fills the last global batch of the training data, drop_last=True of a loader leaves it "
-    "out; or keep what you want to gather until the epoch's end, and gather it in a hook there, on every rank."
+    "Use Trainer(even_batches=True) to fill the last global batch of the training data, or drop_last=True in a loader "
+    "to leave it out. Or collect the values, and gather them on every rank in a hook at the end of the epoch."
 )
 
 
 def check_gathered(strategy: Strategy, share: Share | None, data: Any, group: Any) -> None:
-    """Raises rather than wait for a rank that has no sample, or abort over tensors that do not fit.
+    """Raises if a gather would wait for a rank without a sample, or abort on tensors of different shapes.
 
-    Shapes cost a message, so they are compared only where they are known to differ or gloo would abort.
+    Comparing shapes costs a message, so it only happens if the shapes are known to differ or gloo would abort.
 
     Args:
-        strategy: of this rank.
-        share: what is known of the current batch.
-        data: what is to be gathered.
-        group: the process group in which it is gathered; None for all ranks.
+        strategy: the strategy of the run.
+        share: the shares of the ranks in the current global batch; None if they are unknown.
+        data: the tensors to gather.
+        group: the process group to gather over; None for all ranks.
 
     Raises:
-        ConfigurationError: on every rank that gathers; the others end with them.
+        ConfigurationError: on every rank that gathers. The other ranks end with them.
     """
     if share is not None and share.idle:
         raise ConfigurationError(
             f"all_gather in a step: this global batch has {share.total} sample{'s'[: share.total != 1]} for "
-            f"{strategy.data_size} ranks, and a rank without one cannot take part. {FIX}"
+            f"{strategy.data_size} ranks, and a rank without a sample cannot take part. {FIX}"
         )
     check_shapes(strategy, data, group, "all_gather", FIX, known_to_differ=share is not None and not share.even)
 
 
 def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str, known_to_differ: bool = False) -> None:
-    """Raises where ranks bring tensors of different shapes, rather than read what lies beside them, or abort.
+    """Raises if ranks pass tensors of different shapes. The backend would read out of bounds or abort.
 
     Args:
-        strategy: of this rank.
-        data: what is to be gathered.
-        group: the process group in which it is gathered; None for all ranks.
-        name: of the method that gathers.
-        fix: what to do.
-        known_to_differ: compare in any case.
+        strategy: the strategy of the run.
+        data: the tensors to gather.
+        group: the process group to gather over; None for all ranks.
+        name: the name of the gathering method, for the message.
+        fix: the advice at the end of the message.
+        known_to_differ: whether to compare even if the backend handles different shapes.
 
     Raises:
         ConfigurationError: on every rank that gathers.
@@ -64,25 +64,25 @@ def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str,
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(
-            f"{name} needs tensors of one shape: rank 0 has {found[0]}, and rank {rank} has {other}. {fix}"
+            f"{name} needs tensors of the same shape, but rank 0 has {found[0]} and rank {rank} has {other}. {fix}"
         )
 
 
 def warn_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
-    """Warns at the first gathering if the epoch's last one will fail, which may be hours away.
+    """Warns at the first gather if the gather in the epoch's last batch will fail, which may be hours away.
 
     Returns:
-        Whether it did.
+        True if the gather will fail. Only rank 0 warns.
     """
     ranks = strategy.data_size
-    rows: list[bool] = []
-    map_tensors(data, lambda tensor: rows.append(tensor.ndim > 0 and tensor.shape[0] == share.here))
-    if share.rest % ranks == 0 or (share.rest > ranks and not any(rows)):
+    has_row_per_sample: list[bool] = []
+    map_tensors(data, lambda tensor: has_row_per_sample.append(tensor.ndim > 0 and tensor.shape[0] == share.here))
+    if share.rest % ranks == 0 or (share.rest > ranks and not any(has_row_per_sample)):
         return False
     if strategy.is_global_zero:
         warnings.warn(
-            f"all_gather in a step would fail in the last global batch of a whole epoch, which has {share.rest} "
-            f"samples for {ranks} ranks. {FIX}",
+            f"all_gather in a step will fail in the last global batch of a full epoch, which has {share.rest} samples "
+            f"for {ranks} ranks. {FIX}",
             stacklevel=5,
         )
     return True

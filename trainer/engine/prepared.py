@@ -1,4 +1,4 @@
-"""Optimizers wrapped for the user: their steps go through precision and strategy."""
+"""PreparedOptimizer: an optimizer whose steps go through precision and strategy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class PreparedOptimizer(Optimizer):
-    """An optimizer whose `step` goes through precision and strategy. Everything else is the optimizer's own.
+    """A wrapper whose `step` goes through precision and strategy. Everything else is forwarded to the optimizer.
 
-    It is a torch Optimizer too, so that a scheduler can be made of it.
+    It subclasses torch's Optimizer, so that schedulers accept it.
     """
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
-        # torch's own __init__ would make groups and state of its own.
+        # No super().__init__(): it would create separate groups and state.
         vars(self).update(optimizer=optimizer, _engine=engine, step_was_skipped=False)
 
     optimizer: Optimizer
     step_was_skipped: bool
-    """The gradient scaler skipped the last step."""
+    """True if the gradient scaler skipped the last step."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
@@ -33,25 +33,25 @@ class PreparedOptimizer(Optimizer):
         return repr(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. Inside an accumulation window of the user's own loop it leaves them."""
+        """Clears the gradients. A no-op inside an accumulation window of your own loop."""
         self._engine.zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Steps the optimizer, unscaled and in the strategy's way. Inside an accumulation window it does nothing.
+        """Steps the optimizer through precision and strategy. A no-op inside an accumulation window of your own loop.
 
         Args:
-            closure: evaluates the loss again, for an optimizer that asks for it.
-            **kwargs: further arguments of the optimizer's own `step`.
+            closure: a function that reevaluates the loss, for optimizers such as LBFGS.
+            **kwargs: further arguments for the optimizer's own `step`.
         """
         self.step_was_skipped = not self._engine.step(self, closure, **kwargs)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only the parameters of this optimizer take gradients within the block, of those that any optimizer has.
+        """Disables gradients within the block for the parameters of all other optimizers.
 
         Args:
-            sync_grad: False if ranks exchange no gradients in the block, as in all batches of an accumulation by hand
-                but the last.
+            sync_grad: whether ranks exchange gradients in the block. Pass False for all batches but the last of a
+                manual accumulation.
 
         Example:
             A step of a module with `automatic_optimization = False`::
@@ -65,7 +65,7 @@ class PreparedOptimizer(Optimizer):
         with self._engine.toggles.turned_to(self.optimizer), self._engine.strategy.gradient_sync(sync_grad):
             yield
 
-    # torch's class has these, so they would not be asked of the optimizer itself.
+    # torch's base class defines the following, so `__getattr__` would not forward them.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.optimizer.param_groups
@@ -110,17 +110,17 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a prepared optimizer cannot be pickled or copied: use its state_dict().")
+        raise TypeError("a prepared optimizer cannot be pickled or copied. Use its state_dict().")
 
     def train(self) -> None:
-        """Switches an optimizer with two modes, such as a schedule-free one, to training."""
-        self._mode("train")
+        """Switches an optimizer with modes, such as a schedule-free one, to training; a no-op for others."""
+        self._call_if_defined("train")
 
     def eval(self) -> None:
-        """Switches an optimizer with two modes to evaluation."""
-        self._mode("eval")
+        """Switches an optimizer with modes to evaluation; a no-op for others."""
+        self._call_if_defined("eval")
 
-    def _mode(self, name: str) -> None:
+    def _call_if_defined(self, name: str) -> None:
         method = getattr(self.optimizer, name, None)
         if callable(method):
             method()

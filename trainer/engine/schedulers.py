@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, parsed into one form; and when schedulers step."""
+"""Parses the return value of `configure_optimizers`, and decides when schedulers step."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "na
 
 
 BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
-"""Schedulers of torch's that have numbers for each group that they were made with."""
+"""torch's schedulers with one setting per parameter group, for the groups that exist at construction."""
 
 
 @dataclass(slots=True)
 class SchedulerConfig:
-    """A scheduler and when it steps.
+    """A scheduler, and when it steps.
 
     Attributes:
         scheduler: any object with `step` and `state_dict`.
-        interval: after an optimizer step, or at the end of an epoch.
-        frequency: every so many of those.
+        interval: "step" to step after optimizer steps, or "epoch" to step at the end of epochs.
+        frequency: number of intervals between two steps of the scheduler.
         monitor: name of the logged value that a plateau scheduler steps on.
-        strict: raise when that value was never logged; otherwise warn and leave the scheduler as it is.
-        name: the name that LearningRateMonitor logs it under.
-        reduce_on_plateau: it is stepped with the monitored value, after validation.
+        strict: whether to raise if the monitored value was never logged. Otherwise the scheduler warns and skips.
+        name: the name under which LearningRateMonitor logs the scheduler.
+        reduce_on_plateau: whether the scheduler steps after validation, on the monitored value.
     """
 
     scheduler: Any
@@ -57,20 +57,20 @@ class SchedulerConfig:
     reduce_on_plateau: bool = False
 
     def due(self, interval: str, count: int) -> bool:
-        """True if it steps at the end of the `count`-th step or epoch, counted from 1."""
+        """Returns True if the scheduler steps at the end of the `count`-th step or epoch, counted from 1."""
         return self.interval == interval and count % self.frequency == 0
 
     def monitored(self, metrics: Mapping[str, Value]) -> float | None:
-        """The value it steps on, read back.
+        """Returns the monitored value, read back from the device; None, with a warning, if it was never logged.
 
         Raises:
-            ConfigurationError: if it was never logged, and the scheduler is strict.
+            ConfigurationError: if the value was never logged and the scheduler is strict.
         """
         assert self.monitor is not None
         if self.monitor in metrics:
             return float(metrics[self.monitor])
         message = (
-            f"{type(self.scheduler).__name__} monitors {self.monitor!r}, which has not been logged. "
+            f"{type(self.scheduler).__name__} monitors {self.monitor!r}, which was not logged. "
             f"{nearest(self.monitor, metrics) if metrics else 'Nothing has been logged yet.'} "
             "Log it before the scheduler steps, or set 'strict': False."
         )
@@ -82,22 +82,22 @@ class SchedulerConfig:
 
 @contextmanager
 def own_groups(scheduler: Any) -> Iterator[None]:
-    """Hides from a scheduler the groups that its optimizer has gained since, if it has no number for them.
+    """Hides parameter groups added after the scheduler's construction, if the scheduler has no settings for them.
 
-    Newer versions of torch raise an error there. The learning rates of those groups stay as they are set.
+    Newer versions of torch raise for such groups. Their learning rates stay unchanged.
     """
     known = _known_groups(scheduler)
     groups = scheduler.optimizer.param_groups if known is not None else []
-    gained = groups[known:]
+    added = groups[known:]
     del groups[known:]
     try:
         yield
     finally:
-        groups += gained
+        groups += added
 
 
 def _known_groups(scheduler: Any) -> int | None:
-    """How many groups a scheduler was made with, if it has numbers for each; None if it takes all."""
+    """Returns the number of groups that a scheduler has settings for; None if it handles any number."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if isinstance(part, BY_GROUP):
             return len(part.base_lrs)
@@ -105,15 +105,15 @@ def _known_groups(scheduler: Any) -> int | None:
 
 
 def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Brings what `configure_optimizers` returned to one form.
+    """Returns the optimizers and schedulers from the return value of `configure_optimizers`.
 
     Args:
-        configured: what it returned.
-        automatic: False in manual optimisation, where the module steps its schedulers with values of its own, so that
-            none needs a monitor.
+        configured: the return value of `configure_optimizers`.
+        automatic: False in manual optimization. There the module itself steps its schedulers and passes the values, so
+            no scheduler needs a monitor.
 
     Raises:
-        ConfigurationError: if it has another form; names the fix.
+        ConfigurationError: if the value has no supported form; the message names the fix.
     """
     if configured is None:
         return [], []
@@ -129,7 +129,7 @@ def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], lis
         if configured and all(isinstance(part, Mapping) for part in configured):
             return _from_dicts(configured, automatic)
         return _checked(list(configured), [])
-    raise ConfigurationError(f"configure_optimizers returned {kind_of(configured)}: {FORMS}.")
+    raise ConfigurationError(f"configure_optimizers returned {kind_of(configured)}. It may {FORMS}.")
 
 
 def _from_dicts(parts: Sequence[Mapping[str, Any]], automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -138,7 +138,7 @@ def _from_dicts(parts: Sequence[Mapping[str, Any]], automatic: bool) -> tuple[li
     for part in parts:
         if "optimizer" not in part:
             raise ConfigurationError(
-                f"configure_optimizers returned a dict without 'optimizer' (keys {list(part)}): {FORMS}."
+                f"configure_optimizers returned a dict without the key 'optimizer' (keys {list(part)}). It may {FORMS}."
             )
         for key in part:
             if key not in ("optimizer", "lr_scheduler", "monitor"):
@@ -159,13 +159,13 @@ def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> Sched
             raise ConfigurationError(f"lr_scheduler has the unknown key {key!r}. {nearest(key, SCHEDULER_KEYS)}")
     if "scheduler" not in values:
         raise ConfigurationError(
-            "lr_scheduler is a dict without 'scheduler': {'scheduler': scheduler, 'interval': 'step'}."
+            "lr_scheduler is a dict without the key 'scheduler'. Use {'scheduler': scheduler, 'interval': 'step'}."
         )
     scheduler = values["scheduler"]
     if isinstance(scheduler, Optimizer) or not callable(getattr(scheduler, "step", None)):
         raise ConfigurationError(
-            f"lr_scheduler is {kind_of(scheduler)}, which is no scheduler: give one of torch.optim.lr_scheduler, or an "
-            "object with step, state_dict and load_state_dict, and override lr_scheduler_step if it takes arguments."
+            f"lr_scheduler is {kind_of(scheduler)}, not a scheduler. Use one of torch.optim.lr_scheduler, or an object "
+            "with step, state_dict and load_state_dict. If its step takes arguments, override lr_scheduler_step."
         )
     values.setdefault("monitor", monitor)
     values.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
@@ -176,24 +176,24 @@ def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> Sched
         raise ConfigurationError(f"lr_scheduler has frequency={config.frequency!r}: use a whole number from 1.")
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise ConfigurationError(
-            f"{type(scheduler).__name__} needs a value to watch: return "
+            f"{type(scheduler).__name__} needs a value to monitor. Return "
             f"{{'scheduler': scheduler, 'monitor': 'val_loss'}} as lr_scheduler."
         )
     return config
 
 
 def _checked(optimizers: list[Any], schedulers: list[SchedulerConfig]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Refuses what is no optimizer, and schedulers of others."""
+    """Raises if an element is not an optimizer, or if a scheduler's optimizer is not in the list."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"configure_optimizers returned {kind_of(optimizer)} where an optimizer belongs: {FORMS}."
+                f"configure_optimizers returned {kind_of(optimizer)} in place of an optimizer. It may {FORMS}."
             )
     for config in schedulers:
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(config.scheduler, LRScheduler) and all(owner is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
-                f"{type(config.scheduler).__name__} was made for an optimizer that configure_optimizers does not "
-                "return: its steps would have no effect. Return that optimizer too."
+                f"{type(config.scheduler).__name__} belongs to an optimizer that configure_optimizers does not return, "
+                "so its steps would have no effect. Return that optimizer too."
             )
     return optimizers, schedulers

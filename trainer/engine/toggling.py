@@ -1,4 +1,4 @@
-"""What is switched for a while: which optimizer's parameters take gradients, and the modes of a module's parts."""
+"""Temporary switches: which optimizer's parameters require gradients, and the train/eval modes of submodules."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ if TYPE_CHECKING:
 
 
 class Toggles:
-    """Which optimizer's parameters take gradients.
+    """Restricts gradients to the parameters of one optimizer.
 
     Args:
-        engine: whose optimizers they are.
+        engine: the engine that holds the optimizers.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._before: dict[Tensor, bool] = {}
-        """Whether each parameter took gradients before `turn_to`; empty where all optimizers' do."""
+        """`requires_grad` of each parameter before the first `turn_to`; empty after `undo`."""
         self._current: Optimizer | None = None
 
     def turn_to(self, optimizer: Optimizer) -> None:
-        """Makes every parameter of the other optimizers stop taking gradients, until `undo`.
+        """Disables gradients for the parameters of all other optimizers, until `undo`.
 
-        Turning to another optimizer in between is allowed: `undo` restores what was before the first.
+        Another `turn_to` in between is allowed. `undo` restores the flags from before the first one.
         """
         groups_of = self._engine.strategy.master_weights.groups
         own = {id(parameter) for group in groups_of(optimizer) for parameter in group}
         self._current = optimizer
         for parameter in (p for other in self._engine.optimizers for group in groups_of(other) for p in group):
-            # A parameter may be in several optimizers: what it was is known only before it is set.
+            # A parameter may be in several optimizers, so only its first recorded flag is the original one.
             before = self._before.setdefault(parameter, parameter.requires_grad)
             parameter.requires_grad = before and id(parameter) in own
 
     def undo(self) -> None:
-        """Lets every parameter take gradients that took them before `turn_to`."""
+        """Restores `requires_grad` of all parameters."""
         for parameter, requires_grad in self._before.items():
             parameter.requires_grad = requires_grad
         self._before, self._current = {}, None
 
     @contextmanager
     def turned_to(self, optimizer: Optimizer) -> Iterator[None]:
-        """Only the parameters of this optimizer take gradients within the block; such blocks may be nested."""
+        """Calls `turn_to` for the duration of the block. Blocks may be nested."""
         outer = self._current
         self.turn_to(optimizer)
         try:
@@ -60,11 +60,11 @@ class Toggles:
 
 @contextmanager
 def keeping_modes(module: nn.Module) -> Iterator[None]:
-    """Puts each part of a module back into its own mode, training or evaluation, after the block."""
+    """Restores the train/eval mode of each submodule after the block."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
     finally:
         for part, training in modes:
-            # `train()` would change the parts within, which may be in another mode.
+            # Not `train()`, which would also change nested submodules in another mode.
             part.training = training

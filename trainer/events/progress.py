@@ -189,8 +189,13 @@ class Progress:
             before: the progress saved in the checkpoint that the run is rolled back to.
         """
         trained = before.batches - before.passed_over
-        restored = {"global_step": before.global_step, "stepped": before.stepped}
-        Progress.__init__(self, **{**now.to_dict(), **restored, "passed_over": now.batches - trained, "skipped": True})
+        rolled_back = {
+            "global_step": before.global_step,
+            "stepped": before.stepped,
+            "passed_over": now.batches - trained,
+            "skipped": True,
+        }
+        Progress.__init__(self, **{**now.to_dict(), **rolled_back})
 
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:

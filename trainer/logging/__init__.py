@@ -1,1 +1,1 @@
-"""What `self.log` records, how it is reduced over batches and ranks, and the rows that loggers are given."""
+"""The values of `self.log`: recording, reduction over batches and ranks, and read-back."""

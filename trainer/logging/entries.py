@@ -1,4 +1,4 @@
-"""Entries: the names that hooks log, each with its options, its last value and its sum over the epoch."""
+"""Entries: the names that hooks log, each with its options, its latest value and its sum over the epoch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ STEP_EVENTS = (
 )
 EPOCH_EVENTS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 LOADER_SUFFIX = "/dataloader_idx_"
-STORED: Any = object()
+_MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What follows from the hook in which a value is logged: its group, and the defaults of on_step and on_epoch."""
+    """How values of a hook are logged.
+
+    Attributes:
+        group: "train", "validation" or "test".
+        on_step: the default of `on_step`.
+        on_epoch: the default of `on_epoch`.
+        has_batch: whether the hook runs for a batch.
+    """
 
     group: str
     on_step: bool
@@ -37,10 +44,10 @@ class Rule:
 
 
 def rule_of(event: str) -> Rule:
-    """The rule of a hook.
+    """Returns the rule of a hook.
 
     Raises:
-        ConfigurationError: if there is no epoch or step at that moment that a value could belong to.
+        ConfigurationError: if the hook runs outside of any step and epoch.
     """
     if event in EPOCH_EVENTS:
         return Rule("train", False, True, False)
@@ -53,18 +60,18 @@ def rule_of(event: str) -> Rule:
             return Rule(stage, False, True, False)
     place = f"in {event}" if event else "outside of a hook"
     raise ConfigurationError(
-        f"self.log cannot be called {place}: the value would belong to no step and no epoch. Log in a training, "
+        f"self.log cannot be called {place}: the value would belong to no step and no epoch. Call it in a training, "
         "validation or test step, or in a hook of their batches and epochs."
     )
 
 
 class Entry:
-    """One name that one hook logs: its options, its last value, and its sum over the epoch."""
+    """A name that a hook logs, with its options, its latest value and its sum over the epoch."""
 
     __slots__ = (
         *("event", "group", "name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "has_batch"),
         *("value", "fresh", "tick", "total", "weight", "values", "metric", "step_name", "epoch_name"),
-        *("loader", "sync_dist", "ranks_in", "is_restored"),
+        *("loader", "sync_dist", "process_group", "is_restored"),
     )
 
     def __init__(self, event: str, name: str, options: tuple[Any, ...], loader: int = -1) -> None:
@@ -76,24 +83,24 @@ class Entry:
         self.on_epoch = rule.on_epoch if on_epoch is None else on_epoch
         if self.on_step and not rule.has_batch:
             raise ConfigurationError(
-                f"self.log({name!r}, on_step=True) in {event}: there is no step there, use on_epoch=True."
+                f"self.log({name!r}, on_step=True) in {event}: this hook runs outside of steps. Use on_epoch=True."
             )
         if not self.on_step and not self.on_epoch:
             raise ConfigurationError(
-                f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing: set one of them."
+                f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing. Set one of them to True."
             )
         if isinstance(reduce_fx, str) and reduce_fx not in REDUCTIONS:
             raise ConfigurationError(
-                f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not known. {nearest(reduce_fx, REDUCTIONS)} "
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}): unknown reduction. {nearest(reduce_fx, REDUCTIONS)} "
                 "A function of the stacked values works too."
             )
         self.prog_bar, self.logger, self.reduce_fx = bool(prog_bar), logger is None or bool(logger), reduce_fx
         self.sync_dist: bool | None = sync_dist
-        self.ranks_in: Any = None
+        self.process_group: Any = None
         self.is_restored = False
         self.loader = loader
         fork = self.on_step and self.on_epoch
-        # "_step" goes to the name itself, not behind the loader's index.
+        # "_step" is appended to the name itself, before the loader's index.
         own, index, number = name.partition(LOADER_SUFFIX)
         self.step_name, self.epoch_name = (
             f"{own}{level}{index}{number}" if fork else name for level in ("_step", "_epoch")
@@ -104,7 +111,7 @@ class Entry:
         self.reset()
 
     def reset(self) -> None:
-        """Drops what it has summed up; a metric is reset too."""
+        """Drops the sum over the epoch, and resets a metric."""
         if self.metric is not None:
             self.metric.reset()
         self.fresh = False
@@ -113,23 +120,23 @@ class Entry:
         self.values: list[Value] = []
 
     def record(self, value: Value, tick: int) -> None:
-        """Takes the value of the batch with this number."""
+        """Records the value of the batch with the number `tick`."""
         self.value, self.fresh, self.tick = value, True, tick
 
     def record_metric(self, metric: Any, tick: int) -> None:
-        """Takes a torchmetrics object, which sums by itself."""
+        """Records a torchmetrics object, which accumulates its own state."""
         self.metric, self.fresh, self.tick = metric, True, tick
 
     def attach(self, metric: Any) -> None:
-        """Names the torchmetrics object of a restored entry."""
+        """Sets the torchmetrics object of a restored entry."""
         self.metric = metric
 
     def reduce_among(self, group: Any) -> None:
-        """Reduces over the ranks of a process group only."""
-        self.ranks_in = group
+        """Restricts the reduction to the ranks of a process group."""
+        self.process_group = group
 
     def add(self, value: Value, weight: float) -> None:
-        """Takes a value into the epoch's sum; a mean weighs it by the number of samples."""
+        """Adds a value to the epoch's sum. `weight` is its number of samples, for a mean."""
         reduction = self.reduce_fx
         if reduction == "mean":
             self.weight += weight
@@ -149,8 +156,15 @@ class Entry:
         addend = value.to(sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
         self.total = addend if total is None else total + addend
 
-    def of_batch(self, parts: Sequence[tuple[Value, float]]) -> tuple[Value, float]:
-        """The value of a batch whose micro-batches logged these, each with its weight; and the weight of all."""
+    def combine(self, parts: Sequence[tuple[Value, float]]) -> tuple[Value, float]:
+        """Combines the values of a batch's micro-batches.
+
+        Args:
+            parts: the value and the weight of each micro-batch.
+
+        Returns:
+            The value of the batch, and its total weight.
+        """
         values, weights = [value for value, _ in parts], [weight for _, weight in parts]
         total = math.fsum(weights)
         if self.reduce_fx == "sum":
@@ -162,13 +176,13 @@ class Entry:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no value in this epoch."""
+        """True if the entry has no value in this epoch."""
         if self.metric is not None:
             return not self.fresh
         return self.total is None and not self.values
 
     def result(self) -> Value | None:
-        """The epoch's value on this rank, on the device; None if nothing was logged."""
+        """Returns the epoch's value on this rank, on the device; None if nothing was logged."""
         if self.metric is not None:
             return as_number(self.name, self.metric.compute())
         if callable(self.reduce_fx):
@@ -177,11 +191,14 @@ class Entry:
             return as_number(self.name, self.reduce_fx(torch.stack([as_tensor(value) for value in self.values])))
         if self.total is None or self.reduce_fx != "mean":
             return self.total
-        # Batches without a sample have no mean.
+        # The total weight is 0 if no batch had a sample.
         return self.total / self.weight if self.weight else math.nan
 
-    def follows(self, options: tuple[Any, ...]) -> bool:
-        """True if a call with these options, which are not equal to its own, belongs to this entry all the same."""
+    def accepts(self, options: tuple[Any, ...]) -> bool:
+        """Returns True if a call with these options still matches this entry, although the options are not equal.
+
+        Functions passed as `reduce_fx` may differ in identity only. After a resume, the first one is adopted.
+        """
         if isinstance(self.reduce_fx, Reduced) and callable(options[-1]) and self.options[:-1] == options[:-1]:
             self.reduce_fx, self.options = options[-1], options
             return True
@@ -199,25 +216,25 @@ class Entry:
             "total": self.total,
             "weight": self.weight,
             "values": self.values,
-            # A function cannot be saved. Where no further value comes, what it makes of these is the epoch's value.
+            # A function cannot be saved. Its result so far is the epoch's value if no further value is logged.
             "result": self.result() if callable(self.reduce_fx) and self.metric is None else None,
         }
 
-    def unlike(self) -> str:
-        """What to do about a call with other options than these."""
-        first = (
-            f"self.log({self.name!r}) has other arguments than in the checkpoint that this run continues, whose "
+    def mismatch_message(self) -> str:
+        """Returns the error message for a call with different options."""
+        problem = (
+            f"self.log({self.name!r}) was called with different arguments in the run of this checkpoint, whose "
             f"rank-….json has {self.options[:-1]} under logs.entries (in {self.event})"
             if self.is_restored
-            else f"self.log({self.name!r}) was called with other arguments before, in the same hook"
+            else f"self.log({self.name!r}) was called with different arguments before, in the same hook"
         )
         return (
-            f"{first}: give it the same prog_bar, logger, on_step, on_epoch, sync_dist and reduce_fx each time, or "
+            f"{problem}. Use the same prog_bar, logger, on_step, on_epoch, sync_dist and reduce_fx each time, or "
             "another name."
         )
 
     def restore(self, saved: SavedState) -> None:
-        """Continues from what `state` returned."""
+        """Restores the values that `state` returned."""
         self.is_restored = True
         self.value, self.total = _saved_value(saved, "value"), _saved_value(saved, "total")
         self.values = [_saved_value(saved, "values", value) for value in saved.items("values")]
@@ -227,7 +244,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Stands in for a `reduce_fx` function after a resume until the user's is known again; returns its last value."""
+    """Stands in for a `reduce_fx` function after a resume, until a call of `self.log` supplies the function again.
+
+    Attributes:
+        result: the function's result when the checkpoint was saved.
+    """
 
     result: Value | None
 
@@ -238,26 +259,30 @@ class Reduced:
 def restored_entries(
     saved: SavedState,
 ) -> tuple[list[tuple[Entry, str | None]], dict[str, tuple[Value, bool, bool]]]:
-    """The entries of a saved state, each with the name of its metric; and the values that are shown."""
-    found = []
+    """Returns the entries of a saved state, each with the name of its metric, and the visible epoch values.
+
+    Raises:
+        StateError: if a part of the state is invalid.
+    """
+    restored = []
     for number, state in enumerate(saved.items("entries")):
         entry = SavedState(state, saved.path(f"entries[{number}]"))
-        reduction = Reduced(_saved_value(entry, "result"))
-        chosen = reduction if entry.is_none("reduce_fx") else entry.text("reduce_fx", among=REDUCTIONS)
+        stand_in = Reduced(_saved_value(entry, "result"))
+        reduce_fx = stand_in if entry.is_none("reduce_fx") else entry.text("reduce_fx", among=REDUCTIONS)
         options = entry.items("options")
         if len(options) != 5 or not all(option is None or isinstance(option, int) for option in options):
             raise StateError(entry.path("options"), "must be five of true, false and null")
-        made = _restored_entry(entry, (*options, chosen))
+        made = _restored_entry(entry, (*options, reduce_fx))
         made.restore(entry)
-        found.append((made, None if entry.is_none("metric") else entry.text("metric")))
+        restored.append((made, None if entry.is_none("metric") else entry.text("metric")))
     shown = {}
-    values_shown = saved.nested("epoch_values")
-    for name in values_shown.entries:
-        triple = values_shown.items(name)
+    epoch_values = saved.nested("epoch_values")
+    for name in epoch_values.entries:
+        triple = epoch_values.items(name)
         if len(triple) != 3 or not all(isinstance(flag, bool) for flag in triple[1:]):
-            raise StateError(values_shown.path(name), "must be a value and two flags")
-        shown[name] = (_saved_value(values_shown, name, triple[0]), triple[1], triple[2])
-    return found, shown
+            raise StateError(epoch_values.path(name), "must be a value and two flags")
+        shown[name] = (_saved_value(epoch_values, name, triple[0]), triple[1], triple[2])
+    return restored, shown
 
 
 def _restored_entry(saved: SavedState, options: tuple[Any, ...]) -> Entry:
@@ -265,16 +290,22 @@ def _restored_entry(saved: SavedState, options: tuple[Any, ...]) -> Entry:
     try:
         rule_of(event)
     except ConfigurationError as error:
-        raise StateError(saved.path("event"), f"cannot be: {error}") from error
+        raise StateError(saved.path("event"), f"is invalid: {error}") from error
     try:
         return Entry(event, name, options)
     except ConfigurationError as error:
-        raise StateError(saved.path("options"), f"cannot be: {error}") from error
+        raise StateError(saved.path("options"), f"is invalid: {error}") from error
 
 
-def _saved_value(saved: SavedState, key: str, value: Any = STORED) -> Any:
-    """A logged value: a number, a tensor with one element, or None."""
-    value = saved.value(key) if value is STORED else value
+def _saved_value(saved: SavedState, key: str, value: Any = _MISSING) -> Any:
+    """Checks and returns a logged value: a number, a tensor with one element, or None.
+
+    Args:
+        saved: the state that holds the value.
+        key: the value's key, also for error messages.
+        value: the value, if it is not stored directly under `key`.
+    """
+    value = saved.value(key) if value is _MISSING else value
     plain = value is None or type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
     if not plain:
         raise StateError(saved.path(key), f"is {brief(value)}, and must be a number")
@@ -282,6 +313,6 @@ def _saved_value(saved: SavedState, key: str, value: Any = STORED) -> Any:
 
 
 def _same_options(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    """True also where `reduce_fx` was written in the call, which makes another function of the same code each time."""
+    """Compares options whose `reduce_fx` is a lambda in the call: a new function object each time, of the same code."""
     code = getattr(old[-1], "__code__", None)
     return old[:-1] == new[:-1] and code is not None and code is getattr(new[-1], "__code__", None)

@@ -1,4 +1,4 @@
-"""Epoch values over the ranks: all that was logged in an epoch travels in one message."""
+"""Reduces epoch values over the ranks: all values of an epoch travel in one message."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HEADER = 4
-"""Numbers before the values of a message: data rank, digest of the keys, length, bytes of metric states."""
+"""Length of a message's header, in numbers: data rank, digest of the keys, message length, bytes of metric states."""
 FIRST_CAPACITY = 1024
-"""Numbers that fit in the first message (8 KiB). Where they do not, a second one follows, and later ones are larger."""
+"""Initial capacity of a message, in numbers (8 KiB). If a message does not fit, it is sent again with more capacity."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """What identifies a logged value, the same on all ranks.
+    """Identifies a logged value across ranks.
 
     Attributes:
-        event: the hook that logs it.
-        name: its name.
-        epoch_name: the name of its epoch value.
-        reduction: how it is reduced; of a metric, its class and states.
-        logger: loggers are given it.
-        prog_bar: the bar shows it.
-        loader: index of its loader; -1 where there is one only.
-        has_batch: it is logged with a batch, so not on ranks that had none.
+        event: the hook that logs the value.
+        name: the name of the value.
+        epoch_name: the name of the epoch value.
+        reduction: the reduction, or the class and states of a metric.
+        logger: whether loggers receive the value.
+        prog_bar: whether the progress bar shows the value.
+        loader: index of the loader; -1 if there is only one.
+        has_batch: whether the value is logged with a batch, and therefore missing on ranks without one.
     """
 
     event: str
@@ -58,19 +58,19 @@ class Key:
         reduction = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "a function"
         if entry.metric is not None:
             reduction = metrics.description(entry.metric)
-        place = (entry.loader, entry.has_batch)
-        return cls(entry.event, entry.name, entry.epoch_name, reduction, entry.logger, entry.prog_bar, *place)
+        source = (entry.loader, entry.has_batch)
+        return cls(entry.event, entry.name, entry.epoch_name, reduction, entry.logger, entry.prog_bar, *source)
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank sent.
+    """The message of one rank.
 
     Attributes:
-        index: the rank.
-        data_rank: its number among those that see different samples.
-        numbers: for each key what it logged: sum and weight, an extreme, or all values.
-        states: of its metrics, by key.
+        index: the global rank.
+        data_rank: the data rank; ranks with the same data rank see the same samples.
+        numbers: the logged numbers by key: sum and weight, an extreme, or all values.
+        states: the metric states by key.
     """
 
     index: int
@@ -80,16 +80,18 @@ class Rank:
 
 
 class EpochValues:
-    """Reduces the values of a group over the ranks.
+    """Reduces the epoch values of a group over the ranks.
 
-    Ranks that logged the same names need one all_gather, and one more where torchmetrics objects are among them. Both
-    go between the hosts: loggers and callbacks read the values anyway, and so they are read back once, all together.
+    If all ranks logged the same names, this takes one all-gather, plus one if torchmetrics objects are among the
+    values. Both run on the host: loggers and callbacks need the values there anyway, so all values are read back from
+    the device in one transfer.
 
     Args:
-        strategy: whose ranks these are.
+        strategy: the strategy of the run.
 
     Attributes:
-        counts: steps reach their end on this rank, which has what they log.
+        counts: True if steps reach their end on this rank, so that the values they log are known here. False on all
+            stages of a pipeline except the last.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -100,69 +102,71 @@ class EpochValues:
 
     @property
     def are_in_parts(self) -> bool:
-        """True in a pipeline, where one rank has what all steps log."""
+        """True in a pipeline, whose steps log values on the last stage only."""
         return self._strategy.outputs.are_in_parts
 
     def of_outputs(self, values: T) -> T:
-        """What the last stage of this rank's pipeline has; what is given, elsewhere."""
+        """Returns the values of the last stage of this rank's pipeline; without a pipeline, the argument."""
         return self._strategy.outputs.share(values)
 
     def begin_numbers(
         self, described: list[Any], numbers: Sequence[Tensor | float]
     ) -> Callable[[], SharedNumbers] | None:
-        """Begins to share a step's numbers; see `StepOutputs.begin_numbers`."""
+        """Starts to share a step's numbers; see `StepOutputs.begin_numbers`."""
         return self._strategy.outputs.begin_numbers(described, numbers)
 
     def reduce(
         self, entries: Sequence[Entry], idle: frozenset[int]
     ) -> tuple[dict[int, Value | None], list[tuple[Key, Value]]]:
-        """Reduces what was logged on all ranks, each by its own `reduce_fx`.
+        """Reduces each value over the ranks by its own `reduce_fx`.
 
         Args:
-            entries: this rank's, of one group, with something in them. Those with sync_dist=False stay as they are.
-            idle: indices of the loaders of which this rank had no batch; -1 for the only one.
+            entries: this rank's non-empty entries of one group. Entries with sync_dist=False are not reduced over the
+                ranks.
+            idle: indices of the loaders without a batch for this rank; -1 for an only loader.
 
         Returns:
-            The values by `id` of the entries, and those that only other ranks logged, since this one had no batch.
+            The values by `id` of their entries, and the values that only other ranks logged, because this rank had no
+            batch.
 
         Raises:
-            ConfigurationError: on every rank, if one of them logged other names.
+            ConfigurationError: on every rank, if the ranks logged different names.
         """
         if not self.counts:
-            # On the other stages of a pipeline the hooks of epochs log, too, but of what their steps have not seen.
+            # Epoch hooks log on every stage of a pipeline, but only the last stage has seen the outputs of steps.
             entries = ()
         shared = [entry for entry in entries if entry.sync_dist is not False]
         own = dict(sorted(((Key.of(entry), entry) for entry in shared), key=lambda pair: pair[0]))
-        ranks, alike = self._exchange(own, idle)
+        ranks, same_keys = self._exchange(own, idle)
         results = {key: self._reduced(key, entry, ranks) for key, entry in own.items()}
-        foreign = [] if alike else self._foreign(results)
+        foreign = [] if same_keys else self._foreign(results)
         values = {id(entry): value_of_this_rank(entry) for entry in entries if entry.sync_dist is False}
         return values | {id(entry): results[key] for key, entry in own.items()}, foreign
 
     def _exchange(self, own: Mapping[Key, Entry], idle: frozenset[int]) -> tuple[list[Rank], bool]:
-        """What every rank logged, and whether all logged the same names."""
+        """Returns the messages of all ranks on which steps end, and whether all ranks logged the same names."""
         strategy, keys = self._strategy, list(own)
-        of_metrics = [key for key, entry in own.items() if entry.metric is not None]
-        states = metrics.pack([own[key].metric for key in of_metrics])
+        metric_keys = [key for key, entry in own.items() if entry.metric is not None]
+        states = metrics.pack([own[key].metric for key in metric_keys])
         numbers, digest = _numbers(own), _digest(keys)
         rows = self._gather([float(strategy.data_rank), digest, 0.0, float(states.numel()), *numbers])
-        names = [(keys, of_metrics)] * len(rows)
-        alike = all(row[1] == digest for row in rows)
-        if not alike:
-            gathered = strategy.ranks.all_gather_object((keys, of_metrics, idle))
-            counted = zip(gathered, self._output_ranks, strict=True)
-            _check([(keys, idle) for (keys, _, idle), counts in counted if counts])
-            names = [(keys, of_metrics) for keys, of_metrics, _ in gathered]
+        keys_by_rank = [(keys, metric_keys)] * len(rows)
+        same_keys = all(row[1] == digest for row in rows)
+        if not same_keys:
+            gathered = strategy.ranks.all_gather_object((keys, metric_keys, idle))
+            with_counts = zip(gathered, self._output_ranks, strict=True)
+            _check([(keys, idle) for (keys, _, idle), counts in with_counts if counts])
+            keys_by_rank = [(keys, metric_keys) for keys, metric_keys, _ in gathered]
         messages = _gather_bytes(strategy, states, [int(row[3]) for row in rows])
         ranks: list[Rank] = []
-        for index, (row, message, (keys, of_metrics)) in enumerate(zip(rows, messages, names, strict=True)):
-            states_by_key = dict(zip(of_metrics, metrics.unpack(message), strict=True))
+        for index, (row, message, (keys, metric_keys)) in enumerate(zip(rows, messages, keys_by_rank, strict=True)):
+            states_by_key = dict(zip(metric_keys, metrics.unpack(message), strict=True))
             if self._output_ranks[index]:
                 ranks.append(Rank(index, int(row[0]), _by_key(keys, row[HEADER:]), states_by_key))
-        return ranks, alike
+        return ranks, same_keys
 
     def _gather(self, message: list[float]) -> list[list[float]]:
-        """The messages of all ranks, whose lengths may differ."""
+        """Returns the messages of all ranks, which may differ in length."""
         while True:
             message[2] = float(len(message))
             row = torch.zeros(self._capacity, dtype=torch.float64)
@@ -171,7 +175,7 @@ class EpochValues:
             longest = int(max(row[2] for row in rows))
             if longest <= self._capacity:
                 return [row[: int(row[2])] for row in rows]
-            # All ranks see this, and have room for twice as much from now on.
+            # Every rank sees the same lengths, so all of them grow and retry together.
             self._capacity = 2 * longest
 
     def _reduced(self, key: Key, entry: Entry, ranks: Sequence[Rank]) -> Value | None:
@@ -185,17 +189,17 @@ class EpochValues:
         return combined(entry, [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers])
 
     def _members(self, entry: Entry) -> list[int] | None:
-        """The ranks that an entry is reduced over; None for all of them."""
-        if entry.ranks_in is None:
+        """Returns the ranks that an entry is reduced over; None for all of them."""
+        if entry.process_group is None:
             return None
         from torch.distributed import GroupMember, get_process_group_ranks
 
-        if entry.ranks_in is GroupMember.NON_GROUP_MEMBER:
+        if entry.process_group is GroupMember.NON_GROUP_MEMBER:
             return [self._strategy.ranks.global_rank]
-        return get_process_group_ranks(entry.ranks_in)
+        return get_process_group_ranks(entry.process_group)
 
     def _foreign(self, results: Mapping[Key, Value | None]) -> list[tuple[Key, Value]]:
-        """The values of loaders of which this rank had no batch, as the first rank that has them reports."""
+        """Returns the values of loaders without a batch for this rank, as reported by the first rank that has them."""
         known: dict[Key, Value] = {}
         for reported in self._strategy.ranks.all_gather_object(dict(results)):
             known = {key: value for key, value in reported.items() if value is not None} | known
@@ -203,22 +207,22 @@ class EpochValues:
 
 
 def over_ranks(strategy: Strategy) -> EpochValues | None:
-    """What reduces epoch values under a strategy; None where all data goes to one rank, to which all returns."""
+    """Returns the reducer of epoch values under a strategy; None if one rank has all data and all outputs."""
     return EpochValues(strategy) if strategy.data_size > 1 or strategy.outputs.are_in_parts else None
 
 
 def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
-    """Combines what each rank logged for an entry into one value, by its `reduce_fx`."""
+    """Combines the numbers that each rank logged for an entry into one value, by the entry's `reduce_fx`."""
     reduction = entry.reduce_fx
     if isinstance(reduction, Reduced):
         warnings.warn(
-            f"{entry.name!r} is reduced by a function, which a resumed run knows again when it is logged: the value of "
-            "this epoch, of which nothing was left to do, is left out.",
+            f"the epoch value of {entry.name!r} is left out: its reduce_fx is a function, which a resumed run gets "
+            "from the next self.log call, and this epoch made none.",
             stacklevel=2,
         )
         return None
     if callable(reduction):
-        # As one process would have them.
+        # In the order in which a single process would have logged the values.
         values = torch.tensor(list(in_turns(logged)), dtype=torch.float64)
         return as_number(entry.name, reduction(values))
     totals = torch.tensor([numbers[0] for numbers in logged], dtype=torch.float64)
@@ -228,12 +232,12 @@ def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
 
 
 def value_of_this_rank(entry: Entry) -> Value | None:
-    """The value of an entry that ranks keep to themselves."""
+    """Returns the epoch value of an entry on this rank alone."""
     return entry.result() if entry.metric is None else as_number(entry.name, metrics.compute_alone(entry.metric))
 
 
 def _numbers(own: Mapping[Key, Entry]) -> list[float]:
-    """Flattens the entries into (length, numbers …), with one read-back from the device."""
+    """Flattens the entries into (length, numbers …) each, with one read-back from the device."""
     values: list[Value] = []
     lengths: list[int] = []
     for entry in own.values():
@@ -250,6 +254,7 @@ def _numbers(own: Mapping[Key, Entry]) -> list[float]:
 
 
 def _by_key(keys: Sequence[Key], numbers: Sequence[float]) -> dict[Key, list[float]]:
+    """Inverts `_numbers`: splits the flat numbers by key."""
     found: dict[Key, list[float]] = {}
     start = 0
     for key in keys:
@@ -260,12 +265,12 @@ def _by_key(keys: Sequence[Key], numbers: Sequence[float]) -> dict[Key, list[flo
 
 
 def _digest(keys: Sequence[Key]) -> float:
-    """48 bits, which a float64 holds exactly."""
+    """Returns a digest of 48 bits, which a float64 holds exactly."""
     return float(int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=6).digest(), "little"))
 
 
 def _gather_bytes(strategy: Strategy, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The bytes of all ranks, whose sizes are known; nothing is sent where there are none."""
+    """Gathers the bytes of all ranks, given their sizes. If all sizes are 0, nothing is sent."""
     longest = max(sizes)
     if longest == 0:
         return [message] * len(sizes)
@@ -276,17 +281,17 @@ def _gather_bytes(strategy: Strategy, message: Tensor, sizes: Sequence[int]) -> 
 
 
 def _check(ranks: Sequence[tuple[Sequence[Key], frozenset[int]]]) -> None:
-    """Names the ranks that logged other names, unless they had no batch to log them with."""
-    everything = sorted({key for keys, _ in ranks for key in keys})
+    """Raises if ranks logged different names. A rank without a batch may lack the names logged with a batch."""
+    all_keys = sorted({key for keys, _ in ranks for key in keys})
     missing: dict[int, list[str]] = {}
     for rank, (keys, idle) in enumerate(ranks):
-        known = set(keys)
-        lacks = [key for key in everything if key not in known and not (key.has_batch and key.loader in idle)]
+        logged = set(keys)
+        lacks = [key for key in all_keys if key not in logged and not (key.has_batch and key.loader in idle)]
         if lacks:
             missing[rank] = [f"{key.name!r} ({key.reduction}, in {key.event})" for key in lacks]
     if missing:
-        found = "; ".join(f"rank {rank} did not log {', '.join(names)}" for rank, names in missing.items())
+        differences = "; ".join(f"rank {rank} did not log {', '.join(names)}" for rank, names in missing.items())
         raise ConfigurationError(
-            f"the ranks logged different values in this epoch: {found}, which another rank did. Log the same names, in "
-            "the same way, on every rank, or give self.log(..., sync_dist=False) to what a rank keeps to itself."
+            f"the ranks logged different values in this epoch: {differences}, which another rank did. Log the same "
+            "names in the same way on every rank, or call self.log(..., sync_dist=False) for values of a single rank."
         )

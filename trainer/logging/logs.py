@@ -1,4 +1,4 @@
-"""What `self.log` records: kept on the device, reduced at the end of an epoch, read back only when it is shown."""
+"""The values of `self.log`: kept on the device, reduced at the end of an epoch, and read back only when shown."""
 
 from __future__ import annotations
 
@@ -23,117 +23,120 @@ if TYPE_CHECKING:
     from leyden.trainer.logging.epoch_values import EpochValues, Key
 
 
-UNREAD = 3
-"""So many steps' values of another stage may wait to be read."""
+MAX_IN_FLIGHT = 3
+"""In a pipeline, the number of steps whose values may be in flight from the last stage."""
 Shown: TypeAlias = "tuple[Value, bool, bool]"
-"""A value, and whether loggers and the progress bar are given it."""
+"""A value, and two flags: whether loggers receive it, and whether the progress bar shows it."""
 
 
 class Logs:
-    """Everything a run has logged. There is one per run: loops announce batches and epochs, `TrainModule.log` records.
+    """All values logged in one run. Loops announce batches and epochs; `TrainModule.log` records values.
 
     Args:
-        hooks: know which hook is running.
-        module: by whose names metrics are saved.
-        ranks: reduces epoch values over the ranks; None where there is one.
+        hooks: the hooks of the run; they track which hook is running.
+        module: the module whose attribute names identify metrics in a checkpoint.
+        ranks: the reducer of epoch values over the ranks; None if one rank has all data.
     """
 
     def __init__(self, hooks: Hooks, module: nn.Module, ranks: EpochValues | None = None) -> None:
         self.hooks = hooks
         self._module = module
         self.batch: Any = None
-        """The batch that is being worked on; its size weighs means."""
+        """The current batch. Its size is the weight of its values in means."""
         self.batch_idx = 0
-        """Its index in the loader that is evaluated."""
+        """Index of the current batch in its evaluation loader."""
         self.dataloader_idx: int | None = None
-        """Index of the loader, where there are several."""
+        """Index of the current loader; None if there is only one."""
         self.stepping: set[str] = set()
-        """The groups in which loggers are given values of single steps."""
+        """The groups for which loggers receive the values of single steps."""
         self._tick = 0
-        """Number of the batch that is being worked on, over all loaders and passes."""
+        """Number of the current batch, over all loaders and passes; below -1 between `begin_apart` and a batch."""
         self._idle: set[tuple[str, int]] = set()
-        """Stage and index of loaders (-1 for an only one) of which this rank had no batch in the pass that runs."""
+        """Stage and loader index (-1 for an only loader) of loaders without a batch for this rank in this pass."""
         self._discards = False
-        self._parts: list[tuple[Entry, Value, float]] | None = None
-        """What the micro-batches of a batch have logged; None where steps run for whole batches."""
+        self._micro_values: list[tuple[Entry, Value, float]] | None = None
+        """Values and weights that a batch's micro-batches have logged; None if steps run on whole batches."""
         self._ranks = ranks
-        self._apart = -1
+        self._apart_tick = -1
+        """The `_tick` of the last `begin_apart`; negative, so that it never equals a batch number."""
         self.nans = Nans()
         self._entries: dict[tuple[str, str], Entry] = {}
+        """All entries, by hook and name."""
         self._epoch_values: dict[str, Shown] = {}
-        self._of_others: dict[str, Value] = {}
-        """What the current step has logged on the last stage of a pipeline, of which this rank has another."""
-        self._steps_of_others: dict[str, Shown] = {}
-        """What steps have logged there since the epoch began."""
-        self._arriving: deque[Callable[[], SharedNumbers]] = deque()
-        """What steps have logged there and this rank has not read yet, the oldest first."""
+        # The following three are for the other stages of a pipeline, whose values come from the last stage.
+        self._last_stage_step: dict[str, Value] = {}
+        """Values for loggers that the last stage logged in the current step."""
+        self._last_stage_steps: dict[str, Shown] = {}
+        """The latest step values of the last stage, since the epoch began."""
+        self._in_flight: deque[Callable[[], SharedNumbers]] = deque()
+        """Step values of the last stage that this rank has not read yet, oldest first."""
 
-    # where the run stands ---------------------------------------------------------------------------------------------
+    # announcements of the loops ---------------------------------------------------------------------------------------
     def begin_loader(self, index: int | None) -> None:
-        """Begins an evaluation loader. Names get its index as a suffix; None for the only loader."""
+        """Starts an evaluation loader. Its index becomes a suffix of logged names; None for an only loader."""
         self.dataloader_idx, self._tick = index, -1
 
     def end_loader(self, stage: str) -> None:
-        """Ends the evaluation loader."""
+        """Ends the current evaluation loader."""
         if self._tick == -1:
             self.note_idle(stage)
         self.dataloader_idx = None
 
     def note_idle(self, stage: str) -> None:
-        """Notes that this rank got no batch from the current loader."""
+        """Records that the current loader had no batch for this rank."""
         self._idle.add((stage, -1 if self.dataloader_idx is None else self.dataloader_idx))
 
     def begin_batch(self, batch: Any, number: int, batch_idx: int) -> None:
-        """What is logged from here on belongs to a batch.
+        """Assigns the values logged from now on to a batch.
 
         Args:
-            batch: its size weighs means.
-            number: over all loaders and passes.
-            batch_idx: its index in its loader.
+            batch: the batch. Its size is the weight of its values in means.
+            number: number of the batch, over all loaders and passes.
+            batch_idx: index of the batch in its loader.
         """
         self.batch, self._tick, self.batch_idx = batch, number, batch_idx
 
     def end_batch(self) -> None:
-        """Lets go of the batch, which would add to the peak of memory in the next step."""
+        """Releases the reference to the batch, which would add to the peak memory of the next step."""
         self.batch = None
 
     def begin_apart(self) -> None:
-        """What is logged from here on belongs to no batch: `step_values` returns it by itself."""
-        self._apart -= 1
-        self._tick = self._apart
+        """Assigns the values logged from now on to no batch, so that `step_values` returns only these."""
+        self._apart_tick -= 1
+        self._tick = self._apart_tick
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """Within the block logged values are ignored: a rank without a sample runs a batch for the others."""
-        before, self._discards = self._discards, True
+        """Ignores values logged within the block, such as those of a rank that runs a batch without a sample."""
+        previous, self._discards = self._discards, True
         try:
             yield
         finally:
-            self._discards = before
+            self._discards = previous
 
     @contextmanager
     def by_micro_batch(self) -> Iterator[None]:
-        """Within the block a step runs for each of a batch's micro-batches, whose values are one value together."""
-        whole, self._parts = self.batch, []
+        """Combines the values that the steps of a batch's micro-batches log within the block into one per name."""
+        whole, self._micro_values = self.batch, []
         try:
             yield
-            parts, self._parts = self._parts, None
-            for entry in dict.fromkeys(entry for entry, _, _ in parts):
-                own = [(value, size) for other, value, size in parts if other is entry]
-                value, size = entry.of_batch(own)
+            logged, self._micro_values = self._micro_values, None
+            for entry in dict.fromkeys(entry for entry, _, _ in logged):
+                own = [(value, size) for other, value, size in logged if other is entry]
+                value, size = entry.combine(own)
                 entry.record(value, self._tick)
                 if entry.on_epoch and entry.metric is None:
                     entry.add(value, size)
         finally:
-            self.batch, self._parts = whole, None
+            self.batch, self._micro_values = whole, None
 
     def begin_part(self, batch: Any) -> None:
-        """What is logged from here on belongs to a micro-batch, if steps run for those."""
-        if self._parts is not None:
+        """Assigns the values logged from now on to a micro-batch, within `by_micro_batch`; otherwise a no-op."""
+        if self._micro_values is not None:
             self.batch = batch
 
     def share_step(self) -> None:
-        """Begins to give every rank of a pipeline what the step has logged where it reached its end."""
+        """Starts to send the step's values from a pipeline's last stage to all its ranks; without one, a no-op."""
         if self._ranks is None:
             return
         entries = {
@@ -143,25 +146,25 @@ class Logs:
         }
         described = [[name, entry.name, entry.logger, entry.prog_bar] for name, entry in entries.items()]
         own = [entry.value for entry in entries.values() if entry.value is not None]
-        arriving = self._ranks.begin_numbers(described, own)
-        if arriving is None:
+        receive = self._ranks.begin_numbers(described, own)
+        if receive is None:
             return
-        self._arriving.append(arriving)
-        if len(self._arriving) > UNREAD:
-            self._receive(self._arriving.popleft())
+        self._in_flight.append(receive)
+        if len(self._in_flight) > MAX_IN_FLIGHT:
+            self._receive(self._in_flight.popleft())
 
-    def _settle(self) -> None:
-        """Reads what the last stage of a pipeline has sent of its steps. Before that nothing waits for it."""
-        while self._arriving:
-            self._receive(self._arriving.popleft())
+    def _receive_all(self) -> None:
+        """Waits for all step values in flight from the last stage of a pipeline, and reads them."""
+        while self._in_flight:
+            self._receive(self._in_flight.popleft())
 
-    def _receive(self, arriving: Callable[[], SharedNumbers]) -> None:
+    def _receive(self, receive: Callable[[], SharedNumbers]) -> None:
         values: dict[str, Shown] = {}
-        for (step_name, name, logger, prog_bar), number in zip(*arriving(), strict=True):
+        for (step_name, name, logger, prog_bar), number in zip(*receive(), strict=True):
             values[step_name] = (number, logger, prog_bar)
             values.setdefault(name, (number, False, False))
-        self._of_others = {name: value for name, (value, logger, _) in values.items() if logger}
-        self._steps_of_others.update(values)
+        self._last_stage_step = {name: value for name, (value, logger, _) in values.items() if logger}
+        self._last_stage_steps.update(values)
 
     # recording --------------------------------------------------------------------------------------------------------
     def record(
@@ -182,27 +185,27 @@ class Logs:
         entry = self._entries.get((self.hooks.current, name))
         if entry is None:
             entry = self._open(name, options, batch_size)
-        elif entry.options != options and not entry.follows(options):
-            raise ConfigurationError(entry.unlike())
+        elif entry.options != options and not entry.accepts(options):
+            raise ConfigurationError(entry.mismatch_message())
         if sync_dist_group is not None:
             entry.reduce_among(sync_dist_group)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigurationError(
-                    f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as "
-                    "value.mean()."
+                    f"self.log({name!r}) was called with a tensor of shape {tuple(value.shape)}. Log one number, such "
+                    "as value.mean()."
                 )
-            value = _kept(value, enable_graph)
+            value = _copy(value, enable_graph)
         elif isinstance(value, (int, float)):
             value = float(value)
         else:
-            value = self._unusual(entry, value)
+            value = self._metric_or_scalar(entry, value)
             if value is None:
                 return
-        if self._parts is not None:
-            # Of a metric this is the value of the step: the mean over micro-batches, weighted by their samples.
+        if self._micro_values is not None:
+            # A metric's step value is averaged over the micro-batches too, weighted by their samples.
             size = self._batch_size(entry) if batch_size is None else batch_size
-            self._parts.append((entry, value, size))
+            self._micro_values.append((entry, value, size))
             return
         entry.record(value, self._tick)
         if entry.on_epoch and entry.metric is None:
@@ -211,18 +214,20 @@ class Logs:
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
     def show(self, values: Mapping[str, Value]) -> None:
-        """Shows callbacks values that the module did not log and that loggers already have."""
-        self._settle()
+        """Makes values visible to callbacks that the module did not log and that loggers already have."""
+        self._receive_all()
         self._epoch_values.update({name: (value, False, False) for name, value in values.items()})
 
     def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
         if not isinstance(name, str):
-            raise ConfigurationError(f"self.log needs a name, and got {kind_of(name)}: self.log('loss', loss).")
+            raise ConfigurationError(
+                f"the first argument of self.log must be a name, not {kind_of(name)}. Call self.log('loss', loss)."
+            )
         if (isinstance(batch_size, (int, float)) and batch_size < 0) or isinstance(
             batch_size, (str, list, tuple, dict)
         ):
             raise ConfigurationError(
-                f"self.log({name!r}, batch_size={batch_size!r}): give the number of samples, from 0."
+                f"self.log({name!r}, batch_size={batch_size!r}): use the number of samples, 0 or more."
             )
         entry = Entry(self.hooks.current, name, options, -1 if self.dataloader_idx is None else self.dataloader_idx)
         self._entries[entry.event, name] = entry
@@ -230,8 +235,12 @@ class Logs:
             self.stepping.add(entry.group)
         return entry
 
-    def _unusual(self, entry: Entry, value: Any) -> Value | None:
-        """A torchmetrics object, or a number of another library; None if there is no value of this step."""
+    def _metric_or_scalar(self, entry: Entry, value: Any) -> Value | None:
+        """Records a torchmetrics object, or converts another library's scalar.
+
+        Returns:
+            The value of this step; None for a metric without one.
+        """
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
             if entry.metric is not value and LOADER_SUFFIX in entry.name:
@@ -244,35 +253,37 @@ class Logs:
         if hasattr(value, "item") and getattr(value, "size", 0) == 1:
             return float(value.item())
         raise ConfigurationError(
-            f"self.log({entry.name!r}) was given {kind_of(value)}: log a number, a tensor of one number or a "
-            "torchmetrics.Metric; a dict goes to self.log_dict."
+            f"self.log({entry.name!r}) was called with {kind_of(value)}. Log a number, a tensor with one element, or a "
+            "torchmetrics.Metric. For a dict, call self.log_dict."
         )
 
     def _check_one_loader(self, entry: Entry, metric: Any) -> None:
-        """Refuses one metric shared by several loaders: each would report the value over all of them."""
+        """Raises if several loaders share one metric object: each would report the value over all of them."""
         others = (other for other in self._entries.values() if other.metric is metric and other.group == entry.group)
         if any(other.loader != entry.loader and LOADER_SUFFIX in other.name for other in others):
             own = entry.name.partition(LOADER_SUFFIX)[0]
             raise ConfigurationError(
-                f"self.log({own!r}) was given one metric object for several loaders, whose samples it would mix: make "
-                "a metric for each loader (in an nn.ModuleList), or log it with add_dataloader_idx=False for one value "
-                "over all of them."
+                f"self.log({own!r}) was called with one metric object for several loaders, which would mix their "
+                "samples. Create one metric per loader (in an nn.ModuleList), or log it with add_dataloader_idx=False "
+                "for a single value over all loaders."
             )
 
     def _batch_size(self, entry: Entry) -> int:
-        """What a value weighs in the mean of its epoch."""
+        """Returns the weight of a value in the mean of its epoch."""
         if self.batch is None or not entry.has_batch or entry.reduce_fx != "mean":
             return 1
         try:
             return batch_size_of(self.batch)
         except ConfigurationError as error:
-            raise ConfigurationError(f"self.log({entry.name!r}, on_epoch=True) weighs by batch size. {error}") from None
+            raise ConfigurationError(
+                f"self.log({entry.name!r}, on_epoch=True) weights values by batch size. {error}"
+            ) from None
 
     # reading ----------------------------------------------------------------------------------------------------------
-    def _current(self) -> Iterator[tuple[str, Value, bool, bool]]:
-        """Every name with its newest value: those of ended epochs, then the steps since."""
-        self._settle()
-        for values in (self._epoch_values, self._steps_of_others):
+    def _visible(self) -> Iterator[tuple[str, Value, bool, bool]]:
+        """Yields the values that a run shows: first those of finished epochs, then newer ones of single steps."""
+        self._receive_all()
+        for values in (self._epoch_values, self._last_stage_steps):
             for name, (value, logger, prog_bar) in values.items():
                 yield name, value, logger, prog_bar
         for entry in self._entries.values():
@@ -282,20 +293,20 @@ class Logs:
                     yield entry.name, entry.value, False, False
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything that was logged, under every name it goes by, as 0-d tensors on their devices."""
-        return {name: as_tensor(value) for name, value, _, _ in self._current()}
+        """Returns all logged values, under each of their names, as 0-d tensors on their devices."""
+        return {name: as_tensor(value) for name, value, _, _ in self._visible()}
 
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What loggers are sent."""
-        return {name: as_tensor(value) for name, value, logger, _ in self._current() if logger}
+        """Returns the values for loggers."""
+        return {name: as_tensor(value) for name, value, logger, _ in self._visible() if logger}
 
     def progress_bar_metrics(self) -> dict[str, Value]:
-        """What the bar shows; not read back from the device yet."""
-        return {name: value for name, value, _, prog_bar in self._current() if prog_bar}
+        """Returns the values for the progress bar, without reading them back from the device."""
+        return {name: value for name, value, _, prog_bar in self._visible() if prog_bar}
 
     def step_values(self, group: str) -> dict[str, Value]:
-        """What loggers are given for the current batch."""
-        self._settle()
+        """Returns the values of the current batch for loggers."""
+        self._receive_all()
         own = {
             entry.step_name: entry.value
             for entry in self._entries.values()
@@ -305,11 +316,11 @@ class Logs:
             and entry.logger
             and entry.value is not None
         }
-        others, self._of_others = self._of_others, {}
-        return {**others, **own} if others else own
+        last_stage, self._last_stage_step = self._last_stage_step, {}
+        return {**last_stage, **own} if last_stage else own
 
     def names_since(self, group: str, tick: int) -> set[str]:
-        """The names of epoch values logged with a batch numbered above `tick`."""
+        """Returns the names of epoch values logged with a batch numbered above `tick`."""
         found = (entry for entry in self._entries.values() if entry.group == group and entry.has_batch)
         return {entry.epoch_name for entry in found if entry.on_epoch and entry.tick > tick}
 
@@ -318,12 +329,12 @@ class Logs:
 
         Args:
             group: "train", "validation" or "test".
-            keep: the epoch is not over: its sums stay.
+            keep: whether to keep the sums, because the epoch continues.
 
         Returns:
-            The values by the names that they were logged by, and those of them that loggers are given.
+            All epoch values by name, and the subset for loggers.
         """
-        self._settle()
+        self._receive_all()
         values: dict[str, Value] = {}
         logged: dict[str, Value] = {}
         entries = [entry for entry in self._entries.values() if entry.group == group]
@@ -345,7 +356,7 @@ class Logs:
         return values, logged
 
     def _follow_outputs(self, group: str, entries: Sequence[Entry], steps: Mapping[str, Shown]) -> None:
-        """Has other ranks of a pipeline follow its last stage: a last step's values, and metrics that are reset."""
+        """Makes all stages of a pipeline follow the last one: they take its step values, and reset its metrics."""
         if self._ranks is None or not self._ranks.are_in_parts:
             return
         names = {id(part): name for name, part in self._module.named_modules()}
@@ -356,7 +367,7 @@ class Logs:
         metrics, values = shared = self._ranks.of_outputs(own)
         if shared is not own:
             if group == "train":
-                self._steps_of_others.clear()
+                self._last_stage_steps.clear()
             self._epoch_values.update(values)
             for name in metrics:
                 self._module.get_submodule(name).reset()  # type: ignore[operator]
@@ -364,11 +375,11 @@ class Logs:
     def _results(
         self, group: str, entries: Sequence[Entry]
     ) -> tuple[Mapping[int, Value | None], Iterable[tuple[Key, Value]]]:
-        """The epoch's values by `id` of their entries, and those that only other ranks logged."""
-        found = [entry for entry in entries if entry.on_epoch and not entry.is_empty]
+        """Returns the epoch's values by `id` of their entries, and those that only other ranks logged."""
+        logged = [entry for entry in entries if entry.on_epoch and not entry.is_empty]
         if self._ranks is None:
-            return {id(entry): entry.result() for entry in found}, ()
-        return self._ranks.reduce(found, frozenset(index for stage, index in self._idle if stage == group))
+            return {id(entry): entry.result() for entry in logged}, ()
+        return self._ranks.reduce(logged, frozenset(index for stage, index in self._idle if stage == group))
 
     def _show(self, entry: Entry | Key, value: Value, values: dict[str, Value], logged: dict[str, Value]) -> None:
         """Makes an epoch's value visible."""
@@ -380,7 +391,7 @@ class Logs:
             logged[entry.epoch_name] = value
 
     def forget(self, group: str) -> None:
-        """Drops what a group has summed up, as if the epoch had not begun."""
+        """Drops the sums of a group, as if its epoch had not started."""
         for entry in self._entries.values():
             if entry.group == group:
                 entry.reset()
@@ -388,22 +399,22 @@ class Logs:
         self.dataloader_idx = None
 
     def clear(self) -> None:
-        """Forgets everything."""
-        self._settle()
+        """Drops all values and entries."""
+        self._receive_all()
         self._entries.clear()
         self._epoch_values.clear()
-        self._steps_of_others.clear()
+        self._last_stage_steps.clear()
 
     # resume -----------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Sums of the training epoch, and every value that is shown; metrics by their names in the module."""
-        self._settle()
+        """Returns the sums of the training epoch, and all visible values. Metrics go by their names in the module."""
+        self._receive_all()
         names = {id(part): name for name, part in self._module.named_modules()}
         entries = [entry for entry in self._entries.values() if entry.group == "train"]
         return {
             "entries": [{**entry.state(), "metric": names.get(id(entry.metric))} for entry in entries],
             "epoch_values": {
-                name: list(value) for name, value in (*self._epoch_values.items(), *self._steps_of_others.items())
+                name: list(value) for name, value in (*self._epoch_values.items(), *self._last_stage_steps.items())
             },
         }
 
@@ -411,8 +422,8 @@ class Logs:
         restored_entries(SavedState(state, "logs"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores sums and values. A function is known again at the next call of `record`."""
-        self._settle()
+        """Restores sums and values. A `reduce_fx` function is restored by the next call of `record` for its entry."""
+        self._receive_all()
         parts = dict(self._module.named_modules())
         entries, self._epoch_values = restored_entries(SavedState(state, "logs"))
         self._entries.clear()
@@ -421,13 +432,13 @@ class Logs:
                 entry.attach(parts[metric])
             self._entries[entry.event, entry.name] = entry
         if self._ranks is not None and not self._ranks.counts:
-            # The sums are for the rank on which steps reach their end.
-            self._epoch_values = {name: (value, logger, bar) for name, value, logger, bar in self._current()}
-            self._steps_of_others.clear()
+            # Another stage of a pipeline: the sums belong to the last stage.
+            self._epoch_values = {name: (value, logger, bar) for name, value, logger, bar in self._visible()}
+            self._last_stage_steps.clear()
             self._entries.clear()
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:
-        """Rank 0 continues with the sums of all ranks; the others begin with sums that add nothing."""
+        """Merges the states for another number of ranks: rank 0 gets the sums of all ranks, the others neutral sums."""
         if states[0] is None:
             return None
         entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -437,21 +448,21 @@ class Logs:
         return {**states[0], "entries": [_merged(found, empty=rank > 0) for found in entries.values()]}
 
 
-def _kept(value: Tensor, with_graph: bool) -> Tensor:
-    """A 0-d copy of a logged tensor, which the user may change in place afterwards."""
+def _copy(value: Tensor, with_graph: bool) -> Tensor:
+    """Returns a 0-d copy of a logged tensor, since the user may change the tensor in place afterwards."""
     if type(value) is not Tensor and hasattr(value, "full_tensor"):
-        # On a mesh, a loss is a DTensor where its logits are split.
+        # On a mesh, the loss of sharded logits is a DTensor.
         value = value.full_tensor()
     value = value.clone() if with_graph else value.detach().clone()
     return value.reshape(()) if value.dim() else value
 
 
 def _merged(found: list[dict[str, Any]], empty: bool) -> dict[str, Any]:
-    """Adds the sums that all ranks have for one entry; `empty` gives a neutral sum, for ranks other than 0."""
+    """Merges the sums of all ranks for one entry; `empty` returns a neutral sum instead, for ranks other than 0."""
     first, reduction = found[0], found[0]["reduce_fx"]
     totals = [entry["total"] for entry in found if entry["total"] is not None]
     if reduction in ("max", "min"):
-        # The same value again changes neither.
+        # Repeating the extreme on every rank does not change the result.
         return {**first, "total": reduce(partial(extreme, which=reduction), totals) if totals else None}
     if empty:
         return {**first, "total": totals[0] * 0 if totals else None, "weight": 0.0, "values": [], "result": None}

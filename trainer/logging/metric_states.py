@@ -1,4 +1,4 @@
-"""The accumulated state of torchmetrics objects: saved, checked, restored, and merged for another number of ranks."""
+"""Saves, checks and restores the state of torchmetrics objects, and merges it for another number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MetricStates:
-    """What the torchmetrics objects of a module have accumulated.
+    """The accumulated state of a module's torchmetrics objects.
 
     Args:
         module: the module.
@@ -34,7 +34,7 @@ class MetricStates:
             return {}
         return {
             name: {
-                # Copies: a metric changes its tensors in place afterwards, and appends to its lists.
+                # Copies, since a metric changes its tensors in place and appends to its lists.
                 "state": {
                     key: value.clone() if isinstance(value, Tensor) else list(value)
                     for key, value in metric.metric_state.items()
@@ -55,7 +55,7 @@ class MetricStates:
                 value = entries.value(key)
                 tensors = value if isinstance(value, list) else [value]
                 if key not in metric._defaults or not all(isinstance(item, Tensor) for item in tensors):
-                    raise StateError(entries.path(key), f"is {brief(value)}, and no state of {type(metric).__name__}")
+                    raise StateError(entries.path(key), f"is {brief(value)}, not a state of {type(metric).__name__}")
                 default = metric._defaults[key]
                 if isinstance(default, Tensor) and default.numel() == 1 and any(item.numel() != 1 for item in tensors):
                     raise StateError(entries.path(key), "must have one element")
@@ -68,21 +68,21 @@ class MetricStates:
             metric._computed = None
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any]:
-        """Rank 0 continues with what all ranks have accumulated, the others with nothing."""
+        """Merges the states for another number of ranks: rank 0 gets everything, the other ranks blank states."""
         known = self._among(states[0])
         if rank > 0:
             return {name: _blank(metric) for name, metric in known.items()}
         return {name: _merged(metric, name, [state[name] for state in states]) for name, metric in known.items()}
 
     def _among(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """The parts of the module that have one of these names: metrics, in a state that was saved here."""
+        """Returns the module's metrics with these names."""
         return {name: part for name, part in self._module.named_modules() if name in names}
 
 
 def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the states of all ranks by the metric's own reductions.
 
-    If a reduction is undefined for partial states, the metric starts anew, with a warning.
+    If a reduction is not defined for partial states, the metric starts over, with a warning.
     """
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
@@ -94,12 +94,12 @@ def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> di
         if isinstance(default, list):
             merged[key] = list(in_turns([value if isinstance(value, list) else [value] for value in values]))
         elif metric._reductions[key] in reductions:
-            # torchmetrics' sum of small integers is of a wider type than the state.
+            # torchmetrics sums small integers in a wider dtype than that of the state.
             merged[key] = merged_value(metric, key, parts).to(values[0].dtype)
         else:
             warnings.warn(
-                f"the metric {name!r} has a state {key!r} that cannot be merged over ranks: after this resume on "
-                "another number of ranks, its value covers only the rest of the epoch.",
+                f"the state {key!r} of the metric {name!r} cannot be merged over ranks. After this resume on another "
+                "number of ranks, the metric covers only the rest of the epoch.",
                 stacklevel=2,
             )
             return _blank(metric)
@@ -107,7 +107,7 @@ def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> di
 
 
 def _blank(metric: Metric) -> dict[str, Any]:
-    """The state of a metric that has seen no batch."""
+    """Returns the state of a metric that has seen no batch."""
     state: dict[str, Any] = {
         key: default.clone() if isinstance(default, Tensor) else [] for key, default in metric._defaults.items()
     }

@@ -1,4 +1,4 @@
-"""torchmetrics objects over the ranks: all of their states travel in one message and are merged on every rank."""
+"""Reduces torchmetrics objects over the ranks: all states travel in one message and are merged on every rank."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 PREFIX = 8
-"""Bytes that hold the length of a message's description."""
+"""Number of bytes in front of a message that hold the length of its JSON header."""
 
 
 @dataclass(slots=True)
 class PartState:
-    """The state of one metric on one rank. A wrapper, or a sum of metrics, has several parts.
+    """The state of one part of a metric on one rank. A wrapper or a composition of metrics has several parts.
 
     Attributes:
-        count: how often it was updated.
-        values: by name, a tensor, or a list of tensors (of other objects, where a metric keeps such).
+        count: number of updates.
+        values: the state by name: a tensor, or a list of tensors or of other objects.
     """
 
     count: int
@@ -41,13 +41,13 @@ class PartState:
 
 
 def description(metric: Metric) -> str:
-    """Class and states of a metric, which must be the same on all ranks."""
+    """Returns the class and state names of a metric, which must match on all ranks."""
     parts = (f"{type(part).__name__}({', '.join(part._defaults)})" for part in _synced_parts(metric))
     return " ".join((type(metric).__name__, *parts))
 
 
 def pack(found: Sequence[Metric]) -> Tensor:
-    """The states of metrics as bytes on the CPU, read back all at once; empty if there are no metrics."""
+    """Packs the states of metrics into bytes on the CPU, with one read-back; empty without metrics."""
     if not found:
         return torch.empty(0, dtype=torch.uint8)
     content = _Content()
@@ -58,7 +58,7 @@ def pack(found: Sequence[Metric]) -> Tensor:
 
 
 def unpack(message: Tensor) -> list[list[PartState]]:
-    """What `pack` was given, on the CPU: for each metric its parts."""
+    """Inverts `pack`: returns the parts of each metric, on the CPU."""
     if not message.numel():
         return []
     start = PREFIX + int.from_bytes(bytes(message[:PREFIX].tolist()), "little")
@@ -67,10 +67,10 @@ def unpack(message: Tensor) -> list[list[PartState]]:
 
 
 class _Content:
-    """The bytes of the tensors of a message, one after the other.
+    """The concatenated bytes of a message's tensors.
 
     Args:
-        message: what to read from; empty for a message that is written.
+        message: the bytes to read from; None to write.
     """
 
     def __init__(self, message: Tensor | None = None) -> None:
@@ -79,7 +79,7 @@ class _Content:
         self._message = torch.empty(0, dtype=torch.uint8) if message is None else message
 
     def put(self, tensor: Tensor, where: str, key: str) -> dict[str, Any]:
-        """Takes a tensor in; returns the key that it is found by."""
+        """Appends a tensor, and returns the spec by which `get` finds it."""
         spec = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "at": self._length}
         if tensor.numel():
             piece = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -96,7 +96,7 @@ class _Content:
         return torch.cat(self._pieces).cpu()
 
     def get(self, spec: Mapping[str, Any]) -> Tensor:
-        """The tensor that `put` took."""
+        """Returns the tensor that `put` appended."""
         tensor = torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]))
         if tensor.numel():
             raw = tensor.reshape(-1).view(torch.uint8)
@@ -107,12 +107,13 @@ class _Content:
 def compute(
     metric: Metric, states: Mapping[int, Sequence[PartState]], data_ranks: Mapping[int, int] | None = None
 ) -> Any:
-    """The metric's value over all ranks. Its own state is afterwards as it was.
+    """Returns the metric's value over all ranks. The metric's own state is restored afterwards.
 
     Args:
-        metric: this rank's.
-        states: by rank, the states of its parts.
-        data_ranks: by rank, its number among those that see different samples; each its own if left out.
+        metric: this rank's metric.
+        states: the states of the metric's parts, by rank.
+        data_ranks: the data rank of each rank. Ranks with the same data rank see the same samples, and count once.
+            None if every rank sees different samples.
     """
     parts = _synced_parts(metric)
     before = [(part, dict(part.metric_state), part._update_count) for part in parts]
@@ -131,14 +132,14 @@ def compute(
 
 
 def compute_alone(metric: Metric) -> Any:
-    """The metric's value on this rank alone, also where torchmetrics would synchronise."""
+    """Returns the metric's value on this rank alone, even if torchmetrics would synchronize."""
     with _alone(metric):
         return metric.compute()
 
 
 @contextmanager
 def _alone(metric: Metric) -> Iterator[None]:
-    """In this context no part of the metric talks to other ranks by itself, and no cached result is used."""
+    """Keeps all parts of the metric from synchronizing with other ranks and from using cached results."""
     parts = list(_parts(metric))
     before = [part._to_sync for part in parts]
     for part in parts:
@@ -152,13 +153,13 @@ def _alone(metric: Metric) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GatherReaders:
-    """How torchmetrics gathers a state where ranks share their samples: from one rank of each data rank.
+    """A `dist_sync_fn` for metrics under tensor parallelism: gathers a state from one rank per data rank.
 
-    As a metric's `dist_sync_fn` it makes a `compute` of the user's own count as `self.log` does. It holds no process
-    group, so that metrics can be copied and saved.
+    It makes the user's own calls of `compute` count samples as `self.log` does. It holds no process group, so that
+    metrics can be copied and saved.
 
     Attributes:
-        ranks: the global ranks of one reader of each data rank.
+        ranks: the global ranks to gather from, one per data rank.
     """
 
     ranks: tuple[int, ...]
@@ -166,13 +167,13 @@ class GatherReaders:
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        found = gather_all_tensors(state, group)
-        # A group of the user's own is theirs to choose.
-        return found if group is not None else [found[rank] for rank in self.ranks]
+        gathered = gather_all_tensors(state, group)
+        # If the user chose a group, all of its ranks count.
+        return gathered if group is not None else [gathered[rank] for rank in self.ranks]
 
 
 def gather_readers(module: nn.Module, strategy: Strategy) -> None:
-    """Lets a module's metrics count a tp group's samples once; one with a `dist_sync_fn` of the user's keeps it."""
+    """Makes a module's metrics count the samples of a tp group once. A metric keeps the user's `dist_sync_fn`."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return
@@ -184,18 +185,18 @@ def gather_readers(module: nn.Module, strategy: Strategy) -> None:
 
 
 def _parts(metric: Metric) -> Iterable[Metric]:
-    """The metric and those inside it."""
+    """Returns the metric and all metrics inside it."""
     torchmetrics = sys.modules["torchmetrics"]
     return (part for part in metric.modules() if isinstance(part, torchmetrics.Metric))
 
 
 def _synced_parts(metric: Metric) -> list[Metric]:
-    """The parts that have a state and sync_on_compute=True."""
+    """Returns the parts that have a state and sync_on_compute=True."""
     return [part for part in _parts(metric) if part._defaults and part.sync_on_compute]
 
 
 def _members(part: Metric, ranks: Mapping[int, Any]) -> list[int]:
-    """The ranks over which a metric is merged: all, or those of its own process group."""
+    """Returns the ranks over which a metric is merged: those of its process group if it has one, or all."""
     if part.process_group is None:
         return list(ranks)
     from torch.distributed import get_process_group_ranks
@@ -204,29 +205,30 @@ def _members(part: Metric, ranks: Mapping[int, Any]) -> list[int]:
 
 
 def once(data_ranks: Mapping[int, int]) -> list[int]:
-    """One rank of each data rank, by rank: what ranks share would count several times, so the first of them speaks."""
-    seen: dict[int, int] = {}
+    """Returns the first rank of each data rank, so that samples shared by several ranks count once."""
+    first: dict[int, int] = {}
     for rank, data_rank in data_ranks.items():
-        seen.setdefault(data_rank, rank)
-    return list(seen.values())
+        first.setdefault(data_rank, rank)
+    return list(first.values())
 
 
 def _install(part: Metric, states: Sequence[PartState]) -> None:
+    """Replaces the state of a part by the merged states."""
     for name in part._reductions:
-        home = getattr(part, name)
         merged = merged_value(part, name, states)
-        device = "cpu" if part.compute_on_cpu and not isinstance(home, Tensor) else part.device
+        is_list = not isinstance(getattr(part, name), Tensor)
+        device = "cpu" if part.compute_on_cpu and is_list else part.device
         setattr(part, name, map_tensors(merged, partial(Tensor.to, device=device)))
     part._update_count = sum(state.count for state in states)
 
 
 def _updated(states: Sequence[PartState]) -> Sequence[PartState]:
-    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
+    # A rank without a batch has the default state, which must not count in a mean or be stacked with the others.
     return [state for state in states if state.count] or states
 
 
 def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
-    """One state of all ranks, reduced by the function that the metric names for it."""
+    """Returns one state merged over all ranks, by the metric's own reduction for that state."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
     states = _updated(states)
@@ -237,7 +239,7 @@ def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
     if isinstance(values[0], list):
         items = list(in_turns(values))
         if reduction is dim_zero_cat:
-            # An empty tensor may be of another dtype or shape than those with something in them.
+            # Drop empty tensors: their dtype or shape may differ from that of the others.
             items = [item for item in items if not isinstance(item, Tensor) or item.numel()]
         return reduction(items) if reduction is not None and items else items
     if reduction is dim_zero_cat:
@@ -245,8 +247,8 @@ def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
     if len({tuple(value.shape) for value in values}) > 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
         raise ConfigurationError(
-            f"{type(part).__name__}'s state {name!r} has different shapes on the ranks ({shapes}): give it "
-            "dist_reduce_fx='cat', or a default of a fixed shape."
+            f"the state {name!r} of {type(part).__name__} has different shapes on the ranks ({shapes}). Use "
+            "dist_reduce_fx='cat' for it, or a default of fixed shape."
         )
     stacked = torch.stack(values)
     if reduction is dim_zero_mean:
@@ -255,6 +257,6 @@ def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
         )
         wide = torch.promote_types(stacked.dtype, torch.float64)
         mean = (stacked.to(wide) * weights).sum(dim=0) / weights.sum()
-        is_whole = not (stacked.dtype.is_floating_point or stacked.dtype.is_complex)
-        return mean.to(torch.get_default_dtype() if is_whole else stacked.dtype)
+        is_integer = not (stacked.dtype.is_floating_point or stacked.dtype.is_complex)
+        return mean.to(torch.get_default_dtype() if is_integer else stacked.dtype)
     return stacked if reduction is None else reduction(stacked)

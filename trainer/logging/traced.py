@@ -1,4 +1,4 @@
-"""TracedLogs, what `self.log` of a compiled step records into."""
+"""TracedLogs, the recorder behind `self.log` in compiled steps."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ if TYPE_CHECKING:
 
 
 class TracedLogs:
-    """Keeps what a compiled step logs in a list, and records it when the step is over.
+    """Buffers the values that a compiled step logs, and records them once the step has ended.
 
-    torch.compile traces `self.log` with the step that calls it, and compiles again once a number that it has read
-    changes. The counters of Logs change with every batch: a step that traced them would be compiled anew each time, and
-    left uncompiled after `recompile_limit` times (8). A list that each step finds empty stays the same, and the step
-    stays one graph.
+    torch.compile traces `self.log` together with the step that calls it, and recompiles when a number that it has read
+    changes. The counters of Logs change with every batch, so a step that traced them would recompile each time, and run
+    uncompiled after `recompile_limit` (8) recompilations. The buffer is empty at the start of every step, so the trace
+    stays valid and the step remains one graph.
 
     Args:
-        logs: what records the values.
+        logs: the Logs that record the values.
     """
 
     def __init__(self, logs: Logs) -> None:
         self._logs = logs
-        self._waiting: list[tuple[Any, ...]] = []
+        self._buffer: list[tuple[Any, ...]] = []
 
     def record(self, name: str, value: Any, options: tuple[Any, ...], enable_graph: bool, *rest: Any) -> None:
-        """Records one value, now or when the compiled step is over; see `Logs.record`."""
+        """Records one value: immediately, or after the step if it is compiled. See `Logs.record`."""
         if not torch.compiler.is_compiling():
             self._logs.record(name, value, options, enable_graph, *rest)
             return
         if isinstance(value, torch.Tensor):
-            # The step may change it in place.
+            # Copy the value, since the step may change it in place.
             value = value.clone() if enable_graph else value.detach().clone()
-        self._waiting.append((name, value, options, enable_graph, *rest))
+        self._buffer.append((name, value, options, enable_graph, *rest))
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled step, followed by the recording of what it has logged."""
+        """Returns a function that runs the compiled step and then records the values that it logged."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            # A step that has failed may have left some.
-            self._waiting.clear()
+            # A failed step may have left values behind.
+            self._buffer.clear()
             output = step(*args, **kwargs)
-            for values in self._waiting:
+            for values in self._buffer:
                 self._logs.record(*values)
-            self._waiting.clear()
+            self._buffer.clear()
             return output
 
         return recorded

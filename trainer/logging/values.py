@@ -1,4 +1,4 @@
-"""Logged values: numbers and tensors on their devices, how two are reduced to one, and how all are read back."""
+"""Logged values: numbers and tensors on their devices, their pairwise reduction, and their read-back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 def read_back(values: Mapping[K, Value]) -> dict[K, float]:
-    """Turns values into Python floats, with one transfer for each device they lie on."""
+    """Converts values to Python floats, with one transfer per device."""
     result: dict[K, float] = {}
     by_device: dict[torch.device, list[K]] = {}
     for name, value in values.items():
@@ -36,14 +36,17 @@ def read_back(values: Mapping[K, Value]) -> dict[K, float]:
 
 
 def start_reading(values: Tensor) -> Callable[[], list[float]]:
-    """Starts to copy a vector to the host; the function that it returns waits for that, and returns the numbers.
+    """Starts copying a vector to the host.
 
-    A GPU copies once its earlier work is done, and nobody waits for it in the meantime.
+    On CUDA the copy is asynchronous: it runs after the work already queued on the stream, and does not block the host.
+
+    Returns:
+        A function that waits for the copy and returns the numbers.
     """
     if values.device.type != "cuda":
         return values.tolist  # type: ignore[no-any-return]
-    # By pinned memory and an event: this one wait is meant, and torch.cuda.set_sync_debug_mode is left to find the
-    # others.
+    # Pinned memory and an event make this a deliberate wait, which torch.cuda.set_sync_debug_mode does not report. It
+    # reports only accidental syncs.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -57,35 +60,35 @@ def start_reading(values: Tensor) -> Callable[[], list[float]]:
 
 
 def as_number(name: str, value: Any) -> Value:
-    """The value of an epoch as one number.
+    """Returns the value of an epoch as one number.
 
     Raises:
-        ConfigurationError: if it was reduced to something else.
+        ConfigurationError: if the value is not a single number.
     """
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1:
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
         raise ConfigurationError(
-            f"{name!r} was reduced over the epoch to {kind}, which is not one number: compute the metric yourself in "
-            "the last hook of the epoch, and log each of its values under its own name."
+            f"{name!r} was reduced over the epoch to {kind}, not to one number. Compute the metric yourself in the "
+            "last hook of the epoch, and log each of its values under its own name."
         )
     return value.reshape(())
 
 
 def extreme(total: Value, value: Value, which: str) -> Value:
-    """The larger ("max") or smaller ("min") of two values."""
+    """Returns the larger ("max") or smaller ("min") of two values."""
     if isinstance(total, Tensor) or isinstance(value, Tensor):
         function = torch.maximum if which == "max" else torch.minimum
         return function(*together(as_tensor(total), as_tensor(value)))
     if total != total or value != value:
-        # As torch's functions have it, and not by the order in which the two come.
+        # nan wins, as in torch.maximum. Python's max and min would depend on the order of the arguments.
         return math.nan
     return max(total, value) if which == "max" else min(total, value)
 
 
 def together(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Brings two values to one device: that of the accelerator, since the other way round would be a read-back."""
+    """Moves two values to the same device. The accelerator takes precedence, since moving to the CPU would sync."""
     if a.device == b.device:
         return a, b
     if a.device.type == "cpu":
@@ -94,17 +97,17 @@ def together(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_tensor(value: Value) -> Tensor:
-    """A value as a tensor; a number as one of float32 on the CPU."""
+    """Returns a value as a tensor. A number becomes a float32 tensor on the CPU."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """float64, so that a long epoch of float32 values loses no precision; float32 on Apple's GPUs."""
+    """Returns float64, so that long sums of float32 values lose no precision; float32 on Apple GPUs."""
     return widest_float(tensor.device)
 
 
 def in_turns(values: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """The items of all ranks in the order of global batches: every rank's first, then every rank's second, …"""
+    """Yields the items of all ranks in the order of global batches: every rank's first, then every rank's second, …"""
     for turn in range(max(map(len, values))):
         for items in values:
             if turn < len(items):
@@ -112,16 +115,16 @@ def in_turns(values: Sequence[Sequence[Any]]) -> Iterator[Any]:
 
 
 class Nans:
-    """The losses that are nan, each with the step at which that began.
+    """Tracks losses that are nan, with the step since which they are.
 
-    They are seen in values that were read back for a logger or a bar anyway, and reported at the end of the run.
+    It only sees values that are read back for a logger or a bar anyway. The warning comes at the end of the run.
     """
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
 
     def note(self, numbers: dict[str, float], step: int) -> dict[str, float]:
-        """Notes which of these values are a loss that is nan, and returns them."""
+        """Records which of these values are nan losses, and returns the values unchanged."""
         for name, number in numbers.items():
             if number == number:
                 self._since.pop(name, None)
@@ -130,12 +133,12 @@ class Nans:
         return numbers
 
     def warn(self) -> None:
-        """Warns at the end of a fit of losses that were nan until then."""
+        """Warns about losses that are still nan at the end of a fit."""
         if self._since:
             since = ", ".join(f"{name!r} since step {step}" for name, step in self._since.items())
             warnings.warn(
-                f"the loss was nan until the run's end ({since}), and so may the weights be: train again with "
-                "detect_anomaly=True, which names the batch and the operation, with a lower learning rate, or with "
-                "gradient_clip_val=1.0.",
+                f"the loss was nan until the end of the run ({since}), and the weights may be nan too. Train again "
+                "with detect_anomaly=True, which names the batch and the operation, with a lower learning rate, or "
+                "with gradient_clip_val=1.0.",
                 stacklevel=2,
             )

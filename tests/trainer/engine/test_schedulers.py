@@ -174,7 +174,7 @@ def test_no_plateau_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
 
 def test_a_plateau_scheduler_that_is_not_strict_only_warns(fit: Any) -> None:
     module = Tiny(lambda module: plateau(module, monitor="nothing", strict=False))
-    with pytest.warns(UserWarning, match="monitors 'nothing', which has not been logged"):
+    with pytest.warns(UserWarning, match="monitors 'nothing', which was not logged"):
         assert fit(module, numbered(2)).global_step == 2
 
 

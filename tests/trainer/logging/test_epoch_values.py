@@ -42,7 +42,7 @@ def test_values_of_ranks_are_reduced_by_their_own_function(reduce_fx: Any, told:
 
 
 def test_a_function_that_is_not_known_again_yet_gives_no_value() -> None:
-    with pytest.warns(UserWarning, match="'x' is reduced by a function"):
+    with pytest.warns(UserWarning, match="the epoch value of 'x' is left out: its reduce_fx is a function"):
         assert combined(entry(Reduced(1.0)), [[1.0], [2.0]]) is None
 
 
@@ -145,7 +145,7 @@ def test_states_of_different_shapes_are_refused_by_name() -> None:
     ranks = [Uneven(), Uneven()]
     ranks[0].update(torch.zeros(3))
     ranks[1].update(torch.zeros(4))
-    with pytest.raises(ConfigurationError, match=r"Uneven's state 'stacked' has different shapes on the ranks"):
+    with pytest.raises(ConfigurationError, match=r"the state 'stacked' of Uneven has different shapes on the ranks"):
         metrics.compute(ranks[0], states_of(list(ranks)))
     assert ranks[0].stacked.shape == (3,)
 

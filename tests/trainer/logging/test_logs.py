@@ -173,7 +173,7 @@ def test_each_hook_logs_by_step_by_epoch_or_not_at_all(fit: Any, hook: str, owne
     assert numbers(run().callback_metrics) == {"x": 2.0}
     options.update(on_step=True)
     if by_step is None:
-        with pytest.raises(ConfigurationError, match=r"there is no step there, use on_epoch=True"):
+        with pytest.raises(ConfigurationError, match=r"this hook runs outside of steps\. Use on_epoch=True"):
             run()
     else:
         assert numbers(run().callback_metrics) == {"x": 2.0, "x_step": 2.0, "x_epoch": 2.0}
@@ -408,7 +408,7 @@ def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
             self.score.update(batch, batch)
             self.log("score", self.score)
 
-    with pytest.raises(ConfigurationError, match=r"'score' was reduced .* shape \(3,\), which is not one number"):
+    with pytest.raises(ConfigurationError, match=r"'score' was reduced .* shape \(3,\), not to one number"):
         Trainer(**quiet).test(Measuring(), [torch.arange(3)])
 
 
@@ -447,7 +447,7 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> 
             self.log("mean", self.mean)
 
     loader: Any = DataLoader(numbered(2), batch_size=None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
+    with pytest.raises(ConfigurationError, match="which would mix their samples. Create one metric per loader"):
         Trainer(**quiet).test(Measuring(), [loader, loader])
 
 
@@ -475,7 +475,7 @@ def test_batches_without_a_sample_have_no_mean(fit: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize("size", [-1, "2", (2,)])
 def test_a_batch_size_that_is_no_number_of_samples_is_refused(fit: Any, size: Any) -> None:
-    with pytest.raises(ConfigurationError, match="give the number of samples, from 0"):
+    with pytest.raises(ConfigurationError, match="use the number of samples, 0 or more"):
         fit(Logging(lambda module, batch: module.log("x", 3.0, on_epoch=True, batch_size=size)), numbered(2))
 
 

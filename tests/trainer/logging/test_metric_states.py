@@ -88,7 +88,7 @@ def test_the_other_ranks_continue_with_the_defaults() -> None:
 
 
 def test_a_state_that_cannot_be_merged_starts_anew_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="'m' has a state 'total' that cannot be merged over ranks"):
+    with pytest.warns(UserWarning, match="the state 'total' of the metric 'm' cannot be merged over ranks"):
         found = states_of(m=Custom()).regroup([saved(Custom(), [2.0]), saved(Custom(), [3.0])], rank=0, seed=0)
     assert float(found["m"]["state"]["total"]) == 0.0 and found["m"]["update_count"] == 0
     with warnings.catch_warnings():

@@ -205,7 +205,7 @@ FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
     ("rank-0.json", at(*RANK, "loader", "place", "source", "batches", value="x"), "source.batches is 'x'"),
     ("rank-0.json", at(*RANK, "loader", "place", "source", "drawn", value=None), "source.drawn is None"),
     ("rank-0.json", at(*RANK, "logs", "entries", 0, "weight", value=-1.0), "entries\\[0\\].weight is -1.0"),
-    ("rank-0.json", at(*RANK, "logs", "entries", 0, "event", value="on_nothing"), "entries\\[0\\].event cannot be"),
+    ("rank-0.json", at(*RANK, "logs", "entries", 0, "event", value="on_nothing"), "entries\\[0\\].event is invalid"),
     ("rank-0.json", at(*RANK, "metrics", value=3), "metrics is 3, and must be a dict"),
     ("schedulers.json", at(*RANK, "schedulers", 0, "step_size", value=0), "schedulers\\[0\\].step_size is 0"),
     ("schedulers.json", at(*RANK, "schedulers", 0, "last_epoch", value=...), "schedulers\\[0\\].last_epoch is missing"),
@@ -276,14 +276,14 @@ def test_options_of_a_logged_value_that_cannot_be_are_the_checkpoints(folder: Pa
         options_of_log(3, False)(tree)
 
     forge_json(saved(folder), "rank-0.json", neither)
-    with pytest.raises(CheckpointError, match=r"rank-0\.json: logs\.entries\[0\]\.options cannot be"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.json: logs\.entries\[0\]\.options is invalid"):
         resume(folder)
 
 
 def test_other_options_of_a_logged_value_are_told_from_another_call(folder: Path) -> None:
     forge_json(saved(folder), "rank-0.json", options_of_log(0, True))
     with pytest.raises(
-        ConfigurationError, match=r"other arguments than in the checkpoint .*rank-….json has \(True, None"
+        ConfigurationError, match=r"different arguments in the run of this checkpoint.*rank-….json has \(True, None"
     ):
         resume(folder)
 

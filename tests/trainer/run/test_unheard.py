@@ -70,7 +70,7 @@ class Broken(Module):
 def test_a_loss_that_is_nan_until_the_end_is_warned_of(tmp_path: Path) -> None:
     logged = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
     [message] = warned(Broken(1, 9), tmp_path, **logged)
-    assert re.search(r"the loss was nan until the run's end \('loss' since step 2\).*detect_anomaly=True", message)
+    assert re.search(r"the loss was nan until the end of the run \('loss' since step 2\).*detect_anomaly=True", message)
     assert warned(Broken(1, 3), tmp_path, **{**logged, "logger": CSVLogger(tmp_path)}) == []
     assert warned(Broken(1, 9), tmp_path) == [], "nothing was read back, so nothing was seen"
 
