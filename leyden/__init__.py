@@ -26,37 +26,37 @@ _HOMES = {
     "rank_zero_info": "leyden.strategies.rank_zero",
     "rank_zero_only": "leyden.strategies.rank_zero",
     "rank_zero_warn": "leyden.strategies.rank_zero",
-    "AutocastKwargs": "leyden.trainer.accelerator.plugins",
-    "DataLoaderConfiguration": "leyden.trainer.accelerator.plugins",
-    "DistributedDataParallelKwargs": "leyden.trainer.accelerator.plugins",
-    "GradScalerKwargs": "leyden.trainer.accelerator.plugins",
-    "AORecipeKwargs": "leyden.trainer.accelerator.fp8_recipes",
-    "FP8RecipeKwargs": "leyden.trainer.accelerator.fp8_recipes",
-    "MSAMPRecipeKwargs": "leyden.trainer.accelerator.fp8_recipes",
-    "TERecipeKwargs": "leyden.trainer.accelerator.fp8_recipes",
-    "GradientAccumulationPlugin": "leyden.trainer.accelerator.plugins",
-    "InitProcessGroupKwargs": "leyden.trainer.accelerator.plugins",
-    "ProfileKwargs": "leyden.trainer.accelerator.plugins",
-    "ProjectConfiguration": "leyden.trainer.accelerator.plugins",
-    "GeneralTracker": "leyden.trainer.accelerator.tracking",
+    "AutocastKwargs": "leyden.trainer.accelerator.settings.plugins",
+    "DataLoaderConfiguration": "leyden.trainer.accelerator.settings.plugins",
+    "DistributedDataParallelKwargs": "leyden.trainer.accelerator.settings.plugins",
+    "GradScalerKwargs": "leyden.trainer.accelerator.settings.plugins",
+    "AORecipeKwargs": "leyden.trainer.accelerator.settings.fp8_recipes",
+    "FP8RecipeKwargs": "leyden.trainer.accelerator.settings.fp8_recipes",
+    "MSAMPRecipeKwargs": "leyden.trainer.accelerator.settings.fp8_recipes",
+    "TERecipeKwargs": "leyden.trainer.accelerator.settings.fp8_recipes",
+    "GradientAccumulationPlugin": "leyden.trainer.accelerator.settings.plugins",
+    "InitProcessGroupKwargs": "leyden.trainer.accelerator.settings.plugins",
+    "ProfileKwargs": "leyden.trainer.accelerator.settings.plugins",
+    "ProjectConfiguration": "leyden.trainer.accelerator.settings.plugins",
+    "GeneralTracker": "leyden.trainer.accelerator.records.tracking",
     "PartialState": "leyden.trainer.accelerator.ranks",
-    "find_executable_batch_size": "leyden.trainer.accelerator.memory",
-    "release_memory": "leyden.trainer.accelerator.memory",
-    "skip_first_batches": "leyden.trainer.accelerator.loader",
-    "DeepSpeedPlugin": "leyden.trainer.accelerator.deepspeed",
-    "DummyOptim": "leyden.trainer.accelerator.deepspeed",
-    "DummyScheduler": "leyden.trainer.accelerator.deepspeed",
-    "FullyShardedDataParallelPlugin": "leyden.trainer.accelerator.plugins",
-    "LocalSGD": "leyden.trainer.accelerator.local_sgd",
-    "get_logger": "leyden.trainer.accelerator.rank_logging",
-    "notebook_launcher": "leyden.trainer.accelerator.notebook",
-    "set_seed": "leyden.trainer.accelerator.world",
+    "find_executable_batch_size": "leyden.trainer.accelerator.standalone.memory",
+    "release_memory": "leyden.trainer.accelerator.standalone.memory",
+    "skip_first_batches": "leyden.trainer.accelerator.prepared.loader",
+    "DeepSpeedPlugin": "leyden.trainer.accelerator.settings.deepspeed",
+    "DummyOptim": "leyden.trainer.accelerator.settings.deepspeed",
+    "DummyScheduler": "leyden.trainer.accelerator.settings.deepspeed",
+    "FullyShardedDataParallelPlugin": "leyden.trainer.accelerator.settings.plugins",
+    "LocalSGD": "leyden.trainer.accelerator.standalone.local_sgd",
+    "get_logger": "leyden.trainer.accelerator.standalone.rank_logging",
+    "notebook_launcher": "leyden.trainer.accelerator.standalone.notebook",
+    "set_seed": "leyden.trainer.accelerator.standalone.world",
     "DistributedType": "leyden.trainer.accelerator.ranks",
-    "DDPCommunicationHookType": "leyden.trainer.accelerator.plugins",
-    "ParallelismConfig": "leyden.trainer.accelerator.parallel",
-    "TorchDynamoPlugin": "leyden.trainer.accelerator.plugins",
-    "debug_launcher": "leyden.trainer.accelerator.notebook",
-    "synchronize_rng_states": "leyden.trainer.accelerator.world",
+    "DDPCommunicationHookType": "leyden.trainer.accelerator.settings.plugins",
+    "ParallelismConfig": "leyden.trainer.accelerator.settings.parallel",
+    "TorchDynamoPlugin": "leyden.trainer.accelerator.settings.plugins",
+    "debug_launcher": "leyden.trainer.accelerator.standalone.notebook",
+    "synchronize_rng_states": "leyden.trainer.accelerator.standalone.world",
 }
 _MODULES = (
     *("accelerator", "big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers", "local_sgd"),
@@ -78,37 +78,41 @@ if TYPE_CHECKING:
     from leyden.strategies.rank_zero import rank_zero_only as rank_zero_only
     from leyden.strategies.rank_zero import rank_zero_warn as rank_zero_warn
     from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
-    from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-    from leyden.trainer.accelerator.deepspeed import DummyOptim as DummyOptim
-    from leyden.trainer.accelerator.deepspeed import DummyScheduler as DummyScheduler
-    from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs as AORecipeKwargs
-    from leyden.trainer.accelerator.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
-    from leyden.trainer.accelerator.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-    from leyden.trainer.accelerator.fp8_recipes import TERecipeKwargs as TERecipeKwargs
-    from leyden.trainer.accelerator.loader import skip_first_batches as skip_first_batches
-    from leyden.trainer.accelerator.local_sgd import LocalSGD as LocalSGD
-    from leyden.trainer.accelerator.memory import find_executable_batch_size as find_executable_batch_size
-    from leyden.trainer.accelerator.memory import release_memory as release_memory
-    from leyden.trainer.accelerator.notebook import debug_launcher as debug_launcher
-    from leyden.trainer.accelerator.notebook import notebook_launcher as notebook_launcher
-    from leyden.trainer.accelerator.parallel import ParallelismConfig as ParallelismConfig
-    from leyden.trainer.accelerator.plugins import AutocastKwargs as AutocastKwargs
-    from leyden.trainer.accelerator.plugins import DataLoaderConfiguration as DataLoaderConfiguration
-    from leyden.trainer.accelerator.plugins import DDPCommunicationHookType as DDPCommunicationHookType
-    from leyden.trainer.accelerator.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from leyden.trainer.accelerator.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from leyden.trainer.accelerator.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from leyden.trainer.accelerator.plugins import GradScalerKwargs as GradScalerKwargs
-    from leyden.trainer.accelerator.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from leyden.trainer.accelerator.plugins import ProfileKwargs as ProfileKwargs
-    from leyden.trainer.accelerator.plugins import ProjectConfiguration as ProjectConfiguration
-    from leyden.trainer.accelerator.plugins import TorchDynamoPlugin as TorchDynamoPlugin
-    from leyden.trainer.accelerator.rank_logging import get_logger as get_logger
+    from leyden.trainer.accelerator.prepared.loader import skip_first_batches as skip_first_batches
     from leyden.trainer.accelerator.ranks import DistributedType as DistributedType
     from leyden.trainer.accelerator.ranks import PartialState as PartialState
-    from leyden.trainer.accelerator.tracking import GeneralTracker as GeneralTracker
-    from leyden.trainer.accelerator.world import set_seed as set_seed
-    from leyden.trainer.accelerator.world import synchronize_rng_states as synchronize_rng_states
+    from leyden.trainer.accelerator.records.tracking import GeneralTracker as GeneralTracker
+    from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from leyden.trainer.accelerator.settings.deepspeed import DummyOptim as DummyOptim
+    from leyden.trainer.accelerator.settings.deepspeed import DummyScheduler as DummyScheduler
+    from leyden.trainer.accelerator.settings.fp8_recipes import AORecipeKwargs as AORecipeKwargs
+    from leyden.trainer.accelerator.settings.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
+    from leyden.trainer.accelerator.settings.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from leyden.trainer.accelerator.settings.fp8_recipes import TERecipeKwargs as TERecipeKwargs
+    from leyden.trainer.accelerator.settings.parallel import ParallelismConfig as ParallelismConfig
+    from leyden.trainer.accelerator.settings.plugins import AutocastKwargs as AutocastKwargs
+    from leyden.trainer.accelerator.settings.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+    from leyden.trainer.accelerator.settings.plugins import DDPCommunicationHookType as DDPCommunicationHookType
+    from leyden.trainer.accelerator.settings.plugins import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
+    from leyden.trainer.accelerator.settings.plugins import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    )
+    from leyden.trainer.accelerator.settings.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from leyden.trainer.accelerator.settings.plugins import GradScalerKwargs as GradScalerKwargs
+    from leyden.trainer.accelerator.settings.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from leyden.trainer.accelerator.settings.plugins import ProfileKwargs as ProfileKwargs
+    from leyden.trainer.accelerator.settings.plugins import ProjectConfiguration as ProjectConfiguration
+    from leyden.trainer.accelerator.settings.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+    from leyden.trainer.accelerator.standalone.local_sgd import LocalSGD as LocalSGD
+    from leyden.trainer.accelerator.standalone.memory import find_executable_batch_size as find_executable_batch_size
+    from leyden.trainer.accelerator.standalone.memory import release_memory as release_memory
+    from leyden.trainer.accelerator.standalone.notebook import debug_launcher as debug_launcher
+    from leyden.trainer.accelerator.standalone.notebook import notebook_launcher as notebook_launcher
+    from leyden.trainer.accelerator.standalone.rank_logging import get_logger as get_logger
+    from leyden.trainer.accelerator.standalone.world import set_seed as set_seed
+    from leyden.trainer.accelerator.standalone.world import synchronize_rng_states as synchronize_rng_states
     from leyden.trainer.cli.configuration.leyden_cli import LeydenCLI as LeydenCLI
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
@@ -129,7 +133,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'leyden' has no attribute {name!r}")
     if name not in _HOMES:
         from leyden.callbacks import __all__ as callbacks
-        from leyden.trainer.accelerator.absent import attribute
+        from leyden.trainer.accelerator.standalone.absent import attribute
 
         if name in callbacks or name == "loggers":
             what = "*" if name == "loggers" else name

@@ -1,9 +1,9 @@
 """The names of `accelerate.data_loader`, for scripts that import from there."""
 
-from leyden.trainer.accelerator.absent import lacking
-from leyden.trainer.accelerator.loader import skip_first_batches
-from leyden.trainer.accelerator.rank_loaders import SeedableRandomSampler
-from leyden.trainer.accelerator.world import synchronize_rng_states
+from leyden.trainer.accelerator.prepared.loader import skip_first_batches
+from leyden.trainer.accelerator.prepared.rank_loaders import SeedableRandomSampler
+from leyden.trainer.accelerator.standalone.absent import lacking
+from leyden.trainer.accelerator.standalone.world import synchronize_rng_states
 
 __all__ = ["SeedableRandomSampler", "skip_first_batches", "synchronize_rng_states"]
 __getattr__ = lacking(__name__)

@@ -1,7 +1,7 @@
 """The names of `accelerate.launchers`, for scripts that import from there."""
 
-from leyden.trainer.accelerator.absent import lacking
-from leyden.trainer.accelerator.notebook import debug_launcher, notebook_launcher
+from leyden.trainer.accelerator.standalone.absent import lacking
+from leyden.trainer.accelerator.standalone.notebook import debug_launcher, notebook_launcher
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 __getattr__ = lacking(__name__)

@@ -1,7 +1,7 @@
 """The names of `accelerate.local_sgd`, for scripts that import from there."""
 
-from leyden.trainer.accelerator.absent import lacking
-from leyden.trainer.accelerator.local_sgd import LocalSGD
+from leyden.trainer.accelerator.standalone.absent import lacking
+from leyden.trainer.accelerator.standalone.local_sgd import LocalSGD
 
 __all__ = ["LocalSGD"]
 __getattr__ = lacking(__name__)

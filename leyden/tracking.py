@@ -1,14 +1,13 @@
 """The names of `accelerate.tracking`, for scripts that import from there."""
 
-from leyden.trainer.accelerator.absent import lacking
-from leyden.trainer.accelerator.service_trackers import (
+from leyden.trainer.accelerator.records.service_trackers import (
     AimTracker,
     ClearMLTracker,
     DVCLiveTracker,
     SwanLabTracker,
     TrackioTracker,
 )
-from leyden.trainer.accelerator.tracking import (
+from leyden.trainer.accelerator.records.tracking import (
     CometMLTracker,
     GeneralTracker,
     MLflowTracker,
@@ -16,6 +15,7 @@ from leyden.trainer.accelerator.tracking import (
     WandBTracker,
     on_main_process,
 )
+from leyden.trainer.accelerator.standalone.absent import lacking
 
 __all__ = [
     "AimTracker",

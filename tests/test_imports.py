@@ -37,6 +37,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.plugins", "leyden.trainer.profilers"),
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),
+    ("leyden.trainer.accelerator.settings", "leyden.trainer.accelerator.ranks"),
+    ("leyden.trainer.accelerator.loop", "leyden.trainer.accelerator.prepared"),
+    # The Accelerator, and its rooms `records` and `standalone`.
     ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.trainer.accelerator"),
     ("leyden.trainer.cli.settings", "leyden.trainer.cli.models"),
     tuple(f"leyden.trainer.cli.{room}" for room in ("checkpoint", "configuration", "estimate", "migrate")),

@@ -1,17 +1,25 @@
 """The names of `accelerate.utils`, for scripts that import from there: replace `accelerate` by `leyden`."""
 
 from leyden.strategies.batch import batch_size_of as find_batch_size
-from leyden.trainer.accelerator.absent import lacking
-from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from leyden.trainer.accelerator.megatron import (
+from leyden.trainer.accelerator.ranks import DistributedType
+from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from leyden.trainer.accelerator.settings.fp8_recipes import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from leyden.trainer.accelerator.settings.megatron import (
     MegatronLMDummyScheduler,
     MegatronLMPlugin,
     avg_losses_across_data_parallel_group,
 )
-from leyden.trainer.accelerator.memory import find_executable_batch_size, release_memory
-from leyden.trainer.accelerator.parallel import ParallelismConfig, TorchTensorParallelConfig, TorchTensorParallelPlugin
-from leyden.trainer.accelerator.plugins import (
+from leyden.trainer.accelerator.settings.parallel import (
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+from leyden.trainer.accelerator.settings.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -29,8 +37,9 @@ from leyden.trainer.accelerator.plugins import (
     RNGType,
     TorchDynamoPlugin,
 )
-from leyden.trainer.accelerator.ranks import DistributedType
-from leyden.trainer.accelerator.world import (
+from leyden.trainer.accelerator.standalone.absent import lacking
+from leyden.trainer.accelerator.standalone.memory import find_executable_batch_size, release_memory
+from leyden.trainer.accelerator.standalone.world import (
     broadcast,
     broadcast_object_list,
     convert_to_fp32,

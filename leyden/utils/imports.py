@@ -1,6 +1,6 @@
 """The names of `accelerate.utils.imports`, for scripts that import from there; importing one names the alternative."""
 
-from leyden.trainer.accelerator.absent import lacking
+from leyden.trainer.accelerator.standalone.absent import lacking
 
 __all__ = []
 __getattr__ = lacking(__name__)

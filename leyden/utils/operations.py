@@ -1,6 +1,6 @@
 """The names of `accelerate.utils.operations`, for scripts that import from there: all names of `leyden.utils`."""
 
-from leyden.trainer.accelerator.absent import lacking
+from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.utils import *  # noqa: F403
 
 __getattr__ = lacking(__name__)

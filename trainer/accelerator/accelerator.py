@@ -15,17 +15,23 @@ from torch.utils.hooks import RemovableHandle
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import Window
-from leyden.trainer.accelerator import saving as states
-from leyden.trainer.accelerator.checks import hint_at_first_print
-from leyden.trainer.accelerator.collectives import Collectives
-from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin
-from leyden.trainer.accelerator.ending import LoopEnd
-from leyden.trainer.accelerator.export import check_object, save_object, write_weights
-from leyden.trainer.accelerator.gradient_state import GradientState
-from leyden.trainer.accelerator.loader import PreparedLoader, skip_first_batches
-from leyden.trainer.accelerator.options import Options
-from leyden.trainer.accelerator.parallel import ParallelismConfig
-from leyden.trainer.accelerator.plugins import (
+from leyden.trainer.accelerator.loop.checks import hint_at_first_print
+from leyden.trainer.accelerator.loop.collectives import Collectives
+from leyden.trainer.accelerator.loop.ending import LoopEnd
+from leyden.trainer.accelerator.loop.gradient_state import GradientState
+from leyden.trainer.accelerator.loop.staged import Step, call_with_batch
+from leyden.trainer.accelerator.loop.stepping import Stepping
+from leyden.trainer.accelerator.prepared.loader import PreparedLoader, skip_first_batches
+from leyden.trainer.accelerator.prepared.preparing import Preparing, unwrap
+from leyden.trainer.accelerator.prepared.scheduler import PreparedScheduler
+from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState
+from leyden.trainer.accelerator.records import saving as states
+from leyden.trainer.accelerator.records.export import check_object, save_object, write_weights
+from leyden.trainer.accelerator.records.tracking import GeneralTracker, Trackers
+from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin
+from leyden.trainer.accelerator.settings.options import Options
+from leyden.trainer.accelerator.settings.parallel import ParallelismConfig
+from leyden.trainer.accelerator.settings.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -33,12 +39,6 @@ from leyden.trainer.accelerator.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from leyden.trainer.accelerator.preparing import Preparing, unwrap
-from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState
-from leyden.trainer.accelerator.scheduler import PreparedScheduler
-from leyden.trainer.accelerator.staged import Step, call_with_batch
-from leyden.trainer.accelerator.stepping import Stepping
-from leyden.trainer.accelerator.tracking import GeneralTracker, Trackers
 from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
@@ -475,7 +475,7 @@ class Accelerator:
         Returns:
             One None per argument: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
-        from leyden.trainer.accelerator.memory import release_memory
+        from leyden.trainer.accelerator.standalone.memory import release_memory
 
         self.saves.release()
         self._stepping.release()

@@ -17,9 +17,9 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.data.sharding import block
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin
-    from leyden.trainer.accelerator.megatron import MegatronLMPlugin
-    from leyden.trainer.accelerator.plugins import FullyShardedDataParallelPlugin
+    from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin
+    from leyden.trainer.accelerator.settings.megatron import MegatronLMPlugin
+    from leyden.trainer.accelerator.settings.plugins import FullyShardedDataParallelPlugin
 
 F = TypeVar("F", bound=Callable[..., Any])
 

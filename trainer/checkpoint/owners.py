@@ -2,8 +2,8 @@
 
 The Trainer and the Accelerator save and restore in the same three steps. `collect` asks every owner for its state.
 `Unclaimed` has each owner check its own, before anything of the run has changed. `Unclaimed.load` hands a state to its
-owner, when the run reaches it. `trainer/run/saved/saving.py` and `trainer/accelerator/saving.py` say which file holds
-which owners; only its owner knows what is in a state.
+owner, when the run reaches it. `trainer/run/saved/saving.py` and `trainer/accelerator/records/saving.py` say which file
+holds which owners; only its owner knows what is in a state.
 """
 
 from __future__ import annotations

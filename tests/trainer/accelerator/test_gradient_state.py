@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError
-from leyden.trainer.accelerator.gradient_state import GradientState
+from leyden.trainer.accelerator.loop.gradient_state import GradientState
 
 
 def test_the_gradient_state_shows_window_and_loader() -> None:

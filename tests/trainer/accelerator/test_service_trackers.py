@@ -16,7 +16,7 @@ import torch
 from leyden import Accelerator, ConfigurationError
 from leyden.callbacks.loggers.plain import json_value
 from leyden.tracking import ClearMLTracker, DVCLiveTracker, GeneralTracker
-from leyden.trainer.accelerator.tracking import SERVICES
+from leyden.trainer.accelerator.records.tracking import SERVICES
 
 CONFIG = {"lr": 0.1, "layers": (8, 4), "optimizer": {"name": "sgd", "device": torch.device("cpu")}}
 
@@ -57,7 +57,7 @@ def test_options_of_another_service_are_refused(tmp_path: Path) -> None:
 
 
 def test_clearml_names_a_plot_and_its_line() -> None:
-    from leyden.trainer.accelerator.service_trackers import _title_and_series
+    from leyden.trainer.accelerator.records.service_trackers import _title_and_series
 
     names = {"eval_loss": ("loss", "eval"), "loss": ("loss", "train"), "test_": ("test_", "train")}
     assert {name: _title_and_series(name) for name in names} == names

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, StateError
-from leyden.trainer.accelerator.accelerate_folder import set_host_random
-from leyden.trainer.accelerator.saving import KIND
+from leyden.trainer.accelerator.records.accelerate_folder import set_host_random
+from leyden.trainer.accelerator.records.saving import KIND
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.lightning import position_of
 from leyden.trainer.checkpoint.writer import CheckpointWriter

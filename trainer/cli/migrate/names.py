@@ -190,7 +190,7 @@ def _of_lightning(words: list[str], root: int, fabric: bool) -> Found:
 
 
 def _of_accelerate(words: list[str]) -> Found:
-    from leyden.trainer.accelerator.absent import attribute
+    from leyden.trainer.accelerator.standalone.absent import attribute
 
     root = sys.modules["leyden"]
     inside, module = words[1:], ""

@@ -18,7 +18,7 @@ from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.engine.gathering import check_shapes
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.loader import PreparedLoader
+    from leyden.trainer.accelerator.prepared.loader import PreparedLoader
     from leyden.trainer.engine.debugging import Checker
 
 T = TypeVar("T")

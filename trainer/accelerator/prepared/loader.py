@@ -11,14 +11,14 @@ from torch.utils.data import BatchSampler
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.accelerator.dispatch import Filled, ListPart
+from leyden.trainer.accelerator.prepared.dispatch import Filled, ListPart
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.positions import check_position
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
 
 State = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from leyden.callbacks.loggers.plain import json_value
 from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.trainer.accelerator.tracking import GeneralTracker
+from leyden.trainer.accelerator.records.tracking import GeneralTracker
 
 SPLITS = ("eval", "test", "train")
 """Prefixes of names that ClearML draws as lines of one plot: "eval_loss" and "train_loss" in the plot "loss"."""

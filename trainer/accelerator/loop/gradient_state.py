@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.accelerator.plugins import GradientAccumulationPlugin
+from leyden.trainer.accelerator.settings.plugins import GradientAccumulationPlugin
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.loader import PreparedLoader
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
+    from leyden.trainer.accelerator.prepared.loader import PreparedLoader
 
 
 class GradientState:

@@ -19,19 +19,19 @@ from torch.utils.data import DataLoader
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.master_weights import parameters_of
-from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, complete_config
-from leyden.trainer.accelerator.loader import PreparedLoader
-from leyden.trainer.accelerator.rank_loaders import rank_loader
-from leyden.trainer.accelerator.scheduler import PreparedScheduler
-from leyden.trainer.accelerator.staged import StagedModel
+from leyden.trainer.accelerator.loop.staged import StagedModel
+from leyden.trainer.accelerator.prepared.loader import PreparedLoader
+from leyden.trainer.accelerator.prepared.rank_loaders import rank_loader
+from leyden.trainer.accelerator.prepared.scheduler import PreparedScheduler
+from leyden.trainer.accelerator.settings.deepspeed import DummyOptim, DummyScheduler, complete_config
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, report
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.logging.metrics import gather_readers
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.options import Options
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
+    from leyden.trainer.accelerator.settings.options import Options
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -115,7 +115,8 @@ class Preparing:
                 "Prepare them in one call, or the model first."
             )
         loaders = [*(entry for entry in objects if is_loader(entry)), *self.loaders]
-        complete_config(self._stepping, self._options, steppers, loaders)
+        accumulation = self._stepping.accumulation.num_steps
+        complete_config(self._strategy, accumulation, self._options, steppers, loaders)
 
     def _report_facts(self, prepared: Any) -> None:
         rank = self._strategy.ranks.global_rank

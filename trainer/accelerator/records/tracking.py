@@ -372,7 +372,8 @@ def build(
     built: list[GeneralTracker] = []
     for entry in entries:
         if isinstance(entry, str) and entry in SERVICES:
-            entry = getattr(importlib.import_module("leyden.trainer.accelerator.service_trackers"), SERVICES[entry][0])
+            services = importlib.import_module("leyden.trainer.accelerator.records.service_trackers")
+            entry = getattr(services, SERVICES[entry][0])
         if isinstance(entry, GeneralTracker):
             built.append(entry)
         elif _is_tracker_class(entry):

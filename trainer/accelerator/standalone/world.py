@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from leyden.strategies.batch import BUILTIN, map_tensors, move_to_device
 from leyden.strategies.launch.environment import rank_environment
-from leyden.trainer.accelerator.collectives import Collectives, check_tensors, synchronise
-from leyden.trainer.accelerator.export import check_object, save_object
-from leyden.trainer.accelerator.preparing import in_float32, unwrap
+from leyden.trainer.accelerator.loop.collectives import Collectives, check_tensors, synchronise
+from leyden.trainer.accelerator.prepared.preparing import in_float32, unwrap
 from leyden.trainer.accelerator.ranks import PartialState, joined
+from leyden.trainer.accelerator.records.export import check_object, save_object
 from leyden.trainer.data.rng import seed_everything
 
 T = TypeVar("T")

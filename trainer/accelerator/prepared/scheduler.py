@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
 
 
 class PreparedScheduler:

@@ -14,8 +14,8 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
+    from leyden.trainer.accelerator.loop.stepping import Stepping
     from leyden.trainer.accelerator.ranks import PartialState
-    from leyden.trainer.accelerator.stepping import Stepping
 
 ADVICE = (
     "backward was called twice, but no optimizer was prepared. Write optimizer = accelerator.prepare(optimizer), so "

@@ -14,7 +14,7 @@ from leyden.trainer.events.departure import Departure
 from leyden.trainer.events.signals import NOTICE, Signals
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
     from leyden.trainer.checkpoint.lock import FolderLock
     from leyden.trainer.events.preemption import Preemption
 

@@ -11,8 +11,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.trainer.accelerator.dispatch import CollateFilled, Dispatched, ListPart, StreamPart
-from leyden.trainer.accelerator.plugins import DataLoaderConfiguration
+from leyden.trainer.accelerator.prepared.dispatch import CollateFilled, Dispatched, ListPart, StreamPart
+from leyden.trainer.accelerator.settings.plugins import DataLoaderConfiguration
 from leyden.trainer.data.even import EvenBatches, OwnBatches
 from leyden.trainer.data.limits import with_dataset, with_index_sampler
 from leyden.trainer.data.sharding import DataRanks, Order, is_indexed

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.accelerator.accelerate_folder import AccelerateFolder, is_folder
-from leyden.trainer.accelerator.plugins import AUTOMATIC
-from leyden.trainer.accelerator.tracking import LoggerTracker
+from leyden.trainer.accelerator.records.accelerate_folder import AccelerateFolder, is_folder
+from leyden.trainer.accelerator.records.tracking import LoggerTracker
+from leyden.trainer.accelerator.settings.plugins import AUTOMATIC
 from leyden.trainer.checkpoint.background import is_possible
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from leyden.callbacks.loggers.logger import Logger
     from leyden.strategies.base import Strategy
     from leyden.trainer.accelerator.accelerator import Accelerator
-    from leyden.trainer.accelerator.loader import PreparedLoader
-    from leyden.trainer.accelerator.options import Options
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
+    from leyden.trainer.accelerator.prepared.loader import PreparedLoader
+    from leyden.trainer.accelerator.settings.options import Options
 
 KIND = "accelerator"
 """The `kind` entry of `user.json` that marks a checkpoint of `save_state`."""

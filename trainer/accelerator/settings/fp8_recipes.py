@@ -9,7 +9,7 @@ from typing import Any
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.precision.fp8_config import NO_MSAMP, precision_of_config
-from leyden.trainer.accelerator.plugins import Handlers, KwargsHandler
+from leyden.trainer.accelerator.settings.plugins import Handlers, KwargsHandler
 
 
 @dataclass

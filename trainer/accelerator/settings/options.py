@@ -14,11 +14,12 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.launch.watchdog import hang_limit
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
-from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
-from leyden.trainer.accelerator.fp8_recipes import recipe_of
-from leyden.trainer.accelerator.megatron import MegatronLMPlugin
-from leyden.trainer.accelerator.parallel import ParallelismConfig, TorchTensorParallelPlugin
-from leyden.trainer.accelerator.plugins import (
+from leyden.trainer.accelerator.ranks import AcceleratorState, check_started
+from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
+from leyden.trainer.accelerator.settings.fp8_recipes import recipe_of
+from leyden.trainer.accelerator.settings.megatron import MegatronLMPlugin
+from leyden.trainer.accelerator.settings.parallel import ParallelismConfig, TorchTensorParallelPlugin
+from leyden.trainer.accelerator.settings.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -30,7 +31,6 @@ from leyden.trainer.accelerator.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from leyden.trainer.accelerator.ranks import AcceleratorState, check_started
 from leyden.trainer.events.preemption import wanted
 from leyden.trainer.launched import read_launched, with_recipe
 

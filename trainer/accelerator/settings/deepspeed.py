@@ -15,8 +15,7 @@ from leyden.strategies.settings import RunSettings
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
-    from leyden.trainer.accelerator.options import Options
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.settings.options import Options
 
 
 @dataclass
@@ -218,11 +217,14 @@ def accumulation_of(strategy: Any, steps: int) -> int:
 
 
 # preparing ------------------------------------------------------------------------------------------------------------
-def complete_config(stepping: Stepping, options: Options, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
+def complete_config(
+    strategy: Any, accumulation: int, options: Options, objects: Sequence[Any], loaders: Sequence[Any]
+) -> None:
     """Merges the script's settings into DeepSpeed's config, before the engine is created.
 
     Args:
-        stepping: the loop's engine, whose strategy is DeepSpeed's.
+        strategy: the `DeepSpeedStrategy`.
+        accumulation: batches per optimizer step.
         options: the Accelerator's arguments.
         objects: optimizers and schedulers of one call of `prepare`, including placeholders.
         loaders: loaders prepared in this call or before.
@@ -230,7 +232,6 @@ def complete_config(stepping: Stepping, options: Options, objects: Sequence[Any]
     Raises:
         ConfigurationError: for a contradiction, or a placeholder whose section the config lacks.
     """
-    strategy: Any = stepping.strategy
     optimizers = [entry for entry in objects if isinstance(entry, DummyOptim)]
     schedulers = [entry for entry in objects if isinstance(entry, DummyScheduler)]
     for dummy in optimizers:
@@ -252,7 +253,7 @@ def complete_config(stepping: Stepping, options: Options, objects: Sequence[Any]
     callables = [entry for entry in schedulers if entry.lr_scheduler_callable is not None]
     strategy.check_settings(
         RunSettings(
-            accumulation=stepping.accumulation.num_steps,
+            accumulation=accumulation,
             batch_size=_batch_size(loaders, strategy.ranks.world_size, options),
             optimizers=len(real_optimizers),
             schedulers=len(real) - len(real_optimizers) + len(callables),

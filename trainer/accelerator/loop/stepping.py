@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.accelerator.beat import LoopBeat
-from leyden.trainer.accelerator.checks import Mistakes
-from leyden.trainer.accelerator.collectives import synchronise
-from leyden.trainer.accelerator.staged import StagedSteps, Step
+from leyden.trainer.accelerator.loop.beat import LoopBeat
+from leyden.trainer.accelerator.loop.checks import Mistakes
+from leyden.trainer.accelerator.loop.collectives import synchronise
+from leyden.trainer.accelerator.loop.staged import StagedSteps, Step
 from leyden.trainer.engine.engine import Engine, needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.loader import PreparedLoader
-    from leyden.trainer.accelerator.options import Options
+    from leyden.trainer.accelerator.prepared.loader import PreparedLoader
+    from leyden.trainer.accelerator.settings.options import Options
 
 
 class Stepping(Engine):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from leyden.strategies.errors import ConfigurationError, kind_of
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.stepping import Stepping
+    from leyden.trainer.accelerator.loop.stepping import Stepping
 
 Step = Callable[[nn.Module, Any], Any]
 """Computes a loss: `step(model, batch)`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.layout import Layout
-from leyden.trainer.accelerator.plugins import FullyShardedDataParallelPlugin
+from leyden.trainer.accelerator.settings.plugins import FullyShardedDataParallelPlugin
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

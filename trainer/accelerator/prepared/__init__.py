@@ -1,0 +1,1 @@
+"""What `Accelerator.prepare` returns: models, optimizers, loaders and schedulers of this rank."""

@@ -1,0 +1,1 @@
+"""What a custom training loop writes and reads back: checkpoints, exported weights, trackers."""

@@ -1,0 +1,1 @@
+"""The settings of an Accelerator: its arguments, plugins and handlers."""

@@ -1,0 +1,1 @@
+"""Accelerate's functions and classes that scripts use alongside the Accelerator."""
