@@ -36,8 +36,8 @@ def mistake(match: str) -> Callable[[Callable[[Path], Any]], Callable[[Path], An
 
 
 argument("precision unknown", r"precision='bf61' is not known\. Did you mean 'bf16'\?", precision="bf61")
-argument("precision twice", r"more than once.*give it once", precision="bf16", plugins=MixedPrecision("16"))
-argument("plugin unknown", r"plugins.*give a Precision", plugins=object())
+argument("precision twice", r"more than once.*set it once", precision="bf16", plugins=MixedPrecision("16"))
+argument("plugin unknown", r"plugins.*pass a Precision", plugins=object())
 argument("strategy unknown", r"strategy='single_devise'.*Did you mean 'single_device'\?", strategy="single_devise")
 argument("accelerator unknown", r"accelerator='cpuu' is not known\. Did you mean 'cpu'\?", accelerator="cpuu")
 argument("devices several", r"'single_device' with devices=3.*devices=1.*'ddp'", devices=3, strategy="single_device")
@@ -66,7 +66,7 @@ argument("check_val zero", r"check_val_every_n_epoch=0: use a whole number from 
 argument("accumulation zero", r"accumulate_grad_batches=0: use a whole number from 1", accumulate_grad_batches=0)
 argument(
     "accumulation twice",
-    r"accumulation was asked for more than once",
+    r"accumulation is set more than once",
     accumulate_grad_batches=2,
     callbacks=GradientAccumulation(4),
 )
@@ -78,11 +78,15 @@ argument("profiler of no kind", r"profiler=3: use 'simple'", profiler=3)
 argument("resume", r"resume='last': use 'auto', or None.*fit\(ckpt_path=…\)", resume="last")
 argument("deterministic", r"deterministic='yes': use True, False or 'warn'", deterministic="yes")
 argument("a word for a bool", r"detect_anomaly='no': use True or False", detect_anomaly="no")
-argument("logger a word", r"logger='csv': use True, False, or loggers such as CSVLogger\(\)", logger="csv")
+argument(
+    "logger a word",
+    r"logger='csv': a str is not a logger: use True, False, or loggers such as CSVLogger\(\)",
+    logger="csv",
+)
 argument("root dir a URL", r"local and mounted folders only", default_root_dir="s3://bucket/run")
 argument("barebones and a logger", r"barebones=True turns logger off.*choose one", barebones=True, logger=True)
-argument("a callback's class", r"the class EarlyStopping: give an instance, EarlyStopping\(\)", callbacks=EarlyStopping)
-argument("no callback", r"holds an int, which is no Callback: subclass leyden\.Callback", callbacks=[1])
+argument("a callback's class", r"the class EarlyStopping: pass an instance, EarlyStopping\(\)", callbacks=EarlyStopping)
+argument("no callback", r"holds an int, which is not a Callback: subclass leyden\.Callback", callbacks=[1])
 argument("no precision", r"precision=None_: use one of", precision=type("N", (), {"__repr__": lambda self: "None_"})())
 argument("an argument's near name", r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?", max_epoch=1)
 argument("epochs", r"Trainer has no argument 'epochs': use max_epochs\.", epochs=1)
@@ -131,7 +135,7 @@ argument(
     profiler=of_lightning("SimpleProfiler")(),
 )
 ONE = Callback()
-argument("a callback twice", r"the same callback twice: give it once", callbacks=[ONE, ONE])
+argument("a callback twice", r"the same callback twice: pass it once", callbacks=[ONE, ONE])
 argument("checkpointing off and on", r"enable_checkpointing=False.*choose one", callbacks=ModelCheckpoint())
 
 
@@ -185,7 +189,7 @@ def a_datamodule_of_lightning(folder: Path) -> None:
     )
 
 
-@mistake(r"datamodule is a list: give an instance of a leyden\.DataModule")
+@mistake(r"datamodule is a list: pass an instance of a leyden\.DataModule")
 def a_loader_for_a_datamodule(folder: Path) -> None:
     Trainer(logger=False, enable_checkpointing=False).validate(TrainModule(), datamodule=[1])  # type: ignore[arg-type]
 

@@ -314,7 +314,7 @@ def test_best_is_the_best_and_not_the_last(tmp_path: Path) -> None:
 
 def test_last_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
     module = Classifier()
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint.*use 'auto'"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint.*Use 'auto'"):
         trainer_in(tmp_path).fit(module, *loaders(), ckpt_path="last")
     assert module.began_at == []
     trainer_in(tmp_path, max_epochs=1).fit(module, *loaders(), ckpt_path="auto")
@@ -323,7 +323,7 @@ def test_last_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
 
 
 def test_best_needs_one_that_was_saved(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no ModelCheckpoint of this Trainer has saved one yet"):
+    with pytest.raises(ConfigurationError, match="no ModelCheckpoint of this Trainer has saved a best checkpoint yet"):
         trainer_in(tmp_path).fit(Classifier(), *loaders(), ckpt_path="best")
 
 

@@ -32,12 +32,12 @@ def fit_without_arguments(ground: Ground) -> None:
     ground.trainer().fit()
 
 
-@mistake(r"was given the class Module: give an instance, Module\(\)")
+@mistake(r"needs a TrainModule, not the class Module: pass an instance, Module\(\)")
 def a_class_for_a_module(ground: Ground) -> None:
     ground.trainer().fit(Module, loader())  # type: ignore[arg-type]
 
 
-@mistake(r"was given a Linear: subclass leyden\.TrainModule")
+@mistake(r"not a Linear: subclass leyden\.TrainModule")
 def a_module_that_is_no_train_module(ground: Ground) -> None:
     ground.trainer().fit(nn.Linear(4, 2), loader())
 
@@ -60,7 +60,7 @@ def no_configure_optimizers(ground: Ground) -> None:
     ground.trainer().fit(Plain(), loader())
 
 
-@mistake(r"there is no train loader: give one to Trainer\.fit, or write train_dataloader in Broken")
+@mistake(r"there is no train loader: pass one to Trainer\.fit, or define train_dataloader in Broken")
 def no_loader(ground: Ground) -> None:
     ground.trainer().fit(ground.module())
 
@@ -70,7 +70,7 @@ def a_loader_that_is_none(ground: Ground) -> None:
     ground.trainer().fit(ground.module(train_dataloader=lambda self: None))
 
 
-@mistake(r"the train loader is an int, over which nothing can iterate: give a DataLoader")
+@mistake(r"the train loader is an int, which is not iterable: pass a DataLoader")
 def a_loader_that_is_a_number(ground: Ground) -> None:
     ground.fit(None, 3)
 
@@ -100,7 +100,7 @@ def a_fraction_of_an_unsized_loader(ground: Ground) -> None:
     ground.fit(None, DataLoader(Endless(), batch_size=2), limit_train_batches=0.5)
 
 
-@mistake(r"loaders and a datamodule: give one of them")
+@mistake(r"loaders and a datamodule: pass one of them")
 def loaders_and_a_datamodule(ground: Ground) -> None:
     ground.trainer().fit(ground.module(), loader(), datamodule=Numbers())
 
@@ -120,7 +120,7 @@ def several_loaders_without_their_index(ground: Ground) -> None:
     ground.fit(None, loader(), [loader(), loader()])
 
 
-@mistake(r"CombinedLoader\(mode='max'\) is not known\. Did you mean 'max_size'\?")
+@mistake(r"CombinedLoader has no mode 'max'\. Did you mean 'max_size'\?")
 def a_mode_of_combined_loaders(ground: Ground) -> None:
     CombinedLoader([loader()], mode="max")  # type: ignore[arg-type]
 
@@ -152,12 +152,12 @@ def a_test_of_nothing(ground: Ground) -> None:
     ground.trainer().test()
 
 
-@mistake(r"Broken has no test_step: write one")
+@mistake(r"Broken has no test_step: define one")
 def a_test_without_its_step(ground: Ground) -> None:
     ground.trainer().test(ground.module(), loader())
 
 
-@mistake(r"there is no val loader: give one to Trainer\.validate")
+@mistake(r"there is no val loader: pass one to Trainer\.validate")
 def a_validation_without_a_loader(ground: Ground) -> None:
     ground.trainer().validate(ground.module())
 
@@ -300,7 +300,7 @@ def a_loss_of_nan(ground: Ground) -> None:
     ground.fit(ground.module(training_step=training_step), detect_anomaly=True)
 
 
-@mistake(r"on another device than the module.*transfer_batch_to_device", when=DURING)
+@mistake(r"not on the module's device.*transfer_batch_to_device", when=DURING)
 def a_batch_on_another_device(ground: Ground) -> None:
     def transfer(self: Module, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return [tensor.to("meta") for tensor in batch]

@@ -101,17 +101,17 @@ def from_path(ground: Ground, path: Any, module: Module | None = None, **options
     ground.trainer().fit(module or ground.module(), loader(), ckpt_path=path, **options)
 
 
-@mistake(r"besst: is not there, and none of the words for a checkpoint\. Did you mean 'best'\?", CheckpointError)
+@mistake(r"besst: does not exist, and is not a special value of ckpt_path\. Did you mean 'best'\?", CheckpointError)
 def a_misspelt_word_for_a_checkpoint(ground: Ground) -> None:
     from_path(ground, "besst")
 
 
-@mistake(r"holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto'", CheckpointError)
+@mistake(r"holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto'", CheckpointError)
 def the_last_checkpoint_of_none(ground: Ground) -> None:
     from_path(ground, "last")
 
 
-@mistake(r"no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'")
+@mistake(r"no ModelCheckpoint of this Trainer has saved a best checkpoint yet: pass a path, or 'last'")
 def the_best_checkpoint_of_none(ground: Ground) -> None:
     from_path(ground, "best")
 
@@ -156,7 +156,7 @@ def another_number_of_optimizers(ground: Ground) -> None:
     from_path(ground, path, ground.module(configure_optimizers=lambda self: [sgd(self), sgd(self)]))
 
 
-@mistake(r"saved with weights_only and cannot be resumed: fit\(\.\.\., restore='weights'\)", CheckpointError)
+@mistake(r"saved with weights_only=True and cannot be resumed\. .*restore='weights'", CheckpointError)
 def a_resume_from_weights_alone(ground: Ground) -> None:
     trainer = ground.fit()
     path = trainer.save_checkpoint(ground.folder / "weights", weights_only=True)
@@ -164,7 +164,7 @@ def a_resume_from_weights_alone(ground: Ground) -> None:
     from_path(ground, path)
 
 
-@mistake(r"save_checkpoint has no module to save: fit one first", LeydenError)
+@mistake(r"save_checkpoint has no module to save: call fit first", LeydenError)
 def a_checkpoint_of_nothing(ground: Ground) -> None:
     ground.trainer().save_checkpoint(ground.folder / "nothing")
 
@@ -214,7 +214,7 @@ def a_module_whose_state_cannot_be_saved(ground: Ground) -> None:
     ground.fit(ground.module(on_save_checkpoint=on_save_checkpoint))
 
 
-@mistake(r"two callbacks have the state_key.*override state_key so that they differ")
+@mistake(r"two callbacks have the same state_key.*override state_key in one of them")
 def two_callbacks_with_one_key(ground: Ground) -> None:
     ground.fit(None, loader(), loader(), callbacks=[EarlyStopping("val_loss"), EarlyStopping("val_loss", patience=9)])
 

@@ -256,7 +256,7 @@ def test_a_bar_of_ones_own_takes_the_place_of_the_default_one(
     assert copy.refresh_rate == 3 and copy.train_progress_bar.disable
     with pytest.raises(ConfigurationError, match="trainer is not set before the first run"):
         copy.trainer  # noqa: B018
-    with pytest.raises(ConfigurationError, match=r"enable_progress_bar=False, and callbacks holds a TQDMProgressBar"):
+    with pytest.raises(ConfigurationError, match=r"enable_progress_bar=False, but callbacks holds a TQDMProgressBar"):
         trainer(tmp_path, TQDMProgressBar(), enable_progress_bar=False)
 
 

@@ -319,12 +319,15 @@ def test_damaged_checkpoints_are_passed_over_until_none_is_left(tmp_path: Path) 
     def damage(*names: str) -> Any:
         return lambda trainer: [(folder / name / "model.safetensors").write_bytes(b"damaged") for name in names]
 
-    with pytest.warns(UserWarning, match="back past a damaged checkpoint: .*epoch=0-step=15"):
+    with pytest.warns(UserWarning, match="skips a damaged checkpoint: .*epoch=0-step=15"):
         trainer, guard = run(tmp_path, seeded((17,)), At(17, damage("epoch=0-step=15")))
     assert guard.rolled_back == [(18, 10)] and trainer.progress.passed_over == 8
     shutil.rmtree(folder)
     every = damage("epoch=0-step=5", "epoch=0-step=10")
-    with pytest.warns(UserWarning, match="back past"), pytest.raises(NonFiniteError, match="all 2 .* are damaged"):
+    with (
+        pytest.warns(UserWarning, match="skips a damaged"),
+        pytest.raises(NonFiniteError, match="all 2 .* are damaged"),
+    ):
         run(tmp_path, seeded((12,)), At(12, every))
 
 
@@ -578,7 +581,7 @@ def test_a_group_that_nobody_would_add_again_is_refused_by_name(tmp_path: Path) 
                 self.unfreeze_and_add_param_group(module.backbone, trainer.optimizers[0])
 
     seed_everything(3)
-    with pytest.raises(NonFiniteError, match="gained the group of backbone.weight, backbone.bias since"):
+    with pytest.raises(NonFiniteError, match="group of backbone.weight, backbone.bias was added"):
         run(tmp_path, Grown((9,)), Adds(), max_epochs=1)
 
 
@@ -760,5 +763,5 @@ def test_a_replay_shows_a_step_for_the_first_time_and_says_so(tmp_path: Path, mo
     )
     assert not any("recorded" in line for line in lines)
     # One that came only after it had gone back; and one after a checkpoint that was saved since.
-    assert "is where the run has gone back: replay a later step" in replayed(14, 10, "after")["error"]
+    assert "the run rolled back here: replay a later step" in replayed(14, 10, "after")["error"]
     assert replayed(16, 15, "since")["batch"] == 18

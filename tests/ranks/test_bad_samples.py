@@ -84,7 +84,7 @@ def refused(own_loaders: bool) -> None:
 
 @pytest.mark.parametrize(
     ("own_loaders", "match"),
-    [(False, "where several ranks load the same samples"), (True, "skip' with use_distributed_sampler=False on")],
+    [(False, "in which several ranks load the same samples"), (True, "not work with use_distributed_sampler=False on")],
     ids=["the same samples", "loaders of their own"],
 )
 def test_ranks_that_could_come_to_different_batches_are_refused(own_loaders: bool, match: str) -> None:

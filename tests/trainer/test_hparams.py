@@ -559,7 +559,7 @@ def test_weights_only_says_how_a_foreign_pickle_is_read(quiet: Any, tmp_path: Pa
 
 def test_weights_only_leaves_leydens_own_checkpoints_alone(quiet: Any, tmp_path: Path) -> None:
     path, trainer = saved(Base(3), quiet, tmp_path), Trainer(**quiet, max_epochs=2)
-    with pytest.warns(UserWarning, match=r"weights_only=True says .* restore='weights' takes its weights alone"):
+    with pytest.warns(UserWarning, match=r"weights_only=True only affects .* restore='weights'"):
         trainer.fit(Base(3), [torch.ones(1, 2)], ckpt_path=path, weights_only=True)
     assert trainer.global_step == 2
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""CombinedLoader, which reads several loaders side by side or one after the other."""
+"""CombinedLoader, which reads several loaders in parallel or one after the other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ END = object()
 
 
 class CombinedLoader(Composite):
-    """Reads loaders in a dict, list, tuple or a nest of these; each batch has the same structure, with a batch of each.
+    """Reads several loaders. Each batch has the structure of `iterables`, with a batch in place of each loader.
 
     Args:
-        iterables: the nest of loaders.
-        mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest, and restarts shorter
-            ones; "max_size" stops with the longest, and yields None for those that have ended; "sequential" reads one
-            after the other, and yields (batch, batch_idx, dataloader_idx).
-        limits: the maximum number of batches of each loader, in the order of `flattened`; None for all. A single number
-            applies to all loaders.
+        iterables: the loaders in a dict, list or tuple, which may be nested.
+        mode: "min_size" stops with the shortest loader. "max_size_cycle" stops with the longest, and restarts shorter
+            ones. "max_size" stops with the longest, and yields None for exhausted ones. "sequential" reads one after
+            the other, and yields (batch, batch_idx, dataloader_idx).
+        limits: the maximum number of batches of each loader, in the order of `flattened`; None for no limit. A single
+            number applies to all loaders.
 
     Raises:
         ConfigurationError: if the mode is unknown, there is no loader, or the number of limits is wrong.
@@ -36,19 +36,17 @@ class CombinedLoader(Composite):
         self, iterables: Any, mode: Mode = "min_size", limits: int | Sequence[int | None] | None = None
     ) -> None:
         if mode not in get_args(Mode):
-            raise ConfigurationError(
-                f"CombinedLoader(mode={mode!r}) is not known. {nearest(str(mode), get_args(Mode))}"
-            )
+            raise ConfigurationError(f"CombinedLoader has no mode {mode!r}. {nearest(str(mode), get_args(Mode))}")
         self.iterables = iterables
         self.mode: Mode = mode
         self.flattened: list[Any] = _flatten(iterables)
         if not self.flattened:
-            raise ConfigurationError("CombinedLoader holds no loader: give at least one.")
+            raise ConfigurationError("CombinedLoader holds no loader: pass at least one.")
         count = len(self.flattened)
         self.limits: list[int | None] = list(limits) if isinstance(limits, Sequence) else [limits] * count
         if len(self.limits) != count:
             raise ConfigurationError(
-                f"CombinedLoader has {count} loaders and {len(self.limits)} limits: give one for each."
+                f"CombinedLoader has {count} loaders but {len(self.limits)} limits: pass one limit per loader."
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,7 +70,7 @@ class CombinedLoader(Composite):
 
 
 class CombinedSource(Source):
-    """The source of a CombinedLoader, with a source for each loader; position and random state are saved for each."""
+    """The source of a CombinedLoader. It saves position and random state of each loader, through a source for each."""
 
     def __init__(self, loader: CombinedLoader, allow_replay: bool) -> None:
         super().__init__(loader, allow_replay)
@@ -144,8 +142,8 @@ class _Parts(Iterator[Any]):
     def load(self, state: State) -> None:
         if len(state["parts"]) != len(self.sources):
             raise ConfigurationError(
-                f"the checkpoint has the positions of {len(state['parts'])} loaders, and there are "
-                f"{len(self.sources)}: give the loaders of the saved run."
+                f"the checkpoint has the positions of {len(state['parts'])} loaders, but this CombinedLoader has "
+                f"{len(self.sources)}: use the loaders of the saved run."
             )
         for index, (source, part, begun) in enumerate(zip(self.sources, state["parts"], state["begun"], strict=True)):
             if begun:
@@ -156,7 +154,7 @@ class _Parts(Iterator[Any]):
 
 
 class _SideBySide(_Parts):
-    """Yields one batch of each loader at a time."""
+    """Reads all loaders in parallel: each item has one batch of every loader."""
 
     def begin(self) -> None:
         for index in range(len(self.sources)):
@@ -182,14 +180,14 @@ class _SideBySide(_Parts):
         batch = self.draw(index)
         if batch is END:
             raise ConfigurationError(
-                f"loader {index} of the CombinedLoader yielded no batch when it was restarted: give a loader that can "
+                f"loader {index} of the CombinedLoader yielded no batch when it was restarted: pass a loader that can "
                 "be read more than once, or use mode='min_size' or 'max_size'."
             )
         return batch
 
 
 class _Sequential(_Parts):
-    """Yields the batches of one loader after the other; each is started when its turn comes."""
+    """Reads one loader after the other, and starts each when its turn comes."""
 
     def begin(self) -> None:
         self.begin_part(0)
@@ -209,7 +207,7 @@ class _Sequential(_Parts):
 
 # structure ------------------------------------------------------------------------------------------------------------
 def holds_loaders(value: Any) -> bool:
-    """Returns True for a dict, list or tuple of loaders; a list of batches is a loader itself.
+    """Returns True for a dict, list or tuple of loaders; False for a list of batches, which is itself a loader.
 
     An element is a batch if it is a tensor, or directly holds tensors, numbers or strings.
     """

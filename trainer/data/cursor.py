@@ -1,4 +1,4 @@
-"""LoaderCursor, which reads a training loader as a plain loop would, and resumes at the position of a checkpoint."""
+"""LoaderCursor, which reads a training loader like a plain loop, and resumes at the position of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class LoaderCursor:
 
     Args:
         loader: a DataLoader, a CombinedLoader, a list of batches or any other iterable.
-        allow_replay: if there is no other way to the position, load and drop the batches before it.
-        sample_rng: seed each sample by (seed, epoch, index); see `SampleRNG`.
+        allow_replay: True to load and drop the batches before a position if there is no other way to reach it.
+        sample_rng: True to seed each sample by (seed, epoch, index); see `SampleRNG`.
 
     Attributes:
-        loader: the loader that is read: the given one, or a copy with seeded samples.
-        length: batches per epoch; None if the loader has no length.
-        shares: True if it is sharded over ranks: each item pairs a batch (or `NO_SAMPLES`) with this rank's `Share`.
+        loader: the given loader, or a copy with seeded samples.
+        length: the number of batches per epoch; None if the loader has no length.
+        shares: True if the loader is sharded over ranks. Each item is then a pair of a batch (or `NO_SAMPLES`) and this
+            rank's `Share`.
 
     Example:
         >>> cursor = LoaderCursor([1, 2, 3])
@@ -50,10 +51,10 @@ class LoaderCursor:
         self.loader = with_sample_rng(loader) if sample_rng else loader
         self.length = length_of(self.loader)
         self.epoch: int | None = None
-        self._full, self._offset = self.length, 0
+        self._full_length, self._offset = self.length, 0
         self._whole = self._source = source_of(self.loader, allow_replay)
         self.shares = self._source.shares
-        self._watched: _Watched | None = None
+        self._tracked: _Tracked | None = None
 
     def start(self, epoch: int | None = None) -> Iterator[Any]:
         """Starts an epoch. A loader with a length returns its own iterator, without a wrapper.
@@ -61,61 +62,60 @@ class LoaderCursor:
         Args:
             epoch: passed to `set_epoch` of the loader, its samplers and its dataset if they have it; None to skip that.
         """
-        self.epoch, self._source, self.length, self._offset = epoch, self._whole, self._full, 0
-        self._watched = None
+        self.epoch, self._source, self.length, self._offset = epoch, self._whole, self._full_length, 0
+        self._tracked = None
         iterator = self._source.start(epoch)
-        return self._watch(iterator, 0) if self._is_watched else iterator
+        return self._track(iterator, 0) if self._needs_tracking else iterator
 
     def state_dict(self, batches: int) -> State:
-        """Returns the position after `batches` batches of this epoch; one more may be drawn, by a lookahead.
+        """Returns the position after `batches` batches of this epoch. A lookahead may have drawn one more.
 
         The caller saves the current global random state, and restores it after `resume`.
         """
         state = {"epoch": self.epoch, "batches": batches, "ahead": None}
-        watched = self._watched
+        tracked = self._tracked
         batches += self._offset
-        if watched is not None and watched.drawn == batches + 1:
-            # The position before the batch that is drawn ahead, and the random state from before it was loaded.
-            return {**state, "source": watched.position, "ahead": plain_state(watched.rng)}
+        if tracked is not None and tracked.drawn == batches + 1:
+            # The position and the random state from before the lookahead batch was loaded.
+            return {**state, "source": tracked.position, "ahead": plain_state(tracked.rng)}
         return {**state, "source": self._source.position(batches)}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
-        """Continues at a position that `state_dict` returned, in the same order and without loading what precedes it.
+        """Continues at a position from `state_dict`, in the same order, without loading earlier batches.
 
-        The global random state is undefined afterwards: restore it from the checkpoint.
+        The global random state is undefined afterwards. Restore it from the checkpoint.
 
         Raises:
-            ConfigurationError: if the loader cannot find the position; says what to do.
+            ConfigurationError: if the loader cannot start at the position; names the fix.
         """
         self.epoch = epoch
-        self._watched = None
+        self._tracked = None
         source, batches = state["source"], state["batches"]
         if source is None:
-            # Of another trainer's run, which says no more.
+            # A checkpoint of another trainer has only the number of batches, and perhaps the loader's own state.
             return self.seek(epoch, batches, own=state["loader"])
-        # A single process that continues a stream of several ranks counts batches differently.
+        # A single process counts batches differently when it continues a stream that several ranks had shared.
         self._offset = 0 if self.shares else source.get("inner", source)["batches"] - batches
         iterator = self._resumed(epoch, source if self.shares else source.get("inner", source))
         length = self._source.length_after(source)
         self.length = None if length is None else length - self._offset
-        if not self._is_watched:
+        if not self._needs_tracking:
             return iterator
-        watched = self._watch(iterator, batches + self._offset)
+        tracked = self._track(iterator, batches + self._offset)
         if state["ahead"] is not None:
-            # The batch is loaded with the same random numbers as before; those of the checkpoint come after it.
+            # Loads the lookahead batch with the random state of its first load. The checkpoint's state is from later.
             set_rng_state(state["ahead"])
-            watched.draw_ahead(state["source"], live_state(devices=False))
-        return watched
+            tracked.draw_ahead(state["source"], live_state(devices=False))
+        return tracked
 
     def seek(self, epoch: int | None, batches: int, like: State | None = None, own: Any = None) -> Iterator[Any]:
-        """Starts an epoch at a batch, in the order of the whole epoch, and loads none before it if the loader allows
-        that.
+        """Starts an epoch at a given batch of its order, without loading earlier batches if the loader allows that.
 
         Args:
-            epoch: as for `start`.
+            epoch: the epoch, as in `start`.
             batches: the number of batches to skip.
-            like: a `state_dict` from an epoch whose order is to be used; None for a new epoch.
-            own: what the loader's own `state_dict` returned there; None if that is not known.
+            like: a `state_dict` from an epoch whose order to repeat; None for a new epoch.
+            own: the loader's own `state_dict` at that batch; None if unknown.
         """
         if like is not None:
             self._source.rewind(like["source"])
@@ -128,25 +128,25 @@ class LoaderCursor:
         return iterator
 
     def indices(self, start: int, stop: int) -> list[BatchIndices] | None:
-        """Returns the indices in the data set of the samples of some batches of this epoch, by drawing its order again.
+        """Returns the dataset indices of the samples in some batches of this epoch, by drawing its order again.
 
         Args:
             start: the first batch.
             stop: the batch after the last one.
 
         Returns:
-            An entry for each batch; None where the order cannot be known (see `indices_of`).
+            One entry per batch; None if the order cannot be reproduced (see `indices_of`).
         """
         from leyden.trainer.data.indices import indices_of
 
         return indices_of(self._source, start + self._offset, stop + self._offset)
 
     def filler(self) -> Any:
-        """Returns a batch whose result will not count, for a rank without one."""
+        """Returns a batch for a rank that has none, to run a step whose result does not count."""
         return self._source.filler()
 
     def _resumed(self, epoch: int | None, state: State) -> Iterator[Any]:
-        """Resumes by batches, or by samples for the rest of the epoch if the saved run had batches of another size."""
+        """Resumes by batches. If the saved run had another batch size, resumes the rest of the epoch by samples."""
         whole = self._whole
         if self.shares or not isinstance(whole, TorchSource) or not whole.goes_by_samples(state):
             self._source = whole
@@ -160,7 +160,7 @@ class LoaderCursor:
         """Returns the state that the loader keeps between epochs: its generators and its own state.
 
         Args:
-            ended: True if the last epoch was read to its end, and not ended by a limit.
+            ended: True if the last epoch exhausted the loader; False if a limit ended it.
         """
         return {"rest": self._source.rest(ended)}
 
@@ -169,20 +169,22 @@ class LoaderCursor:
         self._source.restore_rest(state["rest"])
 
     @property
-    def _is_watched(self) -> bool:
-        """True for a loader without a length: it is drawn one ahead, so its position is saved before each draw (0.1
-        ms).
-        """
+    def _needs_tracking(self) -> bool:
+        """True if a `_Tracked` iterator is needed, which takes 0.1 ms per batch: for a loader without a length."""
         return self.length is None and self._source.finds_places
 
-    def _watch(self, iterator: Iterator[Any], drawn: int) -> _Watched:
-        self._watched = _Watched(iterator, self._source.position, drawn)
-        return self._watched
+    def _track(self, iterator: Iterator[Any], drawn: int) -> _Tracked:
+        self._tracked = _Tracked(iterator, self._source.position, drawn)
+        return self._tracked
 
 
-class _Watched:
-    """The iterator of a loader without a length. It saves the position before each draw, since one batch is drawn
-    ahead.
+class _Tracked:
+    """The iterator of a loader without a length. It saves the position before each draw, because a lookahead follows.
+
+    Args:
+        iterator: the loader's iterator.
+        position: returns the position after a number of batches.
+        drawn: the number of batches already drawn.
     """
 
     def __init__(self, iterator: Iterator[Any], position: Any, drawn: int) -> None:
@@ -193,7 +195,7 @@ class _Watched:
         self.position: State = {}
         self.rng: State = {}
 
-    def __iter__(self) -> _Watched:
+    def __iter__(self) -> _Tracked:
         return self
 
     def __next__(self) -> Any:
@@ -208,14 +210,14 @@ class _Watched:
         return next(self._iterator)
 
     def draw_ahead(self, position: State, rng: State) -> None:
-        """Draws the batch that the saved run had drawn ahead, and keeps it for the next call."""
+        """Draws the lookahead batch of the saved run, and keeps it for the next call."""
         self.position, self.rng = position, rng
         self.drawn += 1
         self._ahead = (next(self._iterator, END),)
 
 
 class lookahead(Iterator[tuple[Any, bool]]):
-    """Reads one batch ahead, and yields each batch with whether it is the last.
+    """Reads one batch ahead, and yields each batch with True if it is the last, else False.
 
     Example:
         >>> list(lookahead(iter("ab")))

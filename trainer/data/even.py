@@ -1,4 +1,4 @@
-"""Index samplers for the user's own loop: padded to the same number of batches on every rank, or without padding."""
+"""Batch samplers for custom loops: padded to the same number of batches on every rank, or without padding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from leyden.trainer.data.sharding import RankBatches, Share, block
 
 
 class EvenBatches(RankBatches):
-    """A `RankBatches` whose last global batch is filled up from the start of the epoch.
+    """A `RankBatches` whose last global batch is padded with samples from the start of the epoch.
 
     Attributes:
-        counts: for each global batch whose indices are drawn and whose batch is not taken yet: for each rank, its
-            number of samples, and how many of them are not repeats.
+        counts: one entry for each global batch whose indices have been drawn, but whose batch has not been read yet. It
+            lists for each rank its number of samples, and how many of them are not repeats.
     """
 
     counts: deque[list[tuple[int, int]]]
@@ -29,23 +29,23 @@ class EvenBatches(RankBatches):
         return self._groups()
 
     def _take(self, drawn: list[Any]) -> tuple[list[Any], Share]:
-        full, size = drawn, self.batch_size
+        padded, size = drawn, self.batch_size
         if len(drawn) < self.span:
-            full = list(itertools.islice(itertools.cycle([*drawn, *self.order.head(self.span)]), self.span))
+            padded = list(itertools.islice(itertools.cycle([*drawn, *self.order.head(self.span)]), self.span))
         if size is None:
-            parts = full
-            true = [len(part) if rank < len(drawn) else 0 for rank, part in enumerate(parts)]
+            parts = padded
+            unique = [len(part) if rank < len(drawn) else 0 for rank, part in enumerate(parts)]
         else:
-            parts = [full[start : start + size] for start in range(0, self.span, size)]
-            true = [max(0, min(len(drawn) - start, size)) for start in range(0, self.span, size)]
-        self.counts.append([(len(part), count) for part, count in zip(parts, true, strict=True)])
+            parts = [padded[start : start + size] for start in range(0, self.span, size)]
+            unique = [max(0, min(len(drawn) - start, size)) for start in range(0, self.span, size)]
+        self.counts.append([(len(part), count) for part, count in zip(parts, unique, strict=True)])
         here = parts[self.rank]
-        # All ranks have the same number, so none weighs more than another.
+        # All ranks have the same number of samples, so all have the same weight.
         return here, Share(len(here), len(here) * self.ranks)
 
 
 class OwnBatches(RankBatches):
-    """A `RankBatches` for a loop that cannot take an empty batch: a rank without samples stops."""
+    """A `RankBatches` for a custom loop, which cannot take an empty batch. A rank without samples stops early."""
 
     def __len__(self) -> int:
         count = len(self.sampler)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
 
 PARTS = ("sampler", "batch_sampler", "dataset", "datasets")
-"""Attributes that lead from a loader to its samplers and datasets, and from these to what they wrap."""
+"""Attributes that lead from a loader to its samplers and datasets, and from these to the ones that they wrap."""
 
 
 class Generators:
@@ -37,7 +37,7 @@ class Generators:
         return {path: random_state(source) for path, source in self._found().items()}
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Restores the states of those generators that this process has."""
+        """Restores the states of generators. Paths that do not exist in this process are ignored."""
         for path, source in self._found().items():
             if path in states:
                 set_random_state(source, states[path], f"generators.{path}")
@@ -49,11 +49,11 @@ def parts_of(loader: Any) -> list[Any]:
 
 
 def _named_parts(loader: Any) -> list[tuple[str, Any]]:
-    """Walks a loader breadth first. (A function that calls itself through a closure would keep the loader alive.)"""
+    """Walks a loader breadth first. Not as a recursive closure, whose reference cycle would keep the loader alive."""
     named: list[tuple[str, Any]] = []
     seen: set[int] = set()
-    ahead: list[tuple[str, Any]] = [("loader", loader)]
-    for path, part in ahead:
+    queue: list[tuple[str, Any]] = [("loader", loader)]
+    for path, part in queue:
         if id(part) in seen or part is None:
             continue
         seen.add(id(part))
@@ -62,9 +62,9 @@ def _named_parts(loader: Any) -> list[tuple[str, Any]]:
         for name in PARTS:
             inner = attributes.get(name)
             if name == "datasets" and isinstance(inner, (list, tuple)):
-                ahead.extend((f"{path}.{name}.{index}", item) for index, item in enumerate(inner))
+                queue.extend((f"{path}.{name}.{index}", item) for index, item in enumerate(inner))
             else:
-                ahead.append((f"{path}.{name}", inner))
+                queue.append((f"{path}.{name}", inner))
     return named
 
 
@@ -92,10 +92,15 @@ def random_state(source: Any) -> Any:
 
 
 def check_random_state(source: Any, state: Any, where: str) -> None:
-    """Raises if `random_state` cannot have returned a state for a generator; some invalid states crash the process.
+    """Checks that a state fits a generator. Setting some invalid states would crash the process.
+
+    Args:
+        source: the generator, or the module `random`.
+        state: a state, as `random_state` returns it.
+        where: the path of the entry, for errors.
 
     Raises:
-        StateError: names the entry.
+        StateError: if not; names the entry.
     """
     if isinstance(source, torch.Generator):
         _check_torch(state, where, source.get_state() if source.device.type == "cpu" else None)
@@ -111,7 +116,7 @@ def _check_torch(state: Any, where: str, now: Tensor | None) -> None:
     if now is None:
         return
     try:
-        # torch checks a state when it is set, so a spare generator is set first.
+        # torch checks a state only when it is set, so a temporary generator is set.
         torch.Generator().set_state(on_cpu(state))
     except RuntimeError as error:
         raise StateError(where, f"is not the state of a torch generator ({error})") from error
@@ -128,12 +133,12 @@ def _check_python(saved: SavedState) -> None:
         saved.number("gauss")
 
 
-# Limits of indices into the words of a NumPy generator, which NumPy does not check.
+# Upper limits of the indices in a NumPy generator's state, which NumPy does not check.
 _POSITIONS = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1}
 
 
 def check_numpy_state(saved: SavedState, now: Any) -> None:
-    """Compares a state with that of a generator of the same class: the same entries, with the same types and sizes."""
+    """Checks that a NumPy state has the same entries, with the same types and sizes, as a generator's current state."""
     for key, present in now.items():
         if key == "bytes":
             if not isinstance(saved.value(key), bytes) or len(saved.value(key)) != len(present):
@@ -167,13 +172,13 @@ def set_random_state(source: Any, state: Any, where: str = "generator") -> None:
 
 
 def plain_python(state: tuple[Any, ...]) -> dict[str, Any]:
-    """Converts the state of a Python generator; its words become a tensor."""
+    """Converts the state of a Python generator to a dict, with its words as a tensor."""
     version, words, gauss = state
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 
 
 def plain(value: Any) -> Any:
-    """Converts a NumPy state: arrays become bytes, since torch lacks the unsigned integers to hold them."""
+    """Converts a NumPy state. Arrays become bytes, because torch lacks the unsigned integers to hold them."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if hasattr(value, "tobytes"):
@@ -182,7 +187,7 @@ def plain(value: Any) -> Any:
 
 
 def with_arrays(value: Any) -> Any:
-    """Converts a state back that `plain` converted."""
+    """Reverses `plain`."""
     import numpy as np
 
     if not isinstance(value, dict):
@@ -193,5 +198,5 @@ def with_arrays(value: Any) -> Any:
 
 
 def on_cpu(state: Tensor) -> Tensor:
-    """Returns a generator's state as torch expects it, whatever device it was loaded to."""
+    """Returns a generator's state as the CPU tensor that torch expects, whatever device it was loaded to."""
     return state.detach().to("cpu", torch.uint8)

@@ -1,4 +1,4 @@
-"""Checks and adapts the user's loaders: their length and limits on it, warnings, and copies with one part replaced."""
+"""Checks and adapts the user's loaders: lengths and limits, warnings, and copies with one part replaced."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_of(limit: float, length: int | None, name: str) -> int | None:
-    """Returns the number of batches that a limit leaves of a loader.
+    """Returns the number of batches of a loader under a limit.
 
     Args:
-        limit: a float from 0.0 to 1.0 is a fraction of the loader, an int from 0 a number of batches.
+        limit: a fraction of the loader as a float from 0.0 to 1.0, or a number of batches as an int from 0.
         length: the number of batches in the loader; None if it has no length.
         name: the Trainer's argument, for errors.
 
@@ -40,7 +40,7 @@ def batches_of(limit: float, length: int | None, name: str) -> int | None:
         The number of batches; without a length, an upper bound, or None for all batches.
 
     Raises:
-        ConfigurationError: if the limit is a fraction of a loader without a length, or of less than a batch.
+        ConfigurationError: if the limit is a fraction of a loader without a length, or amounts to less than one batch.
 
     Example:
         >>> batches_of(0.5, 9, "limit_train_batches"), batches_of(5, 3, "limit_train_batches")
@@ -71,7 +71,7 @@ def check_not_empty(loader: Any, kind: str) -> None:
         kind: "train", "val", "test" or "predict".
 
     Raises:
-        ConfigurationError: with the likely reason.
+        ConfigurationError: if so; names the likely reason.
     """
     if length_of(loader) != 0:
         return
@@ -109,8 +109,8 @@ def warn_if_shuffled(loader: Any, kind: str) -> None:
 def without_shuffle(loader: Any) -> Any:
     """Adapts a loader for `overfit_batches`, which needs the same first batches in each epoch.
 
-    A DataLoader that does not read its dataset in order is replaced by a copy that does, with a warning; its other
-    settings are kept. Other loaders, and those over iterable datasets, are returned as they are.
+    A DataLoader that does not read its dataset in order is replaced by a copy that does, with a warning. The copy keeps
+    all other settings. Other loaders, and those over iterable datasets, are returned unchanged.
     """
     mapped = getattr(loader, "mapped", None)
     if mapped is not None:
@@ -127,13 +127,13 @@ def without_shuffle(loader: Any) -> Any:
         if not isinstance(size, int):
             warnings.warn(
                 f"overfit_batches needs the same batches in each epoch, and {type(batches).__name__} has no "
-                "batch_size: give a loader whose order does not change.",
+                "batch_size: pass a loader whose order does not change.",
                 stacklevel=2,
             )
             return loader
         in_order = BatchSampler(in_order, size, bool(getattr(batches, "drop_last", False)))
     warnings.warn(
-        "overfit_batches turned shuffling off for this run, since it needs the same batches in each epoch. Use a "
+        "overfit_batches turned shuffling off for this run, because it needs the same batches in each epoch. Pass a "
         "loader with shuffle=False to avoid this warning.",
         stacklevel=2,
     )
@@ -146,10 +146,10 @@ def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
 
 
 def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Returns a copy of a loader with another sampler: of batches if the loader makes batches, else of samples."""
+    """Returns a copy of a loader with another batch sampler, or another sampler if the loader does not batch."""
     if loader.batch_sampler is None:
         return _with(loader, sampler=sampler)
-    # The loader's `sampler` is the one its batch sampler reads, unless the user gave a batch sampler.
+    # torch sets `loader.sampler` to the batch sampler's own sampler, unless the user passed a batch sampler.
     return _with(loader, batch_sampler=sampler, sampler=sampler.sampler)
 
 
@@ -159,12 +159,12 @@ def with_collate(loader: DataLoader[Any], collate: Any) -> DataLoader[Any]:
 
 
 def apart(loader: Any) -> Any:
-    """Returns a copy of a DataLoader, which starts workers of its own beside persistent ones; others as they are."""
+    """Returns a copy of a DataLoader, which starts its own workers. Other loaders are returned unchanged."""
     return _with(loader) if isinstance(loader, DataLoader) else loader
 
 
 def _with(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     result = copy(loader)
-    # A DataLoader refuses assignment after its constructor; the constructor of a subclass may have other arguments.
+    # A DataLoader refuses assignment after its construction, and a subclass's constructor may have other arguments.
     vars(result).update(parts, _iterator=None)
     return result

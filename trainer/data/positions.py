@@ -1,4 +1,4 @@
-"""Checks the position of a loader in a checkpoint before it is restored."""
+"""Validates the saved position of a loader before it is restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.data.rng import check_rng_state
 
-# Entries of the user's loaders, samplers and datasets have other names, and their owners check them.
+# Names of entries that Leyden saves. The user's loaders, samplers and datasets check their own entries.
 _COUNTS = ("at", "of")
 _NEEDED_COUNTS = ("batches", "drawn")
 """Entries that are never null if they are present."""
@@ -19,10 +19,10 @@ _MOST = 2**53
 
 
 def check_position(saved: SavedState) -> None:
-    """Raises if no source can have saved a position; changes nothing.
+    """Checks that a source could have saved this position. Changes nothing.
 
     Raises:
-        StateError: names the entry.
+        StateError: if not; names the entry.
     """
     if "batches" in saved and "epoch" in saved:
         if not saved.is_none("epoch"):
@@ -52,14 +52,14 @@ def check_position(saved: SavedState) -> None:
 
 
 def check_loaders(saved: SavedState) -> None:
-    """Refuses what no fit can have saved of its loaders; changes nothing.
+    """Checks that a fit could have saved these states of its loaders. Changes nothing.
 
     Args:
-        saved: the training loader's `place` inside an epoch or its `rest` between two, and the rest of the `validation`
-            loaders.
+        saved: the training loader's `place` inside an epoch, or its `rest` between epochs, and the `rest` of each
+            `validation` loader.
 
     Raises:
-        StateError: names the entry.
+        StateError: if not; names the entry.
     """
     if not saved.is_none("place"):
         place = saved.nested("place")
@@ -74,7 +74,7 @@ def check_loaders(saved: SavedState) -> None:
 
 
 def _each(saved: SavedState, key: str, check: Any) -> None:
-    """Checks an entry, or each entry of several loaders."""
+    """Checks an entry, or each of its items if it holds the entries of several loaders."""
     value = saved.entries.get(key)
     for item in value if isinstance(value, list) else [value]:
         if item is not None:

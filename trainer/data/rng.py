@@ -1,4 +1,4 @@
-"""Saves, restores and seeds every random generator of a process, and isolates blocks that draw from them."""
+"""Saves, restores and seeds all random generators of a process, and isolates blocks of code that draw from them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ MAX_SEED = 2**32 - 1
 def rng_state(devices: bool = True) -> dict[str, Any]:
     """Returns the state of Python's, NumPy's and torch's generators as tensors and plain Python.
 
-    NumPy is left out if nothing has imported it, and a device if it is not in use.
+    Leaves out NumPy if it is not imported, and devices that are not in use.
 
     Args:
-        devices: include those of cuda, mps and XLA.
+        devices: True to include the generators of CUDA, MPS and XLA.
     """
     return plain_state(live_state(devices))
 
 
 def live_state(devices: bool = True) -> dict[str, Any]:
-    """Returns the state as each library returns it, which is cheap if it is seldom kept; see `plain_state`."""
+    """Returns the state in each library's own form, which is cheaper than `rng_state`; see `plain_state`."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:
         import numpy as np
@@ -60,7 +60,7 @@ def live_state(devices: bool = True) -> dict[str, Any]:
 
 
 def _cuda_devices() -> list[int]:
-    """Returns the GPU of this rank first, then the others, since a resumed rank may have a GPU of another number."""
+    """Returns this rank's GPU first, then the others, because a resumed rank may use a GPU with another index."""
     own = torch.cuda.current_device()
     return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
 
@@ -74,7 +74,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_live_state(state: dict[str, Any]) -> None:
-    """Sets the host's generators to a `live_state`."""
+    """Sets the generators of the host to a `live_state`."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -84,10 +84,10 @@ def set_live_state(state: dict[str, Any]) -> None:
 
 
 def check_rng_state(state: Any, where: str = "rng") -> None:
-    """Raises if `rng_state` cannot have returned a state; changes nothing.
+    """Checks that `rng_state` could have returned a state. Changes nothing.
 
     Raises:
-        StateError: names the entry.
+        StateError: if not; names the entry.
     """
     saved = SavedState(state, where)
     check_random_state(random, saved.value("python"), saved.path("python"))
@@ -104,7 +104,7 @@ def check_rng_state(state: Any, where: str = "rng") -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets the generators to a state that `rng_state` returned, but for those of devices that this machine lacks.
+    """Sets the generators to a state that `rng_state` returned, except those of devices that this machine lacks.
 
     Raises:
         StateError: if the state is invalid; all generators are unchanged.
@@ -126,7 +126,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class RandomNumbers:
-    """The random numbers of this process, as a checkpoint keeps them."""
+    """The owner of the random state that a checkpoint saves for this process."""
 
     def state_dict(self) -> dict[str, Any]:
         return rng_state()
@@ -138,17 +138,17 @@ class RandomNumbers:
         set_rng_state(state)
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:
-        """Rank 0 continues with its own, from which the order of samples is drawn; the others are seeded."""
+        """Returns rank 0's saved state on rank 0, from which the order of samples is drawn; reseeds other ranks."""
         return states[0] if rank == 0 else seeded_state(seed)
 
 
 @contextmanager
 def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
-    """Restores all generators after this block, so that numbers drawn in it leave no trace.
+    """Restores all generators after this block, so numbers drawn in it have no effect afterwards.
 
     Args:
-        loaders: loaders read in the block. Their own generators are restored too, and workers started in the block are
-            shut down: with them, the next pass would draw no seed, which would shift all numbers after it.
+        loaders: the loaders read in the block. Their own generators are restored too, and workers started in the block
+            are shut down. The next pass would otherwise reuse them and draw no seed, which would shift all later draws.
 
     Example:
         >>> with isolated_rng():
@@ -162,7 +162,7 @@ def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
-    """Saves the state of the generators, and returns a function that restores it, as `isolated_rng` does."""
+    """Saves the state of the generators, and returns a function that restores it like `isolated_rng`."""
     loaders = list(loaders)
     workers = [getattr(loader, "_iterator", None) for loader in loaders]
     owned = [Generators(loader) for loader in loaders]
@@ -191,10 +191,10 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seeds Python, NumPy and torch on every device.
 
     Args:
-        seed: 0 to 2**32 - 1. None takes the environment variable LEYDEN_SEED, else 0.
-        workers: accepted for scripts written for Lightning. torch seeds Python, NumPy and torch in each worker from a
+        seed: a seed from 0 to 2**32 - 1. None reads the environment variable LEYDEN_SEED, and defaults to 0.
+        workers: ignored, for compatibility with Lightning. torch seeds Python, NumPy and torch in each worker from a
             number that the loader draws, so they already depend on this seed.
-        verbose: print the seed.
+        verbose: True to print the seed.
 
     Returns:
         The seed.
@@ -213,9 +213,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     try:
         number = int(value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"{origin}={value!r} is not an integer: give one from 0 to {MAX_SEED}.") from None
+        raise ConfigurationError(f"{origin}={value!r} is not an integer: use one from 0 to {MAX_SEED}.") from None
     if not 0 <= number <= MAX_SEED:
-        raise ConfigurationError(f"{origin}={number} is out of range: give an integer from 0 to {MAX_SEED}.")
+        raise ConfigurationError(f"{origin}={number} is out of range: use an integer from 0 to {MAX_SEED}.")
     random.seed(number)
     torch.manual_seed(number)
     if runtime.is_used():

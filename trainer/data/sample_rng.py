@@ -1,4 +1,4 @@
-"""SampleRNG, a dataset whose random transforms depend on the sample alone, so that worker processes resume exactly."""
+"""SampleRNG, a dataset with one random seed per sample, so that random transforms in workers resume exactly."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from leyden.trainer.data.rng import MAX_SEED
 class SampleRNG(Dataset[Any]):
     """A dataset whose samples draw random numbers that depend only on (seed, epoch, index).
 
-    Python, NumPy and torch (CPU) are seeded before each sample is loaded, and restored after it. So the numbers that a
-    sample draws do not depend on the number of workers, their order, or a resume. They differ from those of plain
-    torch.
+    Python, NumPy and torch (CPU) are seeded before each sample is loaded, and restored afterwards. The numbers that a
+    sample draws therefore do not depend on the number of workers, their order, or a resume. They differ from those of
+    plain torch.
 
     Args:
         dataset: a dataset with `__getitem__`.
-        seed: None for torch's initial seed.
+        seed: the seed; None for torch's initial seed.
 
     Raises:
         ConfigurationError: for a dataset without an index.
@@ -44,12 +44,12 @@ class SampleRNG(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int | None = None) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigurationError(
-                f"sample_rng=True seeds each sample by its index, and {type(dataset).__name__} has none: write "
-                "__getitem__, or leave sample_rng off."
+                f"sample_rng=True seeds each sample by its index, but {type(dataset).__name__} is not indexed: define "
+                "__getitem__, or use sample_rng=False."
             )
         self.dataset = dataset
         seed = torch.initial_seed() if seed is None else seed
-        # In shared memory, since persistent workers hold a copy of the dataset from before the epoch.
+        # In shared memory, because persistent workers hold a copy of the dataset from before the epoch.
         self._shared = torch.tensor([_signed(seed), 0]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -62,7 +62,7 @@ class SampleRNG(Dataset[Any]):
         self._shared[0] = _signed(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Changes the numbers that samples draw from epoch to epoch, in running workers too."""
+        """Sets the epoch, on which the numbers that samples draw depend, in running workers too."""
         self._shared[1] = epoch
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class SampleRNG(Dataset[Any]):
             return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        # The dataset's `__getitems__` stays hidden: it would load a batch without the seeds.
+        # The dataset's `__getitems__` stays hidden, because it would load a batch without seeding each sample.
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -90,22 +90,22 @@ def with_sample_rng(loader: Any) -> Any:
         return mapped(with_sample_rng)
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"sample_rng=True needs a DataLoader, and this is {kind_of(loader)}: wrap its dataset in "
-            "SampleRNG yourself, or leave sample_rng off."
+            f"sample_rng=True needs a DataLoader, not {kind_of(loader)}: wrap its dataset in SampleRNG yourself, or "
+            "use sample_rng=False."
         )
     if isinstance(loader.dataset, SampleRNG):
         return loader
     if "dataset" not in vars(loader):
         raise ConfigurationError(
-            f"sample_rng=True puts another data set into the loader, and that of {kind_of(loader)} is a property: let "
-            "it return SampleRNG(dataset), or leave sample_rng off."
+            f"sample_rng=True replaces the loader's dataset, but that of {kind_of(loader)} is a property: return "
+            "SampleRNG(dataset) from it, or use sample_rng=False."
         )
     return with_dataset(loader, SampleRNG(loader.dataset))
 
 
 @contextmanager
 def seeded(*key: Any) -> Iterator[None]:
-    """Seeds Python, NumPy and torch (CPU) from a key inside a block, and restores them after it."""
+    """Seeds Python, NumPy and torch (CPU) from a key within the block, and restores them afterwards."""
     *numbers, index = key
     with suppress(TypeError):
         index = operator.index(index)
@@ -114,7 +114,7 @@ def seeded(*key: Any) -> Iterator[None]:
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy.random")
     numpy_state = numpy.get_state(legacy=False) if numpy is not None else None
-    # Only the default generator: torch.manual_seed would seed those of every device.
+    # Seeds only the default generator, because torch.manual_seed would seed those of every device.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy is not None:

@@ -1,4 +1,4 @@
-"""Loads the samples of a data set: one that raises is named by its index, or left out of its batch."""
+"""Loads samples such that one that raises is named by its index, or left out of its batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from leyden.trainer.data.sample_rng import SampleRNG
 
 
 class Samples(Dataset[Any]):
-    """A data set that names the sample whose loading fails, in a note to its error. It loads a batch as torch does.
+    """A dataset that adds a note to errors, which names the sample that failed to load. It loads batches like torch.
 
     Args:
-        dataset: the user's.
-        keeps_bad: return a `BadSample` in the place of one that raises. Where memory runs out, the error is raised all
-            the same: it is not the sample's fault.
+        dataset: the user's dataset.
+        keeps_bad: True to return a `BadSample` in place of a sample that raises. An out-of-memory error is raised
+            regardless, because it is not the sample's fault.
 
     Example:
         >>> Samples([1, 2], keeps_bad=True)[2].reason
@@ -39,9 +39,9 @@ class Samples(Dataset[Any]):
             return bad
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        whole = _below_subsets(self.dataset)
-        if getattr(whole, "__getitems__", None):
-            return self._together(type(whole).__name__, self.dataset.__getitems__, indices)
+        base = _without_subsets(self.dataset)
+        if getattr(base, "__getitems__", None):
+            return self._load_together(type(base).__name__, self.dataset.__getitems__, indices)
         dataset, samples = self.dataset, []
         index: Any = None
         try:
@@ -55,10 +55,16 @@ class Samples(Dataset[Any]):
             samples += [self[other] for other in indices[len(samples) :]]
         return samples
 
-    def _together(self, name: str, together: Callable[[list[Any]], list[Any]], indices: list[Any]) -> list[Any]:
-        """Loads a batch by the `__getitems__` of the class `name`, and sample by sample once that has failed."""
+    def _load_together(self, name: str, load: Callable[[list[Any]], list[Any]], indices: list[Any]) -> list[Any]:
+        """Loads a batch with `__getitems__`, and falls back to single samples if that fails.
+
+        Args:
+            name: the class of the dataset, for errors.
+            load: its `__getitems__`.
+            indices: the indices of the batch.
+        """
         try:
-            samples = together(indices)
+            samples = load(indices)
         except Exception as error:
             if self._bad(indices, error) is None:
                 raise
@@ -67,7 +73,7 @@ class Samples(Dataset[Any]):
         samples = []
         for index in indices:
             try:
-                found = together([index])
+                found = load([index])
             except Exception as error:
                 bad = self._bad([index], error)
                 if bad is None:
@@ -77,21 +83,21 @@ class Samples(Dataset[Any]):
         return samples
 
     def _checked(self, name: str, samples: list[Any], count: int) -> list[Any]:
-        """Refuses what is no list of samples, of which none could be left out."""
+        """Returns the samples if they are a list of the right length, which leaving out bad samples requires."""
         if self._keeps_bad and not (isinstance(samples, list) and len(samples) == count):
             found = f"a list of {len(samples)}" if isinstance(samples, list) else kind_of(samples)
             raise ConfigurationError(
-                f"{name}.__getitems__ returned {found} for {count} {'index' if count == 1 else 'indices'}: "
-                "on_bad_sample='skip' needs a list with one sample for each. Return one, or leave on_bad_sample at "
-                "'raise'."
+                f"{name}.__getitems__ returned {found} for {count} {'index' if count == 1 else 'indices'}, but "
+                "on_bad_sample='skip' needs a list with one sample for each. Return such a list, or use "
+                "on_bad_sample='raise'."
             )
         return samples
 
     def _bad(self, indices: list[Any], error: Exception) -> BadSample | None:
-        """What stands for a sample that raised; None where its error is to be raised, which then has a note.
+        """Returns the placeholder for a sample that raised; or None, after adding a note to the error, to re-raise it.
 
         Raises:
-            RuntimeError: in the place of a StopIteration, which would end the epoch.
+            RuntimeError: in place of a StopIteration, which would end the epoch.
         """
         what = _named(self.dataset, indices)
         if self._keeps_bad and not is_out_of_memory(error):
@@ -101,8 +107,8 @@ class Samples(Dataset[Any]):
         what = what if len(indices) == 1 else f"one of the {what}"
         if isinstance(error, StopIteration):
             raise RuntimeError(
-                f"{what}{place} raised StopIteration, by which an iterator says that it has ended: give next() a "
-                "default, or catch it in __getitem__."
+                f"{what}{place} raised StopIteration, which would end the epoch: pass a default to next(), or catch "
+                "the error in __getitem__."
             ) from error
         add_note(error, f"leyden: the error came from {what}{place}.")
         return None
@@ -113,15 +119,15 @@ class Samples(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-def _below_subsets(dataset: Any) -> Any:
-    """The data set that a Subset of a Subset … reads: torch's `Subset.__getitems__` calls its, or loads one by one."""
+def _without_subsets(dataset: Any) -> Any:
+    """Returns the dataset under any nested Subsets, whose `__getitems__` they call if it has one."""
     while getattr(type(dataset), "__getitems__", None) is Subset.__getitems__:
         dataset = dataset.dataset
     return dataset
 
 
 def _named(dataset: Any, indices: Sequence[Any]) -> str:
-    """Names samples by their index in the loader's data set, and in the one that a Subset of it reads.
+    """Names samples by their indices in the loader's dataset and, if that is a Subset, in the underlying one.
 
     Example:
         >>> from torch.utils.data import Subset
@@ -139,18 +145,18 @@ def _named(dataset: Any, indices: Sequence[Any]) -> str:
         try:
             indices = [dataset.indices[index] for index in indices]
         except Exception:
-            # This is what has raised.
+            # The Subset's own indices caused the error.
             break
         dataset = dataset.dataset
     return names[0] if len(names) == 1 else f"{names[0]} ({names[-1]})"
 
 
 class BadSample:
-    """Stands in a batch for a sample that raised. It has words only, so that a worker can send it.
+    """Placeholder in a batch for a sample that raised. It holds only text, so a worker process can send it.
 
     Args:
-        what: the sample, by its index.
-        error: what its loading raised.
+        what: the name of the sample, with its index.
+        error: the error that loading it raised.
     """
 
     def __init__(self, what: str, error: Exception) -> None:
@@ -160,12 +166,12 @@ class BadSample:
 
 
 class Sifted:
-    """What is left of a batch without its bad samples.
+    """A batch without its bad samples.
 
     Args:
-        batch: collated; None if nothing is left.
-        size: samples in it.
-        bad: those that were left out.
+        batch: the collated good samples; None if there are none.
+        size: the number of good samples.
+        bad: the samples that were left out.
     """
 
     def __init__(self, batch: Any, size: int, bad: list[BadSample]) -> None:
@@ -179,10 +185,10 @@ class Sifted:
 
 
 class Sift:
-    """A `collate_fn` that leaves bad samples out, and has every batch be a `Sifted`.
+    """A `collate_fn` that leaves out bad samples and returns every batch as a `Sifted`.
 
     Args:
-        collate: the loader's own.
+        collate: the loader's own `collate_fn`.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -195,9 +201,9 @@ class Sift:
 
 
 def names_samples(loader: Any) -> bool:
-    """True for a DataLoader that reads a data set by index as torch does, so that the samples can be told apart.
+    """Returns True if samples of the loader can be named: for a DataLoader that reads its dataset by index, like torch.
 
-    One whose `dataset` is a property is left alone: nothing else can be put in its place.
+    False if its `dataset` is a property, which cannot be replaced by a `Samples`.
     """
     return (
         isinstance(loader, DataLoader)
@@ -208,5 +214,5 @@ def names_samples(loader: Any) -> bool:
 
 
 def named(loader: DataLoader[Any]) -> Samples:
-    """The loader's data set, with samples that are named, or left out if the loader sifts them."""
+    """Wraps the loader's dataset so that bad samples are named, or left out if the loader has a `Sift`."""
     return Samples(loader.dataset, keeps_bad=isinstance(loader.collate_fn, Sift))

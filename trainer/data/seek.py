@@ -1,6 +1,4 @@
-"""Starts samplers at a given position in their epoch, without loading, and where possible without drawing, what
-precedes.
-"""
+"""Starts samplers at a position in their epoch, without loading earlier samples and mostly without drawing them."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from torch.utils.data import (
 from leyden.strategies.errors import LeydenError
 
 CHUNK = 65_536
-"""Indices that become Python numbers at once, so that a tail of millions is not a list before its first batch."""
+"""Number of indices converted to Python integers together, so a tail of millions need not become one list."""
 REPLACEMENT_CHUNK = 32
-"""RandomSampler draws this many at once with replacement, so its generator is always at a multiple of it."""
+"""RandomSampler draws blocks of this size with replacement, so its generator is always at a multiple of it."""
 
 
 class DrawsFromGlobalRNG(LeydenError):
@@ -33,14 +31,14 @@ class DrawsFromGlobalRNG(LeydenError):
 
 
 class TailSampler:
-    """Replaces a loader's index sampler while its iterator is built, and yields the rest of the sampler's epoch.
+    """Replaces a loader's sampler while its iterator is created, and yields the rest of the sampler's epoch.
 
     Args:
-        sampler: the loader's own sampler.
-        skip: the number of batches to skip, or of samples if the loader does not make batches.
-        rewind: only if the uninterrupted run would have reused its persistent workers. A new iterator for workers makes
-            two iterators of the sampler, and draws a seed in between; reusing the workers makes one. So the first one
-            is empty, and `rewind` restores the random numbers before the second one is made.
+        sampler: the loader's own sampler or batch sampler.
+        skip: the number of batches to skip, or of samples if the loader does not batch.
+        rewind: restores the random state from before the epoch. Only needed if the uninterrupted run would have reused
+            its persistent workers. New workers create two iterators of the sampler, with a seed drawn in between, while
+            reused workers create one. The first iterator is therefore empty, and `rewind` precedes the second one.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, rewind: Callable[[], None] | None = None) -> None:
@@ -59,13 +57,13 @@ class TailSampler:
 
 
 class Tail:
-    """The iterator of a `TailSampler`. It skips at the first call of `next`, which is when the sampler first draws."""
+    """The iterator of a `TailSampler`. It skips on the first call of `next`, when the sampler would first draw."""
 
     def __init__(self, sampler: Iterable[Any], skip: int) -> None:
         self._sampler = sampler
         self._skip = skip
         self._slices = skip > 0 and can_slice(sampler)
-        # A foreign sampler may draw as soon as its iterator is made, and some iterators are made but never used.
+        # A custom sampler may draw as soon as its iterator is created, even if the iterator is never read.
         self._rest: Iterator[Any] = iter(()) if self._slices else iter(sampler)
 
     def __iter__(self) -> Tail:
@@ -75,7 +73,7 @@ class Tail:
         return next(self.advance())
 
     def advance(self) -> Iterator[Any]:
-        """Skips, unless that is done, and returns the iterator over the rest."""
+        """Skips, unless it has already, and returns the iterator over the rest."""
         if self._skip:
             skip, self._skip = self._skip, 0
             if self._slices:
@@ -98,7 +96,7 @@ def _draw(iterator: Iterator[Any], count: int) -> None:
     """Draws and drops indices of a sampler that cannot be sliced.
 
     Raises:
-        DrawsFromGlobalRNG: if the global generators change after the first index.
+        DrawsFromGlobalRNG: if drawing changes the global generators after the first index.
     """
     next(iterator, None)
     if count == 1:
@@ -146,9 +144,9 @@ def _is_as_known(kind: Any, replacement: bool) -> bool:
 
 
 def tail_of(sampler: Any, skip: int) -> Iterator[Any]:
-    """Returns what a sampler yields after its first `skip` items, with random numbers drawn as the sampler would.
+    """Returns the items of a sampler after the first `skip`, and draws the same random numbers as the sampler.
 
-    What the sampler would have drawn so far is drawn at once, the rest on demand. `can_slice` must be True.
+    Numbers for the skipped items are drawn eagerly, the rest lazily. Requires `can_slice(sampler)`.
     """
     if type(sampler) in (list, tuple, range):
         return itertools.islice(sampler, skip, None)
@@ -187,9 +185,7 @@ def _random_tail(sampler: RandomSampler, skip: int) -> Iterator[int]:
 
 
 def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generator) -> Iterator[int]:
-    """Draws chunks of 32 like the sampler; those that are skipped are drawn in larger blocks, the same stream of
-    numbers.
-    """
+    """Draws blocks of 32 like the sampler. Skipped blocks are drawn in larger ones, from the same stream of numbers."""
     chunks, skipped = count // REPLACEMENT_CHUNK, min(skip // REPLACEMENT_CHUNK, count // REPLACEMENT_CHUNK)
     burn = skipped * REPLACEMENT_CHUNK
     for start in range(0, burn, CHUNK):
@@ -199,7 +195,7 @@ def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generat
         length = REPLACEMENT_CHUNK if number < chunks else count % REPLACEMENT_CHUNK
         return torch.randint(size, (length,), dtype=torch.int64, generator=generator).tolist()
 
-    # A chunk that was begun is drawn already; the next ones are drawn when the sampler reaches them.
+    # A partially skipped chunk is drawn eagerly; the following ones are drawn when the sampler reaches them.
     offset = skip - burn
     begun = chunk(skipped)[offset:] if offset else []
 
@@ -212,7 +208,7 @@ def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generat
 
 
 def _permutation_tail(size: int, count: int, skip: int, generator: torch.Generator) -> Iterator[int]:
-    """Draws whole permutations and the head of a last one, which the sampler draws even if it uses none of it."""
+    """Draws whole permutations and the head of a last one, which the sampler draws even if it uses no index of it."""
     whole = count // size
     number, offset = divmod(skip, size)
     number, offset = (number, offset) if number <= whole else (whole, size)

@@ -1,4 +1,4 @@
-"""ShardedSource, the source of a sharded DataLoader, which starts and resumes one rank's share of the global order."""
+"""ShardedSource, which starts and resumes one rank's share of a sharded DataLoader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END = object()
 
 
 class Shared(Iterator[tuple[Any, Share]]):
-    """Iterates over the global batches of an epoch, with this rank's batch (or NO_SAMPLES) and its share of each."""
+    """Yields this rank's batch (or NO_SAMPLES) of each global batch in an epoch, with its share."""
 
     def __init__(self, iterator: Iterator[Any], shares: deque[Share]) -> None:
         self._iterator = iterator
@@ -34,7 +34,7 @@ class Shared(Iterator[tuple[Any, Share]]):
 
 
 class ShardedSource(TorchSource):
-    """The source of a DataLoader with `RankBatches` as index sampler; positions count items of the global order."""
+    """The source of a DataLoader with `RankBatches` as batch sampler. Positions count items of the global order."""
 
     shares = True
 
@@ -47,17 +47,20 @@ class ShardedSource(TorchSource):
         self.before = self._remember()
         self.batches.order.begin()
         self._origin = (0, 0)
-        # The earlier run reused the workers of its last epoch, and drew no seed for them; a resumed run must start new
-        # ones.
+        # A resumed run must start new workers where the saved run reused persistent ones, and drew no seed for them.
         iterator = self._iterate(draws=not (self.before["again"] and self.loader._iterator is None))
         self.had_workers = self.loader.persistent_workers
         return iterator
 
     def _iterate(self, draws: bool = True) -> Iterator[Any]:
-        """Makes the iterator. Workers get different seeds on each rank; rank 0's are those of a single process."""
+        """Creates the iterator. Workers get different seeds on each rank; rank 0's equal those of a single process.
+
+        Args:
+            draws: True to draw the workers' seed, as torch does for new workers.
+        """
         loader = self.loader
-        begins = loader.num_workers > 0 and (loader._iterator is None or not loader.persistent_workers)
-        if not begins or (draws and self.batches.rank == 0):
+        starts_workers = loader.num_workers > 0 and (loader._iterator is None or not loader.persistent_workers)
+        if not starts_workers or (draws and self.batches.rank == 0):
             return Shared(iterator_of(loader), self.batches.shares)
         own, seed = loader.generator, torch.initial_seed()
         if draws:
@@ -82,7 +85,7 @@ class ShardedSource(TorchSource):
             return None
 
     def ahead(self, batches: int) -> State | None:
-        # The ranks agree on the order when it is drawn, as at the start of an epoch.
+        # "order" is None: as at the start of an epoch, the ranks agree on the order when they first draw from it.
         drawn = batches * self.span
         return {"batches": batches, "before": self._remember(), "generators": {}, "order": None, "drawn": drawn}
 
@@ -105,9 +108,12 @@ class ShardedSource(TorchSource):
         return iterator
 
     def place_of_one_process(self, before: State) -> State:
-        """Returns the random state from which a plain loader drew its order; it also draws a seed for workers.
+        """Returns the random state from which a plain loader drew its order, after drawing its seed for workers.
 
-        Random numbers stand where they stood before the loader's iterator was made.
+        Must be called with the random state from before the loader's iterator was created.
+
+        Args:
+            before: the saved state from before the epoch.
         """
         order, loader = self.batches.order, self.loader
         start = order.now()
@@ -119,7 +125,7 @@ class ShardedSource(TorchSource):
                 self._rewind(before)
             elif loader.num_workers == 0:
                 return start
-        # A sampler that draws when its iterator is made draws again for workers, after the seed.
+        # With workers, torch creates a second iterator of the sampler after it has drawn the seed.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return order.now()
 

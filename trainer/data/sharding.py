@@ -1,6 +1,4 @@
-"""Shards a DataLoader by index: all ranks draw one global order of samples, and each loads its share of every global
-batch.
-"""
+"""Shards a DataLoader by index: all ranks draw one global order, and each loads its share of every global batch."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ IN_ORDER = (SequentialSampler, list, tuple, range)
 
 
 class NoSamples:
-    """Stands in for a batch if this rank has no sample of a global batch."""
+    """Placeholder for the batch of a rank that has no sample of a global batch."""
 
     def __repr__(self) -> str:
         return "NO_SAMPLES"
@@ -41,13 +39,13 @@ class Share:
     """This rank's share of a global batch.
 
     Attributes:
-        here: samples on this rank.
-        total: samples on all ranks.
+        here: the number of samples on this rank.
+        total: the number of samples on all ranks.
         idle: True if at least one rank has no sample.
-        even: True if all ranks have the same number.
+        even: True if all ranks have the same number of samples.
         sized: True if batch sizes are known; otherwise every batch counts as one sample.
-        rest: samples of the epoch's last global batch if it is known to be smaller than the others; else 0.
-        lost: samples of the global batch that were left out, since they raised.
+        rest: the size of the epoch's last global batch if it is known to be smaller than the others; else 0.
+        lost: the number of samples left out of the global batch because they raised.
     """
 
     here: int
@@ -59,7 +57,7 @@ class Share:
     lost: int = 0
 
     def weight(self, ranks: int) -> float:
-        """Returns the factor for this rank's mean loss that makes the average over ranks the mean over all samples.
+        """Returns the weight of this rank's mean loss, such that the average over ranks is the mean over all samples.
 
         Example:
             >>> Share(2, 3).weight(2), Share(1, 3).weight(2)
@@ -81,15 +79,16 @@ def block(count: int, rank: int, ranks: int) -> slice:
 
 
 class Order:
-    """The global order of an epoch: the loader's own sampler, drawn on every rank with rank 0's random numbers.
+    """The global order of an epoch: the loader's own sampler, drawn on every rank with rank 0's random state.
 
-    Before the first draw rank 0 broadcasts the state of its generators. A rank with the same state continues from where
-    the draw leaves it, as one process would; a rank with another state keeps its own. A user's sampler may draw during
-    the whole epoch. From then on it draws from a separate stream, so that a rank's own draws (dropout over a smaller
-    last batch) cannot make the orders differ.
+    Before the first draw, rank 0 broadcasts the state of its generators. A rank whose state is equal advances it by the
+    draw, like a single process. A rank with another state keeps its own.
+
+    A custom sampler may draw random numbers throughout the epoch. After the start it draws from a separate stream, so
+    a rank's own draws (such as dropout over a smaller last batch) cannot make the orders diverge.
 
     Args:
-        sampler: yields samples, or batches of them.
+        sampler: the loader's sampler or batch sampler.
         agree: returns rank 0's argument on every rank.
     """
 
@@ -99,7 +98,8 @@ class Order:
         """Rank 0's random state from before the first draw; None until then."""
         self._agree = agree
         self._generators = Generators(_Holder(sampler))
-        self._fixed = can_slice(sampler)
+        self.is_sliced = can_slice(sampler)
+        """True if the sampler can start at any position; others are drawn from their beginning."""
         self._iterator: Iterator[Any] | None = None
         self._opened: Iterator[Any] | None = None
         self._stream: State = {}
@@ -109,20 +109,15 @@ class Order:
         """Restarts the order at the next draw.
 
         Args:
-            state: the value of `self.state` in the run that this one resumes; None to agree on one.
-            skip: how many items that run had drawn.
+            state: the value of `self.state` in the run being resumed; None to agree on a new one.
+            skip: the number of items that the run had drawn.
         """
         self.state, self._skip, self._resumes = state, skip, state is not None
         self._iterator = self._opened = None
 
     @property
-    def is_sliced(self) -> bool:
-        """The sampler is one that Leyden starts anywhere; others are drawn from their beginning."""
-        return self._fixed
-
-    @property
     def stream(self) -> State:
-        """The random state from which a sampler that is not sliced draws next."""
+        """The random state from which a custom sampler, which cannot be sliced, draws next."""
         return plain_state(self._stream)
 
     def draw(self, count: int) -> list[Any]:
@@ -130,33 +125,31 @@ class Order:
         if self._iterator is None:
             self._start()
         assert self._iterator is not None
-        if self._fixed:
+        if self.is_sliced:
             return list(itertools.islice(self._iterator, count))
         drawn, self._stream = drawn_apart(self._iterator, count, self._stream)
         return drawn
 
     def start(self) -> None:
-        """Fast-forwards to the current position now, not at the next `draw`."""
+        """Fast-forwards to the current position immediately, instead of at the next `draw`."""
         if self._iterator is None:
             self._start()
 
     def head(self, count: int) -> list[Any]:
-        """Returns the first `count` items of this epoch again, without changing random numbers or this order's
-        position.
-        """
-        own, generators, keeper = live_state(devices=False), self._generators.states(), stateful_of(self.sampler)
-        kept = None if keeper is None else keeper.state_dict()
+        """Returns the first `count` items of this epoch again. Random state and the current position do not change."""
+        own, generators, stateful = live_state(devices=False), self._generators.states(), stateful_of(self.sampler)
+        sampler_state = None if stateful is None else stateful.state_dict()
         again = Order(self.sampler, self._agree)
         again.begin(self.state)
         drawn = again.draw(count)
         self._generators.restore(generators)
-        if keeper is not None:
-            keeper.load_state_dict(kept)
+        if stateful is not None:
+            stateful.load_state_dict(sampler_state)
         set_live_state(own)
         return drawn
 
     def open(self) -> None:
-        """Makes the sampler's iterator when a plain loader would, since some samplers draw their order then."""
+        """Creates the sampler's iterator when a plain loader would, because some samplers draw their order then."""
         if self._resumes:
             return
         self.state = self._iterator = None
@@ -175,12 +168,12 @@ class Order:
         # Samplers that draw nothing need no agreement.
         state = self.state = self.state or (mine if type(self.sampler) in IN_ORDER else self._agree(mine))
         self._set(state)
-        if self._skip and self._fixed:
+        if self._skip and self.is_sliced:
             iterator = tail_of(self.sampler, self._skip)
         else:
             iterator = self._opened or iter(self.sampler)
             next(itertools.islice(iterator, self._skip, self._skip), None)
-        # torch's samplers draw all they need from the global generators for their first index.
+        # Draws the first index, for which torch's samplers draw everything they need from the global generators.
         self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._stream = return_to_own(mine["rng"], {} if self._resumes else state["rng"])
         self._opened = None
@@ -188,37 +181,37 @@ class Order:
     def _set(self, state: State) -> None:
         set_rng_state(state["rng"])
         self._generators.restore(state["generators"])
-        keeper = stateful_of(self.sampler)
-        if keeper is not None and state["sampler"] is not None:
-            keeper.load_state_dict(state["sampler"])
+        stateful = stateful_of(self.sampler)
+        if stateful is not None and state["sampler"] is not None:
+            stateful.load_state_dict(state["sampler"])
 
     def now(self) -> State:
-        """Returns the random state of this rank from which the order would be drawn now."""
-        keeper = stateful_of(self.sampler)
+        """Returns this rank's current random state, from which a new order would be drawn."""
+        stateful = stateful_of(self.sampler)
         return {
             "rng": rng_state(devices=False),
             "generators": self._generators.states(),
-            "sampler": None if keeper is None else keeper.state_dict(),
+            "sampler": None if stateful is None else stateful.state_dict(),
         }
 
 
 class _Holder:
-    """Stands in for a loader, so that its sampler's generators have the same paths everywhere."""
+    """Stands in for the loader, so the sampler's generators have the same paths in every kind of loader."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
 
 def drawn_apart(iterator: Iterator[Any], count: int, stream: State) -> tuple[list[Any], State]:
-    """Draws items with random numbers that are not the rank's own, which stay as they are.
+    """Draws items with a separate random state, and leaves the rank's own state unchanged.
 
     Args:
-        iterator: what is drawn from.
-        count: how many items, at most.
-        stream: the `live_state` in which they are drawn.
+        iterator: the iterator to draw from.
+        count: the maximum number of items.
+        stream: the `live_state` to draw with.
 
     Returns:
-        The items, and the `live_state` after them.
+        The items, and the `live_state` after drawing them.
     """
     own = live_state(devices=False)
     set_live_state(stream)
@@ -229,11 +222,13 @@ def drawn_apart(iterator: Iterator[Any], count: int, stream: State) -> tuple[lis
 
 
 def return_to_own(own: State, agreed: State) -> State:
-    """Restores the rank's own generators after a draw with rank 0's; those that were equal advance as in one process.
+    """Restores the rank's own generators after a draw with rank 0's state.
+
+    Generators whose state was equal to rank 0's keep the state after the draw, as in a single process.
 
     Args:
         own: the rank's `rng_state` from before the draw.
-        agreed: rank 0's.
+        agreed: rank 0's `rng_state` from before the draw.
 
     Returns:
         The `live_state` after the draw.
@@ -246,17 +241,17 @@ def return_to_own(own: State, agreed: State) -> State:
 
 
 def has_state(item: Any) -> bool:
-    """True for an object with `state_dict` and `load_state_dict`."""
+    """Returns True for an object with `state_dict` and `load_state_dict`."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
 def stateful_of(sampler: Any) -> Any:
-    """Returns the sampler, or the one it makes batches of, if it has a state; else None."""
+    """Returns the sampler, or the one that it batches, if it has a `state_dict`; else None."""
     return next(filter(has_state, (sampler, getattr(sampler, "sampler", None))), None)
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Returns True for two equal states, nests of dicts, tensors and plain Python."""
+    """Returns True if two states, nested dicts of tensors and plain Python, are equal."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and bool((one == other).all())
     if isinstance(one, dict):
@@ -265,20 +260,20 @@ def alike(one: Any, other: Any) -> bool:
 
 
 class RankBatches:
-    """The index sampler of one rank's loader, which yields the rank's block of each global batch.
+    """The batch sampler of one rank's loader, which yields the rank's block of each global batch.
 
     Args:
-        order: the global order, of samples or of the batches of a user's own batch sampler.
+        order: the global order of samples, or of batches from a custom batch sampler.
         rank: this rank among the data ranks.
         ranks: the number of data ranks.
-        batch_size: samples per rank in a global batch. None if the order is one of batches, from a user's own batch
-            sampler: then `ranks` consecutive ones are a global batch.
-        drop_last: leave out a global batch that is not full.
-        span: items of the order per global batch; by default `batch_size` per rank.
-        even: repeat samples of the last global batch until all ranks have the same number.
+        batch_size: the samples per rank in a global batch. None if the order is one of batches: `ranks` consecutive
+            batches then form a global batch.
+        drop_last: True to drop a global batch that is not full.
+        span: the items of the order per global batch; `batch_size` per rank by default.
+        even: True to repeat samples of the last global batch until all ranks have the same number.
 
     Attributes:
-        shares: the shares of global batches whose indices are drawn and whose batches are not taken yet.
+        shares: the shares of global batches whose indices have been drawn, but whose batches have not been read yet.
     """
 
     def __init__(
@@ -376,10 +371,10 @@ class DataRanks:
         rank: this rank among the data ranks.
         size: the number of data ranks.
         agree: returns rank 0's argument on every rank.
-        total: returns the sums over data ranks of a few whole numbers.
+        total: returns the sums of a few integers over the data ranks.
         gather: returns the objects of all data ranks.
-        even: pad the last global batch with repeats.
-        global_batch: samples per global batch, instead of the loader's batch_size × ranks.
+        even: True to pad the last global batch with repeats.
+        global_batch: the samples per global batch; None for the loader's batch_size × ranks.
     """
 
     rank: int = 0
@@ -404,7 +399,7 @@ class DataRanks:
 
 
 def shard_indices(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
-    """Returns a copy of a DataLoader over an indexed dataset that loads one rank's share of each global batch."""
+    """Returns a copy of an indexed DataLoader that loads one rank's share of each global batch."""
     batches: Any = loader.batch_sampler
     rank, size, even = ranks.rank, ranks.size, ranks.even
     if type(batches) is not BatchSampler:
@@ -416,7 +411,7 @@ def shard_indices(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
 
 
 def is_indexed(loader: Any) -> bool:
-    """Returns True for a DataLoader that reads its dataset by index, and iterates as torch's own does."""
+    """Returns True for a DataLoader that reads its dataset by index, and does not override `__iter__`."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)

@@ -1,4 +1,4 @@
-"""Leaves samples that raise out of their batches (`on_bad_sample="skip"`), and counts what is left on all ranks."""
+"""Leaves samples that raise out of their batches (`on_bad_sample="skip"`), and counts the remaining ones."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from leyden.trainer.data.sharded_source import ShardedSource
 from leyden.trainer.data.sharding import NO_SAMPLES, DataRanks, RankBatches, Share, is_indexed, shard_indices
 from leyden.trainer.data.sources import Composite, Source, State, source_of
 
-HOPELESS = 10
-"""Global batches one after the other of which nothing is left, after which the data set is taken to be broken."""
+MOST_EMPTY = 10
+"""Number of consecutive global batches without a good sample after which the run ends in an error."""
 FIRST, MANY = 100, 0.1
-"""Samples that a run begins with, and the part of them that may raise before a second warning says so."""
+"""Number of first samples of a run, and the fraction of them that may raise before a second warning."""
 log = logging.getLogger("leyden")
 
 
 def sifting(loader: Any, ranks: DataRanks) -> SiftingLoader:
-    """Returns a loader that leaves out the samples that raise.
+    """Returns a loader that leaves out samples that raise.
 
     Args:
-        loader: a DataLoader over an indexed data set, or this rank's share of one.
-        ranks: the ranks that share it.
+        loader: a DataLoader over an indexed dataset, or this rank's share of one.
+        ranks: the ranks that share the loader.
 
     Raises:
         ConfigurationError: for any other loader.
     """
     if not is_indexed(loader) or not names_samples(loader):
         raise ConfigurationError(
-            "on_bad_sample='skip' needs one DataLoader with batches of a data set with __getitem__, and this is "
-            f"{_described(loader)}: catch the error where the sample is made, or leave on_bad_sample at 'raise'."
+            "on_bad_sample='skip' needs a single DataLoader that batches a dataset with __getitem__, not "
+            f"{_described(loader)}: catch the error where the sample is loaded, or use on_bad_sample='raise'."
         )
     if ranks.size == 1 and not isinstance(loader.batch_sampler, RankBatches):
-        # Its positions are in samples, as those of every sharded loader.
+        # Positions then count samples, as in every sharded loader.
         loader = shard_indices(loader, DataRanks())
     return SiftingLoader(with_collate(loader, Sift(loader.collate_fn)), ranks)
 
@@ -53,7 +53,7 @@ def _described(loader: Any) -> str:
     if "dataset" not in vars(loader):
         how = " with `dataset` as a property"
     elif type(loader).__iter__ is not DataLoader.__iter__:
-        how = " with an __iter__ of its own"
+        how = " with its own __iter__"
     elif names_samples(loader):
         how = " without batches"
     return f"{kind_of(loader)} over {kind_of(loader.dataset)}{how}"
@@ -63,8 +63,8 @@ class SiftingLoader(Composite):
     """A DataLoader whose batches are `Sifted`.
 
     Args:
-        loader: with a `Sift` for its collate_fn.
-        ranks: the ranks that share it.
+        loader: a DataLoader with a `Sift` as its `collate_fn`.
+        ranks: the ranks that share the loader.
     """
 
     def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
@@ -92,7 +92,7 @@ class SiftingLoader(Composite):
 
 
 class SiftedSource(Source):
-    """The source of a `SiftingLoader`. Positions are those of the loader in it: a bad sample keeps its place."""
+    """The source of a `SiftingLoader`. Positions are those of the inner loader, so bad samples count."""
 
     shares = True
     loader: SiftingLoader
@@ -102,9 +102,9 @@ class SiftedSource(Source):
         self.inner = source_of(loader.loader, allow_replay)
         self._ranks = loader.ranks
         self._filler: Any = None
-        self._has_warned, self._in_vain = False, 0
+        self._has_warned, self._empty_in_a_row = False, 0
         self._seen = self._lost = 0
-        """Of the first samples, on all ranks."""
+        """How many of the first samples of all ranks have been seen, and left out."""
 
     @property
     def finds_places(self) -> bool:
@@ -140,7 +140,14 @@ class SiftedSource(Source):
         return self._filler
 
     def counted(self, item: Any) -> tuple[Any, Share]:
-        """What is left of this rank's batch (NO_SAMPLES if nothing is), and its share of what is left on all ranks."""
+        """Counts the good samples of all ranks in a global batch.
+
+        Args:
+            item: an item of the inner loader.
+
+        Returns:
+            The good samples of this rank's batch, or NO_SAMPLES if there are none, and the rank's share.
+        """
         batch, planned = item if self.inner.shares else (item, None)
         here, lost = 0, 0
         if isinstance(batch, Sifted):
@@ -151,9 +158,9 @@ class SiftedSource(Source):
         even = not absent and self._ranks.size * squares == total * total
         share = Share(here, total, absent > 0, even, rest=planned.rest if planned is not None else 0, lost=lost)
         self._warn_of_many(share)
-        self._check_hope(share)
+        self._check_progress(share)
         if here and self._ranks.size > 1:
-            # For a step of other ranks of which this one has nothing.
+            # Kept for a step in which only other ranks have samples.
             self._filler = batch
         return batch, share
 
@@ -164,8 +171,8 @@ class SiftedSource(Source):
             self._has_warned = True
             first = batch.bad[0]
             warnings.warn(
-                f"{first.what} raised {first.reason}, and is left out of its batch (on_bad_sample='skip'). Others are "
-                "counted, and logged with their index by logging.getLogger('leyden') at the level INFO.",
+                f"{first.what} raised {first.reason}, and is left out of its batch (on_bad_sample='skip'). Further "
+                "ones are counted, and logged with their index by logging.getLogger('leyden') at level INFO.",
                 stacklevel=2,
             )
             log.warning("%s raised:\n%s", first.what, first.traceback)
@@ -181,27 +188,30 @@ class SiftedSource(Source):
         if self._ranks.rank == 0:
             warnings.warn(
                 f"{self._lost} of the first {self._seen} samples raised and were left out (on_bad_sample='skip'): the "
-                "model trains on what is left of the data. The log has the traceback of the first one.",
+                "model trains on the remaining data only. The log has the traceback of the first one.",
                 stacklevel=2,
             )
         self._seen = FIRST
 
-    def _check_hope(self, share: Share) -> None:
-        """Raises once nothing but errors comes; all ranks know the same totals."""
-        self._in_vain = 0 if share.total else self._in_vain + 1
-        if self._in_vain == HOPELESS:
+    def _check_progress(self, share: Share) -> None:
+        """Raises after too many batches without a good sample. All ranks raise together, because totals are equal."""
+        self._empty_in_a_row = 0 if share.total else self._empty_in_a_row + 1
+        if self._empty_in_a_row == MOST_EMPTY:
             raise LeydenError(
-                f"of the last {HOPELESS} batches every sample raised (the warning above has the first error): "
-                "on_bad_sample='skip' leaves out single samples, and here the data set itself does not work."
+                f"every sample of the last {MOST_EMPTY} batches raised (the warning above has the first error). "
+                "on_bad_sample='skip' is for single bad samples, but here the dataset itself fails: fix it first."
             )
 
 
 def _first_good(source: ShardedSource) -> Any:
-    """A batch of the first good sample in the order, for a rank that had none yet; None without one near its start."""
+    """Returns a batch of the first good sample in the order, for a rank that has had none yet.
+
+    None if there is no good sample near the start.
+    """
     loader, order = source.loader, source.batches.order
     samples = named(loader)
     with isolated_rng([loader]):
-        drawn = order.head(HOPELESS * source.span)
+        drawn = order.head(MOST_EMPTY * source.span)
         for index in itertools.chain.from_iterable(drawn) if source.batches.of_batches else drawn:
             sifted: Sifted = loader.collate_fn([samples[index]])
             if sifted.size:
@@ -210,7 +220,7 @@ def _first_good(source: ShardedSource) -> Any:
 
 
 class CountedBatches(Iterator[tuple[Any, Share]]):
-    """The batches of a loader, each as `SiftedSource.counted` returns it."""
+    """Yields the batches of a loader through `SiftedSource.counted`."""
 
     def __init__(self, iterator: Iterator[Any], source: SiftedSource) -> None:
         self._iterator, self._source = iterator, source

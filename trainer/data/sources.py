@@ -1,4 +1,4 @@
-"""Sources, which start each kind of loader, save its position, and resume it there."""
+"""Sources: one class per kind of loader, which starts it, saves its position, and resumes it there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Composite(ABC):
 
     @abstractmethod
     def source(self, allow_replay: bool) -> Source:
-        """Returns the source that starts and resumes it."""
+        """Returns the source that starts and resumes this loader."""
 
     @abstractmethod
     def mapped(self, function: Callable[[Any], Any]) -> Composite:
@@ -35,15 +35,15 @@ class Composite(ABC):
 class Source(ABC):
     """Starts a loader, saves its position and resumes it there.
 
-    A sharded source (`shares`) yields with each batch this rank's `Share` of the global batch.
+    A sharded source (`shares`) yields each batch with this rank's `Share` of the global batch.
 
-    States are nests of tensors and plain Python. Random state is saved twice: from before the iterator was made, and
-    from now. If other loaders draw between the two, it is also saved from before the first batch, since samplers choose
-    their order only then.
+    States are nested dicts of tensors and plain Python. A position holds the random state from before the iterator was
+    created and the current one. If other loaders draw random numbers between the creation and the first batch, it also
+    holds the state from before the first batch, because samplers only then choose their order.
 
     Args:
         loader: any iterable of batches.
-        allow_replay: if there is no other way, load and drop the batches before the position.
+        allow_replay: True to load and drop the batches before a position if there is no other way to reach it.
     """
 
     shares = False
@@ -57,11 +57,11 @@ class Source(ABC):
 
     @property
     def finds_places(self) -> bool:
-        """False if `resume` refuses every position inside an epoch."""
+        """True if `resume` can start inside an epoch; False if it refuses all such positions."""
         return True
 
     def start(self, epoch: int | None) -> Iterator[Any]:
-        """Starts an epoch as `iter(loader)` does; `epoch` is None for a pass without a number."""
+        """Starts an epoch like `iter(loader)`; `epoch` is None for a pass without a number."""
         self.set_epoch(epoch)
         self.before = self._remember()
         iterator: Iterator[Any] = iterator_of(self.loader)
@@ -79,15 +79,15 @@ class Source(ABC):
         self.first = Source._remember(self)
 
     def forget_first(self) -> None:
-        """Forgets what `note_first` saved: another pass begins."""
+        """Drops the state that `note_first` saved, before another pass begins."""
         self.first = None
 
     def ahead(self, batches: int) -> State | None:
-        """Returns the position after `batches` batches of an epoch not begun; None if only reading leads there."""
+        """Returns the position after `batches` batches of a new epoch; None if it can only be reached by reading."""
         return None
 
     def known(self, batches: int, state: Any) -> State | None:
-        """Returns the position at which the loader's own state is `state`; that of `ahead` if it has none."""
+        """Returns the position at which the loader's own state is `state`; that of `ahead` for a stateless loader."""
         return self.ahead(batches)
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Source(ABC):
         """Returns the state that outlives an epoch.
 
         Args:
-            ended: True if the last epoch was read to its end.
+            ended: True if the last epoch exhausted the loader.
         """
         return {"generators": self.generators.states()}
 
@@ -107,13 +107,11 @@ class Source(ABC):
         self.generators.restore(state["generators"])
 
     def length_after(self, state: State) -> int | None:
-        """Returns the number of batches of an epoch that resumes at a position, those before it included; None if
-        unknown.
-        """
+        """Returns the length of an epoch resumed at a position, including the batches before it; None if unknown."""
         return length_of(self.loader)
 
     def filler(self) -> Any:
-        """Returns a batch whose result will not count, for a rank without one; leaves random numbers unchanged."""
+        """Returns a batch for a rank that has none, to run a step whose result does not count. Keeps the RNG state."""
         return None
 
     def set_epoch(self, epoch: int | None) -> None:
@@ -135,7 +133,7 @@ class Source(ABC):
             self._rewind(place["before"])
 
     def _rewind(self, before: State) -> None:
-        """Restores the random state from before the iterator was made."""
+        """Restores the random state from before the iterator was created."""
         set_rng_state(before["rng"])
         self.generators.restore(before["generators"])
 
@@ -154,7 +152,7 @@ class Source(ABC):
 
 
 class SequenceSource(Source):
-    """The source of a list of batches, or of a loader that is indexed like one."""
+    """The source of a list of batches, or of a loader that is read by index like one."""
 
     def ahead(self, batches: int) -> State | None:
         return {"batches": batches, "before": None, "generators": {}}
@@ -163,21 +161,21 @@ class SequenceSource(Source):
         self.set_epoch(epoch)
         self.before = state["before"]
         self.generators.restore(state["generators"])
-        return self._from(state["batches"])
+        return self._batches_from(state["batches"])
 
-    def _from(self, batches: int) -> Iterator[Any]:
+    def _batches_from(self, index: int) -> Iterator[Any]:
         while True:
             try:
-                batch = self.loader[batches]
+                batch = self.loader[index]
             except IndexError:
                 return
-            batches += 1
+            index += 1
             yield batch
             del batch
 
 
 class StatefulSource(Source):
-    """The source of a loader with `state_dict` and `load_state_dict`, which knows its position itself."""
+    """The source of a loader with `state_dict` and `load_state_dict`, which tracks its own position."""
 
     def position(self, batches: int) -> State:
         return {**super().position(batches), "loader": self.loader.state_dict()}
@@ -200,15 +198,15 @@ class StatefulSource(Source):
     def restore_rest(self, state: State) -> None:
         self.loader.load_state_dict(state["loader"])
         if not state["ended"] or isinstance(self.loader, DataLoader):
-            # The uninterrupted run left an iterator in the middle and asks for a new one, and so does this one.
-            # StatefulDataLoader needs it at the end of an epoch too: otherwise it would make two iterators for the next
-            # epoch, and draw a seed for each.
+            # Repeats the uninterrupted run, which abandons an iterator in the middle and then requests a new one.
+            # StatefulDataLoader needs this at the end of an epoch too: otherwise it would create two iterators for the
+            # next epoch, and draw a seed for each.
             iterator_of(self.loader)
         super().restore_rest(state)
 
 
 class ForeignSource(Source):
-    """The source of an iterable without index or state, which can only be read from its beginning."""
+    """The source of an iterable without index or state, which can only be read from the beginning."""
 
     @property
     def finds_places(self) -> bool:
@@ -217,8 +215,9 @@ class ForeignSource(Source):
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         if state["batches"] and not self.allow_replay:
             raise ConfigurationError(
-                f"{type(self.loader).__name__} cannot continue at batch {state['batches']}: it has no state_dict. Give "
-                "it state_dict and load_state_dict, or set allow_replay=True to load and drop the batches before."
+                f"{type(self.loader).__name__} cannot continue at batch {state['batches']}, because it has no "
+                "state_dict. Define state_dict and load_state_dict, or set allow_replay=True to load and drop the "
+                "batches before."
             )
         self.set_epoch(epoch)
         self.before, self.first = state["before"], state.get("first")
@@ -231,7 +230,7 @@ class ForeignSource(Source):
 class TorchSource(Source):
     """The source of a torch DataLoader.
 
-    It advances the index sampler before the iterator is made, so nothing skipped is loaded.
+    A resume advances the sampler before the iterator is created, so skipped samples are not loaded.
     """
 
     loader: DataLoader[Any]
@@ -242,15 +241,15 @@ class TorchSource(Source):
         self._iterator: Any = None
         self._origin = (0, 0)
         self.had_workers = False
-        """True if persistent workers were started in an earlier epoch, perhaps of the run that this one resumes."""
+        """True if persistent workers were started in an earlier epoch, including those of the resumed run."""
 
     @property
     def finds_places(self) -> bool:
-        return self.allow_replay or not self.is_iterable or self._keeps_place_here()
+        return self.allow_replay or not self.is_iterable or self._has_stateful_dataset()
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Where this process began to read the epoch: batches, and items of the order, before it."""
+        """Where this process began to read the epoch: the number of earlier batches, and of earlier items."""
         return self._origin
 
     @property
@@ -264,7 +263,7 @@ class TorchSource(Source):
         if self.before["again"] and self.loader._iterator is None:
             return self._build(0, self.before)
         self.had_workers = self.loader.persistent_workers
-        iterator: Iterator[Any] = self._noted(iterator_of(self.loader))
+        iterator: Iterator[Any] = self._kept(iterator_of(self.loader))
         return iterator
 
     def position(self, batches: int) -> State:
@@ -273,7 +272,7 @@ class TorchSource(Source):
             begun, drawn = self._origin
             state["drawn"] = drawn + (batches - begun) * self.span
         if self._iterator is not None:
-            # After a last batch that is not full, the dataset may already be at the start of its next pass.
+            # After an incomplete last batch, the dataset may already be at the start of its next pass.
             state["ended"] = getattr(self._iterator._dataset_fetcher, "ended", False)
             state["dataset"] = self.loader.dataset.state_dict()  # type: ignore[attr-defined]
         if isinstance(self.loader.dataset, SampleRNG):
@@ -282,12 +281,12 @@ class TorchSource(Source):
 
     @property
     def span(self) -> int:
-        """Items of the order per batch: samples, or one batch of a user's own batch sampler."""
+        """Number of items of the order per batch: the batch size, or 1 for a custom batch sampler."""
         batches: Any = self.loader.batch_sampler
         return int(batches.batch_size) if type(batches) is BatchSampler else 1
 
     def goes_by_samples(self, state: State) -> bool:
-        """Returns True for a position in global batches of another size, mostly from another number of ranks."""
+        """Returns True if a position counts global batches of another size, usually from another number of ranks."""
         if self.is_iterable or self.loader.batch_sampler is None or "drawn" not in state:
             return False
         return "order" in state or bool(state["drawn"] != state["batches"] * self.span)
@@ -311,7 +310,7 @@ class TorchSource(Source):
     def ahead(self, batches: int) -> State | None:
         if self.is_iterable:
             return None
-        # The generators stay where building the order leaves them.
+        # No generators are restored afterwards: they keep the state in which drawing the order leaves them.
         return {"batches": batches, "before": self._remember(), "generators": {}}
 
     def rest(self, ended: bool = True) -> State:
@@ -321,8 +320,8 @@ class TorchSource(Source):
         sampler = self._stateful_sampler()
         if sampler is not None:
             state["sampler"] = sampler.state_dict()
-        if self._keeps_place_here():
-            # The dataset may count its passes, or be where a limit ended the last one.
+        if self._has_stateful_dataset():
+            # The dataset may count its passes, or be in the middle of one that a limit ended.
             state["dataset"], state["ended"] = self.loader.dataset.state_dict(), ended  # type: ignore[attr-defined]
         return state
 
@@ -332,11 +331,11 @@ class TorchSource(Source):
         sampler = self._stateful_sampler()
         if sampler is not None and state.get("sampler") is not None:
             sampler.load_state_dict(state["sampler"])
-        if "dataset" in state and self._keeps_place_here():
+        if "dataset" in state and self._has_stateful_dataset():
             dataset: Any = self.loader.dataset
             dataset.load_state_dict(state["dataset"])
             if not state["ended"]:
-                # As for a loader with a state, the uninterrupted run left an iterator in the middle.
+                # Repeats the uninterrupted run, which abandons an iterator in the middle (see StatefulSource).
                 iter(dataset)
         super().restore_rest(state)
 
@@ -347,7 +346,7 @@ class TorchSource(Source):
     def _remember(self) -> State:
         again = self.loader.persistent_workers and (self.had_workers or self.loader._iterator is not None)
         sampler = self._stateful_sampler()
-        # Saved from before the epoch, since workers draw indices ahead, so that the sampler's current state is too far.
+        # The sampler's state is saved before the epoch, because workers prefetch indices, which advances it too far.
         return {**super()._remember(), "again": again, "sampler": None if sampler is None else sampler.state_dict()}
 
     def _rewind(self, before: State) -> None:
@@ -368,17 +367,17 @@ class TorchSource(Source):
         length = length_of(self.loader)
         if length is not None and batches > length:
             raise ConfigurationError(
-                f"the checkpoint is at batch {batches} of an epoch, and the loader has {length}: give the dataset and "
-                "the batch_size of the saved run."
+                f"the checkpoint is at batch {batches} of an epoch, but the loader has only {length}: use the dataset "
+                "and batch_size of the saved run."
             )
-        # The workers of this process are at another position.
+        # Drops the persistent workers of this process, which are at another position.
         self.loader._iterator = None
-        if self._slot not in vars(self.loader):
+        if self._sampler_attribute not in vars(self.loader):
             if batches and not self.allow_replay:
                 raise ConfigurationError(
-                    f"{self._slot} is a property of {type(self.loader).__name__}, so the training loader cannot begin "
-                    f"at batch {batches}: pass it to DataLoader.__init__ instead, or set allow_replay=True to load and "
-                    "drop the batches before."
+                    f"{self._sampler_attribute} is a property of {type(self.loader).__name__}, so the training loader "
+                    f"cannot begin at batch {batches}: pass it to DataLoader.__init__ instead, or set "
+                    "allow_replay=True to load and drop the batches before."
                 )
             self._rewind(before)
             return self._replay(batches)
@@ -397,31 +396,32 @@ class TorchSource(Source):
         return self._replay(batches)
 
     @property
-    def _slot(self) -> str:
-        """The attribute of the loader from which its iterator takes indices."""
+    def _sampler_attribute(self) -> str:
+        """The attribute of the loader that its iterator reads indices from."""
         return "sampler" if self.loader.batch_sampler is None else "batch_sampler"
 
     def _build(self, batches: int, before: State) -> Iterator[Any]:
-        """Makes the iterator over the rest of the batches, and leaves the loader unchanged."""
+        """Creates the iterator over the remaining batches, and leaves the loader unchanged."""
         original = self.index_sampler
         rewind = (lambda: self._rewind(before)) if before["again"] else None
-        with replaced(self.loader, self._slot, TailSampler(original, batches, rewind)):
+        with replaced(self.loader, self._sampler_attribute, TailSampler(original, batches, rewind)):
             iterator: Any = iterator_of(self.loader)
         iterator._index_sampler = original
         if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):
             if batches and not self.loader.num_workers:
-                # With workers the first indices are drawn when the iterator is made.
+                # Not with workers, for which the first indices are drawn when the iterator is created.
                 self._go_to_first()
             iterator._sampler_iter = iterator._sampler_iter.advance()
         return iterator  # type: ignore[no-any-return]
 
-    def _noted(self, iterator: Any) -> Any:
-        """Keeps the iterator if its position will be saved: over a dataset with a state, in this process."""
-        if self._keeps_place_here():
+    def _kept(self, iterator: Any) -> Any:
+        """Keeps the iterator if its dataset is stateful, because `position` then reads it. Returns the iterator."""
+        if self._has_stateful_dataset():
             self._iterator = iterator
         return iterator
 
-    def _keeps_place_here(self) -> bool:
+    def _has_stateful_dataset(self) -> bool:
+        """Returns True for an iterable dataset with a `state_dict` that is read in this process."""
         return self.is_iterable and self.loader.num_workers == 0 and has_state(self.loader.dataset)
 
     def _resume_iterable(self, state: State) -> Any:
@@ -429,7 +429,7 @@ class TorchSource(Source):
         self.loader._iterator = None
         if "dataset" in state and has_state(dataset):
             dataset.load_state_dict(state["dataset"])
-            iterator = self._noted(iterator_of(self.loader))
+            iterator = self._kept(iterator_of(self.loader))
             if state["ended"]:
                 iterator._dataset_fetcher.ended = True
             return iterator
@@ -439,14 +439,14 @@ class TorchSource(Source):
                 reason = "keeps its state in worker processes"
             raise ConfigurationError(
                 f"the iterable dataset {type(dataset).__name__} {reason}, so the loader cannot continue at batch "
-                f"{state['batches']}. Use torchdata's StatefulDataLoader, give the dataset state_dict and "
+                f"{state['batches']}. Use torchdata's StatefulDataLoader, or a dataset with state_dict and "
                 "load_state_dict and num_workers=0, or set allow_replay=True to load and drop the batches before."
             )
         return self._replay(state["batches"])
 
 
 def _iterates_by_index(loader: Any) -> bool:
-    """Returns True if iteration goes by index 0, 1, …, so that it can start anywhere."""
+    """Returns True if iteration reads index 0, 1, …, so it can start at any index."""
     kind: Any = type(loader)
     if not hasattr(kind, "__getitem__"):
         return False
@@ -455,7 +455,7 @@ def _iterates_by_index(loader: Any) -> bool:
 
 
 def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
-    """Returns the source for a loader."""
+    """Returns the source of a loader."""
     if isinstance(loader, Composite):
         return loader.source(allow_replay)
     if isinstance(getattr(loader, "batch_sampler", None), RankBatches):

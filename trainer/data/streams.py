@@ -1,4 +1,4 @@
-"""Shards loaders without an index: each rank takes whole batches of a common stream, or reads a loader of its own."""
+"""Shards loaders that cannot be indexed: ranks take turns in a common stream of batches, or read their own loaders."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 
 def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = True) -> Any:
-    """Returns a loader of one rank's share.
+    """Returns a loader that yields one rank's shard.
 
     Args:
         loader: any iterable of batches.
-        ranks: the ranks that share it.
-        foreign: each rank's loader is its share already, as the user has sharded it.
-        asks: ranks exchange the sizes of their batches if they cannot be known otherwise. This is not needed if a rank
-            may stop before the others. Foreign loaders that may differ in length always exchange them, so that each
-            rank knows when another has stopped.
+        ranks: the ranks that share the loader.
+        foreign: True if the user has sharded the data, so each rank's loader already is its shard.
+        asks: True if ranks exchange the sizes of their batches when these cannot be known otherwise. Not needed if a
+            rank may stop before the others. Foreign loaders that may differ in length always exchange sizes, so every
+            rank knows when another one has stopped.
 
     Raises:
         ConfigurationError: for a DistributedSampler of another number of ranks, or a global batch size that is
@@ -45,9 +45,9 @@ def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = Tru
     for sampler in own:
         if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.rank):
             raise ConfigurationError(
-                f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is "
-                f"rank {ranks.rank} of {ranks.size}: leave the sampler out, since Leyden shards the loader, or give it "
-                "this run's num_replicas and rank."
+                f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, but this is "
+                f"rank {ranks.rank} of {ranks.size}. Leave the sampler out, because Leyden shards the loader, or pass "
+                "it this run's num_replicas and rank."
             )
     if ranks.global_batch is not None and (own or foreign or not is_indexed(loader)):
         raise ConfigurationError(
@@ -88,12 +88,12 @@ class RankStream(Composite):
         self.lengths = ranks.gather(length) if foreign else [length]
 
     def warn_of_lengths(self) -> None:
-        """Warns if the lengths of the ranks' loaders differ by more than one batch, which no fair split does."""
+        """Warns if the lengths of the ranks' loaders differ by more than one batch, unlike in an even split."""
         known = [length for length in self.lengths if length is not None]
         if self.ranks.rank == 0 and known and max(known) - min(known) > 1:
             warnings.warn(
-                f"the ranks' own loaders have {', '.join(map(str, self.lengths))} batches: ranks that end first wait "
-                "for the others, and contribute nothing. Give all ranks the same number.",
+                f"the ranks' own loaders have {', '.join(map(str, self.lengths))} batches. Ranks that run out first "
+                "wait for the others and contribute nothing: give all ranks the same number of batches.",
                 stacklevel=2,
             )
 
@@ -118,11 +118,10 @@ class RankStream(Composite):
 
 
 class StreamSource(Source):
-    """Reads whole global batches of a stream, so that its position is the same on every rank, and keeps this rank's
-    part.
+    """Reads whole global batches of a stream and keeps this rank's batch, so the position is the same on every rank.
 
-    All ranks must read the same batches. So a shared stream starts from rank 0's random state at the start of the
-    epoch, and then draws from a separate copy, so that a rank's own draws cannot make the streams differ.
+    All ranks must read the same batches. A shared stream therefore starts from rank 0's random state, and then draws
+    from a separate copy, so a rank's own draws cannot make the streams diverge.
     """
 
     shares = True
@@ -156,12 +155,12 @@ class StreamSource(Source):
         loader, ranks = self.loader, self.loader.ranks
         ended = False
         while True:
-            # Workers that were shut down cannot be asked again.
+            # An exhausted iterator must not be read again, because its workers have shut down.
             group = [] if ended else self._read(iterator)
             ended = len(group) < loader.span
             place = 0 if loader.foreign else ranks.rank
             if group:
-                # A foreign rank that ends first needs a batch of its own to repeat.
+                # A foreign loader that ends first repeats its own last batch.
                 self._filler = group[0] if loader.foreign or len(group) <= place else None
             if ranks.even and group and not loader.foreign:
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
@@ -175,7 +174,7 @@ class StreamSource(Source):
                 total, going, idle, unsized, squares = ranks.total(
                     [here, going, held[0] is NO_SAMPLES, unsized, here * here]
                 )
-                # The mean of squares equals the square of the mean only if all are equal.
+                # The mean of the squares equals the square of the mean only if all sizes are equal.
                 even = ranks.size * squares == total * total
             group = []
             if not going:
@@ -204,9 +203,9 @@ class StreamSource(Source):
         inner = state.get("inner", state)
         if self.loader.foreign and state.get("of") != self.loader.ranks.size:
             raise ConfigurationError(
-                "the checkpoint was saved with another number of ranks, and only your own sharding knows where each "
-                f"of these {self.loader.ranks.size} ranks continues: resume on the same number of ranks, or let Leyden "
-                "shard the loader (use_distributed_sampler=True)."
+                f"the checkpoint was saved with another number of ranks than {self.loader.ranks.size}, and the loaders "
+                "of use_distributed_sampler=False cannot be redistributed: resume on the same number of ranks, or let "
+                "Leyden shard the loader (use_distributed_sampler=True)."
             )
         self._origin = (int(state["batches"]), _drawn(state))
         own = live_state(devices=False)
@@ -222,8 +221,8 @@ class StreamSource(Source):
     def length_after(self, state: State) -> int | None:
         if None in self.loader.lengths or self.loader.foreign:
             return length_of(self.loader)
-        left = (self.loader.lengths[0] or 0) - _drawn(state)
-        return int(state["batches"]) + -(-max(0, left) // self.loader.span)
+        remaining = (self.loader.lengths[0] or 0) - _drawn(state)
+        return int(state["batches"]) + -(-max(0, remaining) // self.loader.span)
 
     def rest(self, ended: bool = True) -> State:
         return self.inner.rest(ended)
@@ -236,12 +235,12 @@ class StreamSource(Source):
 
 
 def _drawn(state: State) -> int:
-    """Returns the number of batches of the stream before a position; for one process, all its batches."""
+    """Returns the number of batches of the stream before a position, which may also be from a single process."""
     return int(state["drawn"] if "inner" in state else state["batches"])
 
 
 def _size_of(batch: Any) -> int | None:
-    """Returns the number of samples in a batch; None if it is unknown, in which case all batches weigh the same."""
+    """Returns the number of samples in a batch; None if unknown, and all batches then have the same weight."""
     try:
         return batch_size_of(batch)
     except ConfigurationError:

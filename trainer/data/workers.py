@@ -1,6 +1,8 @@
-"""Starts a DataLoader's iterator. Its workers end without delay when the loader is released, and by themselves if the
-main process is killed; one that dies is found, and a sample that raises is named. Nobody saves the random numbers of
-workers: `trainer/data/sample_rng.py` seeds each sample instead.
+"""Starts a DataLoader's iterator with well-behaved workers.
+
+Workers end immediately when the loader is released, and on their own if the main process is killed. A worker that dies
+is identified, and so is a sample that raises. The random state of workers is not saved: `trainer/data/sample_rng.py`
+seeds each sample instead.
 """
 
 from __future__ import annotations
@@ -28,24 +30,24 @@ from leyden.strategies.launch.environment import is_running
 from leyden.trainer.data.samples import Samples, named, names_samples
 
 THEIRS = {"SIGTERM", "SIGINT", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
-"""Signals by which multiprocessing and torch end a worker or learn of its end."""
+"""Signals that multiprocessing and torch use to end a worker or to detect its end."""
 CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
-"""What is raised where a worker ended before the tensors of its batch were received, besides torch's RuntimeError."""
+"""Errors, besides torch's RuntimeError, that are raised if a worker ends before its batch has been received."""
 REAPED = 1.0
-"""Seconds within which a worker that is ending has ended."""
+"""Seconds to wait for a worker that is exiting."""
 PAUSE = 1.0
-"""Seconds between two looks of a worker at whether the main process is still there."""
+"""Seconds between a worker's checks that the main process is alive."""
 ATTEMPTS = 8
-"""More than loaders whose workers fail at once; each raises once."""
+"""Maximum number of errors to handle. Every loader whose workers fail raises once, and few fail together."""
 
-# A Trainer and its module refer to each other, so their loaders end by garbage collection. It closes the queues to the
-# workers before the iterator uses them to stop the workers, and the iterator then waits for each worker (torch 2.13,
-# Python 3.11, tried). The queues of an iterator are kept alive from here, so they outlive it.
+# A Trainer and its module form a reference cycle, so their loaders are freed by the garbage collector. It may close the
+# queues to the workers before the iterator uses them to stop the workers, and the iterator would then wait for each
+# worker (measured with torch 2.13 on Python 3.11). This dict keeps the queues alive, so they outlive the iterator.
 _queues: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """Returns the loader's iterator; its workers end when this process does.
+    """Returns the loader's iterator, whose workers end when this process does.
 
     Example:
         >>> list(iterator_of([1, 2]))
@@ -58,12 +60,12 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _started(loader: Iterable[Any]) -> Iterator[Any]:
-    # One that has a property of that name is left alone.
+    # A loader whose `worker_init_fn` is a property is left unchanged.
     if getattr(loader, "num_workers", 0) == 0 or "worker_init_fn" not in getattr(loader, "__dict__", {}):
         return iter(loader)
-    # torch's loader passes it to each worker that it starts here.
+    # torch passes the function to each worker that it starts in this block.
     own = loader.worker_init_fn  # type: ignore[attr-defined]
-    with replaced(loader, "worker_init_fn", EndsWithParent(own, survives=_answered_here())):
+    with replaced(loader, "worker_init_fn", EndsWithParent(own, survives=_handled_signals())):
         iterator = iter(loader)
     if _has_workers(iterator):
         _queues[iterator] = iterator._index_queues, iterator._worker_result_queue  # type: ignore[attr-defined]
@@ -71,14 +73,14 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _has_workers(item: object) -> bool:
-    """True for an iterator of torch's DataLoader, or of a subclass of it, that has worker processes."""
-    # By its type: to ask an object that somebody else made for its attributes could run anything.
+    """Returns True for an iterator of a DataLoader that has worker processes."""
+    # Checks the type first, because reading an attribute of an arbitrary object could run arbitrary code.
     return issubclass(type(item), _BaseDataLoaderIter) and {"_workers", "_index_queues"} <= vars(item).keys()
 
 
 @contextmanager
 def replaced(loader: Any, name: str, value: Any) -> Iterator[None]:
-    """The loader has another attribute while its iterator is made; it refuses plain assignment."""
+    """Replaces an attribute of a loader within the block. A DataLoader refuses plain assignment."""
     own = vars(loader)[name]
     vars(loader)[name] = value
     try:
@@ -88,20 +90,20 @@ def replaced(loader: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class WorkerDied(LeydenError):
-    """A worker process of a loader ended without an error of its own."""
+    """Raised if a worker process of a loader ended without raising an error."""
 
 
 def died(error: BaseException) -> WorkerDied | None:
-    """Explains an error that a dead worker has caused: torch's own, or one in a batch that it did not finish.
+    """Returns an explanation of an error that a dead worker caused, either torch's own or from an unfinished batch.
 
-    None for any other error. Afterwards SIGCHLD, which arrives a little later, raises no second one.
+    None for any other error. Afterwards, the SIGCHLD of that worker, which may arrive later, raises no second error.
     """
     for _ in range(ATTEMPTS):
         try:
             return _died(error)
         except RuntimeError as late:
-            # From torch's handler of SIGCHLD. Its traceback, which ends here, would keep this frame in a cycle, and
-            # the iterators with it.
+            # Raised by torch's handler of SIGCHLD. Its traceback would keep this frame, and with it the iterators, in
+            # a reference cycle.
             error = late.with_traceback(None)
     return None
 
@@ -111,14 +113,15 @@ def _died(error: BaseException) -> WorkerDied | None:
     found = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", text)
     if found is not None:
         pids = [int(pid) for pid in found[1].split(",")]
-        # Torch raises it anywhere, and a loader of the user's own may read others. Frozen ones the collector has not.
+        # torch raises this error anywhere, perhaps for a loader that the user reads. `_queues` adds the iterators that
+        # `gc.freeze` has hidden from the collector.
         iterators = [item for item in (*_queues, *gc.get_objects()) if _has_workers(item)]
         ended = [(iterator, *entry) for iterator in iterators for entry in _numbered(iterator) if entry[1].pid in pids]
     elif (isinstance(error, CUT_OFF) or "ancdata" in text) and "in DataLoader worker process" not in text:
         workers = [
             (iterator, *entry) for iterator in _iterators_in(error.__traceback__) for entry in _numbered(iterator)
         ]
-        # Its socket is closed before it has ended.
+        # A dying worker closes its socket a moment before it ends.
         ending = wait([process.sentinel for _, _, process in workers], REAPED)
         ended = [(iterator, *entry) for iterator, *entry in workers if entry[1].sentinel in ending]
     else:
@@ -135,7 +138,7 @@ def _numbered(iterator: Any) -> list[tuple[int, Any]]:
 
 
 def _iterators_in(trace: TracebackType | None) -> list[Any]:
-    """The iterators with workers in which an error was raised."""
+    """Returns the iterators with workers in whose methods an error was raised."""
     found: dict[int, Any] = {}
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
@@ -146,35 +149,34 @@ def _iterators_in(trace: TracebackType | None) -> list[Any]:
 
 
 def _explained(number: int, count: int, pid: int, code: int | None) -> WorkerDied:
-    how, cause, fix = f"ended with exit code {code}", "something in it called os._exit or sys.exit", ""
+    how, cause, fix = f"ended with exit code {code}", "some code in it called os._exit or sys.exit", ""
     if code is not None and code < 0:
         how = f"was killed by {_signal_name(-code)}"
         cause, fix = _CAUSES.get(_signal_name(-code), ("another process sent it that signal", ""))
     elif code is None:
-        how, cause = "ended", "its exit code is not known"
+        how, cause = "ended", "its exit code is unknown"
     return WorkerDied(
         f"worker {number} of {count} of a DataLoader (pid {pid}) {how}: {cause}{_shared_memory()}. "
-        f"{fix or 'num_workers=0 loads in this process, where the error can be seen.'} What was trained is lost from "
-        "the last checkpoint on: Trainer(resume='auto') continues there, and leyden launch --max_restarts does so by "
-        "itself."
+        f"{fix or 'Use num_workers=0 to load in this process and see the error.'} To continue from the last "
+        "checkpoint, use Trainer(resume='auto'); leyden launch --max_restarts also restarts the run automatically."
     )
 
 
-_FEWER = "Use fewer workers, a smaller prefetch_factor, or a data set that loads its samples when they are asked for."
+_FEWER = "Use fewer workers, a smaller prefetch_factor, or a dataset that loads its samples lazily."
 _CAUSES = {
-    "SIGKILL": ("mostly the system's answer to memory that runs out (dmesg says so)", _FEWER),
+    "SIGKILL": ("usually the kernel's response to running out of memory (see dmesg)", _FEWER),
     "SIGBUS": (
-        "mostly shared memory that is full",
+        "usually because shared memory is full",
         "Give the container more (docker run --shm-size=8g), or call "
         "torch.multiprocessing.set_sharing_strategy('file_system').",
     ),
     "SIGSEGV": (
         "a library crashed in it",
-        "num_workers=0 shows where, under python -X faulthandler; one that does not survive a fork needs "
-        "DataLoader(multiprocessing_context='spawn').",
+        "Run with num_workers=0 under python -X faulthandler to see where. A library that does not survive a fork "
+        "needs DataLoader(multiprocessing_context='spawn').",
     ),
 }
-"""What a signal mostly means, and the fix."""
+"""The usual cause of each signal, and the fix."""
 
 
 def _signal_name(number: int) -> str:
@@ -185,7 +187,7 @@ def _signal_name(number: int) -> str:
 
 
 def _shared_memory() -> str:
-    """How much there is, in words, where workers pass their batches by it."""
+    """Returns a note on the free shared memory, through which workers send batches; empty if there is none."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -193,33 +195,31 @@ def _shared_memory() -> str:
     return f"; /dev/shm has {usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free now"
 
 
-def _answered_here() -> list[int]:
-    """The signals to which this process has an answer of its own."""
+def _handled_signals() -> list[int]:
+    """Returns the signals for which this process has its own handler."""
     return [int(kind) for kind in signal.Signals if kind.name not in THEIRS and callable(signal.getsignal(kind))]
 
 
 def _survive(number: int, frame: FrameType | None) -> None:
-    """Handles a signal that the main process answers. A function, since programs that a worker starts would inherit
-    SIG_IGN.
-    """
+    """Ignores a signal. Used instead of SIG_IGN, which programs that a worker starts would inherit."""
 
 
 class EndsWithParent:
-    """A `worker_init_fn` that ends a worker within a second or two after the main process was killed.
+    """A `worker_init_fn` that ends a worker within two seconds after the main process was killed.
 
-    torch's worker checks for its main process only while it waits for work. It then waits until the pipe has taken what
-    it loaded, which nobody reads any more, so a worker that loads more than a pipe holds would stay alive.
+    torch's worker checks for its main process only while it waits for work. A worker whose batch exceeds the buffer of
+    the pipe would otherwise block on it forever, because no process reads it any more.
 
     Args:
-        then: the user's own `worker_init_fn`.
-        survives: signals that the main process answers, perhaps by ending in order. A scheduler may send them to all
-            processes of a job, and the main process still needs its batches.
+        then: the user's own `worker_init_fn`; None without one.
+        survives: the signals that the main process handles, for example by saving and exiting. A scheduler may send
+            them to all processes of a job, while the main process still needs batches.
     """
 
     def __init__(self, then: Callable[[int], None] | None, survives: Iterable[int]) -> None:
         self._then = then
         self._survives = tuple(survives)
-        self._parent = os.getpid()
+        self._main = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
         for number in self._survives:
@@ -229,15 +229,15 @@ class EndsWithParent:
             threading.Thread(target=self._watch, name="leyden-parent", daemon=True).start()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Samples):
-            # A user's `worker_init_fn` sets attributes of its own data set. torch's class refuses plain assignment.
+            # The user's `worker_init_fn` may set attributes of its own dataset. torch's class refuses plain assignment.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(worker_id)
 
     def _watch(self) -> None:
-        # This is the main process or multiprocessing's fork server, which ends with it; another process if it has
-        # ended.
-        above, pause = os.getppid(), threading.Event()
-        while os.getppid() == above and (above == self._parent or is_running(self._parent)):
+        # The parent is the main process, or multiprocessing's fork server, which ends with it. The parent's id changes
+        # when it ends.
+        parent, pause = os.getppid(), threading.Event()
+        while os.getppid() == parent and (parent == self._main or is_running(self._main)):
             pause.wait(PAUSE)
         os._exit(1)

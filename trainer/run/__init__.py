@@ -1,1 +1,1 @@
-"""One run, from its arguments to its tear-down: who takes part, and how it starts, resumes, is saved and ends."""
+"""One run, from its arguments to its teardown: its parts, and how it starts, resumes, is saved and ends."""

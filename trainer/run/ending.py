@@ -1,4 +1,4 @@
-"""How a run ends, by itself, by a signal or by an error: hooks are called, loggers closed, and other ranks informed."""
+"""Ends a run, whether it finished, was interrupted or failed: calls hooks, closes loggers, informs other ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[], None]) -> None:
-    """Ends a run without an error.
+    """Ends a run that finished, or that a signal interrupted.
 
     Args:
         run: the run.
-        last_words: composes what is printed when the loggers are closed; None for nothing.
+        last_words: returns the text to print after the loggers have closed; None for nothing.
         leave: announces that the run was preempted, if it was.
 
     Raises:
-        KeyboardInterrupt: if Ctrl-C ended the run; `on_exception` was called before.
-        SystemExit: if SIGTERM or a preemption did.
+        KeyboardInterrupt: if Ctrl-C ended the run. `on_exception` has been called before.
+        SystemExit: if SIGTERM or a preemption ended it.
     """
     interruption = run.signals.exception()
     if interruption is not None:
@@ -32,39 +32,40 @@ def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[],
     words = last_words()
     if words is not None:
         run.print(words)
-    # Last: SLURM ends what is left of a job that is requeued.
+    # Last, because SLURM kills the processes of a job as soon as it is requeued.
     leave()
     if interruption is not None:
         raise interruption
 
 
 def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
-    """Reports an error to other ranks, hooks and loggers, in this order; the caller raises it again.
+    """Reports an error to the other ranks, the hooks and the loggers, in this order. The caller re-raises it.
 
     Args:
-        run: what failed.
-        error: what ended it.
+        run: the run that failed.
+        error: the error that ended it.
         owners: the objects whose methods users call.
 
     Raises:
-        SystemExit: where the error only follows from another rank's, which reports it.
-        LeydenError: in its place, in words that say what to do, where more is known.
+        SystemExit: if the error is a consequence of another rank's error, which that rank reports.
+        LeydenError: in place of the error, if the cause and a fix are known.
     """
     if error is run.signals.interruption:
         return
-    # First, since SIGCHLD may raise it again anywhere below.
+    # First, because the handler of SIGCHLD could otherwise raise the same error again anywhere below.
     dead = died(error)
     run.saves.end()
     if run.strategy.ranks.world_size == 1 and not isinstance(error, KeyboardInterrupt):
-        # On several ranks the others may be anywhere, so that a save under way may never be finished. A second Ctrl-C
-        # asks for the end now.
-        _warn_of(_raised(run.saves.wait))
-    ranks, better, place = run.strategy.ranks, dead or advice.in_better_words(run, error, owners), advice.where(run)
+        # On several ranks a pending save may never finish, because the other ranks may be anywhere. A second Ctrl-C
+        # means to end immediately.
+        _warn_of(_errors_of(run.saves.wait))
+    ranks, place = run.strategy.ranks, advice.where(run)
+    better = dead or advice.in_better_words(run, error, owners)
     is_first = ranks.report_failure(better, place)
-    # Where there are several ranks, the report names the place.
+    # On several ranks, the failure report already names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
     _call_on_exception(run, error)
-    _warn_of(_raised(run.finalize, "failed"))
+    _warn_of(_errors_of(run.finalize, "failed"))
     if not is_first:
         raise SystemExit(1) from None
     if better is not error:
@@ -72,14 +73,18 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
 
 
 def call_teardown(run: Run, run_error: BaseException | None) -> None:
-    """Calls everybody's `teardown`, the DataModule's first; one that raises keeps nobody else from theirs.
+    """Calls every `teardown` hook, the DataModule's first. An error in one does not keep the others from running.
 
     Args:
         run: the run.
-        run_error: what ended it, if it failed. The user must see that error, so others are only warned of.
+        run_error: the error that ended the run; None if it succeeded. The user must see that error, so errors of
+            `teardown` are then only warned of.
+
+    Raises:
+        Exception: the first error of a `teardown`, if `run_error` is None.
     """
     stage = run.state.stage
-    errors = [] if run.datamodule is None else _raised(run.datamodule.teardown, stage)
+    errors = [] if run.datamodule is None else _errors_of(run.datamodule.teardown, stage)
     errors += run.hooks.fire_each("teardown", stage)
     _warn_of(errors[run_error is None :], "was torn down")
     if errors and run_error is None:
@@ -87,14 +92,14 @@ def call_teardown(run: Run, run_error: BaseException | None) -> None:
 
 
 def _call_on_exception(run: Run, error: BaseException) -> None:
-    """Calls everybody's `on_exception`, the DataModule's last; one that raises keeps nobody else from theirs."""
+    """Calls every `on_exception` hook, the DataModule's last. An error in one does not keep the others from running."""
     errors = run.hooks.fire_each("on_exception", error)
-    errors += [] if run.datamodule is None else _raised(run.datamodule.on_exception, error)
+    errors += [] if run.datamodule is None else _errors_of(run.datamodule.on_exception, error)
     _warn_of(errors)
 
 
-def _raised(call: Callable[..., Any], *args: Any) -> list[Exception]:
-    """What a call raises, which keeps nobody else from theirs; at most one error."""
+def _errors_of(call: Callable[..., Any], *args: Any) -> list[Exception]:
+    """Calls a function and returns the error that it raised, if any, as a list for `_warn_of`."""
     try:
         call(*args)
     except Exception as error:
@@ -104,4 +109,4 @@ def _raised(call: Callable[..., Any], *args: Any) -> list[Exception]:
 
 def _warn_of(errors: Iterable[Exception], what: str = "failed") -> None:
     for error in errors:
-        warnings.warn(f"while the run {what}, {type(error).__name__} was raised too: {error}", stacklevel=3)
+        warnings.warn(f"while the run {what}, {type(error).__name__} was also raised: {error}", stacklevel=3)

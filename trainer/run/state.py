@@ -1,4 +1,4 @@
-"""Run: one call of fit, validate, test or predict, with all that takes part in it."""
+"""Run: one call of fit, validate, test or predict, with all of its parts."""
 
 from __future__ import annotations
 
@@ -74,44 +74,43 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """One call of `fit`, `validate`, `test` or `predict`. The Trainer starts it, a loop drives it.
+    """One call of `fit`, `validate`, `test` or `predict`. The Trainer starts the run and a loop drives it.
 
-    Three kinds of parts meet here. Some the Trainer lends to all of its runs. Some are made for one run. Some a run
-    takes over from the one before it (see `next`), so that a `validate` after a `fit` still knows its step.
+    Its parts have three lifetimes. The Trainer lends some to all of its runs. Some are created for this run only. The
+    rest carry over from the previous run (see `next`), so a `validate` after a `fit` still knows the current step.
 
     Attributes:
-        engine: strategy, accumulation window and optimizers. Lent, as are the next five.
-        arguments: the Trainer's, checked.
-        limits: where a fit ends.
-        signals: Ctrl-C and SIGTERM.
-        profiler: measures hooks and steps; None without one.
-        callback_list: who takes part in runs.
-        heartbeat: this rank's signs of life.
-        hooks: the listeners. Made for this run, as are the next thirteen.
-        module: what runs.
-        datamodule: whose loaders run; None without one.
+        engine: the strategy, the accumulation window and the optimizers. Lent by the Trainer, like the next five.
+        arguments: the Trainer's arguments, checked.
+        limits: the limits that end a fit.
+        signals: the handlers of Ctrl-C and SIGTERM.
+        profiler: the profiler of hooks and steps; None without one.
+        callback_list: the Trainer's callbacks, from run to run.
+        heartbeat: this rank's liveness reports to the launcher.
+        hooks: the dispatcher of hooks. Created for this run, like the next thirteen.
+        module: the module that this run trains or evaluates.
+        datamodule: the DataModule that provides the loaders; None without one.
         compiled: the `torch.compile` wrapper around the module; None without one.
-        loaders: the data.
-        logs: what has been logged.
+        loaders: the data loaders.
+        logs: the values logged so far.
         state: the current stage.
-        transfer: moves a batch to the device; None until set-up, and where there is nothing to do.
+        transfer: moves a batch to the device; None before set-up, and if there is nothing to do.
         train_transfer: the same for training batches, which callbacks may transform.
-        should_stop: somebody asked the run to end.
-        resting: its schedulers do not step any more.
-        origin: what the run starts from, in words.
-        ckpt_path: the checkpoint that it starts from; None without one.
-        is_profiled: the profiler measures it, from its begin to its end.
-        lock: of the folder that it holds alone; None if it does not.
-        saves: the checkpoints that are written beside it.
-        continued: the checkpoints of this same run, as far as its record says, from before the fit, to which it may go
-            back; the newest last.
-        progress: how far training is. Taken over, as are the next six; a fit that starts anew makes its own.
-        saved: the checkpoints that the fit has saved and could be resumed from, the newest last.
-        schedulers: of learning rates, each with the times at which it steps.
+        should_stop: True once a callback, a signal or the user has asked the run to end.
+        resting: True once the schedulers have been stopped from stepping.
+        origin: a description of the starting point, for the user.
+        ckpt_path: the checkpoint that the run starts from; None without one.
+        is_profiled: True while the profiler measures the run.
+        lock: the lock on the checkpoint folder; None unless this run holds it exclusively.
+        saves: the checkpoints that are being written in the background.
+        continued: checkpoints saved by this same training before the fit, the newest last. A rollback may use them.
+        progress: the progress of training. Carried over, like the next six; a fit from scratch starts a new one.
+        saved: resumable checkpoints that the fit has saved, the newest last.
+        schedulers: the learning-rate schedulers, each with its stepping schedule.
         trained: the parameters that the fit has frozen or unfrozen.
-        identity: which training this is, for `ckpt_path="auto"`; None before a fit.
-        writer_folder: the first rank's folder of logs; None until a fit on several ranks has announced itself.
-        shard_plans: which rank writes which shard of a checkpoint.
+        identity: the identity of this training, compared by `ckpt_path="auto"`; None before a fit.
+        writer_folder: the first rank's log folder; None until a fit on several ranks has announced itself.
+        shard_plans: the assignment of a checkpoint's shards to the ranks that write them.
     """
 
     engine: Engine
@@ -133,7 +132,7 @@ class Run:
     train_transfer: Transfer | None = field(default=None, init=False)
     should_stop: bool = field(default=False, init=False)
     resting: bool = field(default=False, init=False)
-    origin: str = field(default="anew", init=False)
+    origin: str = field(default="from scratch", init=False)
     ckpt_path: str | None = field(default=None, init=False)
     is_profiled: bool = field(default=False, init=False)
     lock: FolderLock | None = field(default=None, init=False)
@@ -158,16 +157,16 @@ class Run:
         hooks: Hooks,
         starts_anew: bool,
     ) -> Run:
-        """The next run. Everything that is not passed here is carried over.
+        """Returns the next run. Everything that is not passed here carries over.
 
         Args:
-            stage: the method that was called.
-            module: what runs.
-            datamodule: whose loaders run; None without one.
+            stage: the Trainer method that was called.
+            module: the module to train or evaluate.
+            datamodule: the DataModule that provides the loaders; None without one.
             compiled: the `torch.compile` wrapper around the module; None without one.
-            given: loaders, by kind.
-            hooks: the listeners.
-            starts_anew: it counts from zero.
+            given: the loaders passed to that method, by kind.
+            hooks: the dispatcher of hooks.
+            starts_anew: True if progress counts from zero.
         """
         return dataclasses.replace(
             self,
@@ -183,25 +182,25 @@ class Run:
         )
 
     def take_over(self, module: TrainModule, found: Mapping[str, Any]) -> None:
-        """Adopts the final state of the run on ranks that were forked or spawned from this process.
+        """Adopts the final state of a run whose ranks were forked or spawned from this process.
 
         Args:
-            module: what ran.
-            found: what `start_ranks.sent_back` returned on rank 0.
+            module: the module that ran.
+            found: the value that `start_ranks.sent_back` returned on rank 0.
         """
         self.module, self.progress = module, Progress.from_dict(found["progress"])
         self.logs = Logs(self.hooks, module)
         self.logs.load_state_dict(found["logs"])
         self.should_stop = found["should_stop"]
 
-    # who takes part ---------------------------------------------------------------------------------------------------
+    # parts of the run -------------------------------------------------------------------------------------------------
     @property
     def strategy(self) -> Strategy:
         return self.engine.strategy
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks. Users may change this list until everybody is set up."""
+        """The callbacks. Users may change this list until set-up has finished."""
         return self.callback_list.now
 
     @property
@@ -215,21 +214,21 @@ class Run:
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the first logger that has one; without loggers `default_root_dir`.
+        """The folder of the first logger that has one; without loggers, `default_root_dir`.
 
-        On a rank that does not write it is the first rank's. None until a logger such as W&B has made its folder.
+        Ranks that write no logs return the first rank's folder. None until a logger such as W&B has made its folder.
         """
         own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
         return next(own, self.writer_folder if self.loggers else self.arguments.default_root_dir)
 
     @property
     def accumulation(self) -> GradientAccumulation | None:
-        """The callback that decides how long a window is; None where each batch is one."""
+        """The callback that sets the length of accumulation windows; None if every batch is a window."""
         return accumulation_of(self.callbacks)
 
     @property
     def batches_per_step(self) -> int:
-        """Batches of an accumulation window that starts now."""
+        """Number of batches in an accumulation window that starts now."""
         accumulation = self.accumulation
         if accumulation is None:
             return 1
@@ -237,11 +236,11 @@ class Run:
 
     @cached_property
     def traced(self) -> TracedLogs | None:
-        """What a compiled module's steps record into; None without torch.compile."""
+        """The log that the steps of a compiled module record into; None without torch.compile."""
         return None if self.compiled is None else TracedLogs(self.logs)
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
+        """Returns a step of the module as the loop calls it: compiled, checked for NaN and profiled as configured."""
         function: Callable[..., Any] = getattr(self.module, name)
         if self.traced is not None:
             function = self.traced.around(self.compiled.dynamo_ctx(function))
@@ -250,9 +249,9 @@ class Run:
             function = checked_for_nan(function, self.progress, self.strategy)
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
-    # set-up and tear-down ---------------------------------------------------------------------------------------------
+    # set-up and teardown ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Configures the callbacks, has them listen, and starts the profiler."""
+        """Configures the callbacks, subscribes them to the hooks, and starts the profiler."""
         self.callback_list.begin(self.module.configure_callbacks(), replay_of(self.arguments))
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
@@ -265,12 +264,13 @@ class Run:
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.longest)
 
     def hold(self, lock: FolderLock, alone: bool, each_node: bool) -> None:
-        """Keeps other runs out of the folder that it saves in, or makes sure that no other keeps it out.
+        """Locks the checkpoint folder for this run, or only checks that no other run has locked it.
 
         Args:
-            lock: of the folder.
-            alone: it continues by itself, so that a second one would continue the same.
-            each_node: every machine has a folder of its own.
+            lock: the lock on the folder.
+            alone: True to acquire the lock, for a run that resumes automatically: a second one would resume the same
+                checkpoint. False only checks the lock.
+            each_node: True if every machine has its own folder.
 
         Raises:
             LeydenError: on all ranks, if another run holds the folder; names its process.
@@ -280,12 +280,12 @@ class Run:
         self.lock = lock if alone else None
 
     def release(self) -> None:
-        """Gives the folder up."""
+        """Releases the lock on the checkpoint folder, if this run holds it."""
         if self.lock is not None:
             self.lock.release()
 
     def departure(self) -> Departure:
-        """What ends it if it is preempted."""
+        """Returns the object that ends this run when it is preempted."""
 
         def where() -> str:
             return f"step {self.progress.global_step}, epoch {self.progress.epoch}"
@@ -293,15 +293,15 @@ class Run:
         return Departure(self.arguments.preemption, self.signals, self.strategy.ranks, where, self.release)
 
     def setup(self, reader: Reader | None, origin: str, goal: Goal) -> Restorer:
-        """Sets up everybody, and loads the weights.
+        """Sets up the module, the DataModule and the callbacks, then loads the weights.
 
         Args:
-            reader: of the checkpoint that the run resumes; None without one.
-            origin: what the run starts from, in words.
-            goal: what it resumes.
+            reader: the reader of the checkpoint that the run resumes; None without one.
+            origin: a description of the starting point, for the user.
+            goal: the checkpoint to resume, and the parts to restore.
 
         Returns:
-            What restores the rest of the checkpoint.
+            The restorer of the rest of the checkpoint.
         """
         stage, module, strategy = self.state.stage, self.module, self.strategy
         assert stage is not None
@@ -314,7 +314,7 @@ class Run:
         warn_of_unheard(module, self.datamodule, *self.callbacks)
         with self.heartbeat.during(Phase.PREPARING):
             self._prepare(stage)
-        # With the modules that it has made.
+        # After _prepare, so that submodules created there are included.
         module._join(module.trainer, self.traced or self.logs)
         self.engine.prepare_module(module)
         gather_readers(module, strategy)
@@ -323,7 +323,7 @@ class Run:
         if self.profiler is not None and self.compiled is None:
             self.profiler.watch(module)
         if self.profiler is not None and stage != "fit":
-            # A fit's loggers may go on in the folder of the checkpoint that it resumes.
+            # In a fit the log folder is not final yet: loggers may continue in that of the resumed checkpoint.
             self.profiler.write_to(self.log_dir)
         check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
         restorer = Restorer(self, reader, goal)
@@ -332,7 +332,7 @@ class Run:
         return restorer
 
     def _prepare(self, stage: str) -> None:
-        """Runs the user's own set-up, which may take as long as it likes: downloads, indices, weights."""
+        """Runs the user's set-up code, which may take arbitrarily long: downloads, indices, weights."""
         prepare_data(self.datamodule, self.module, self.strategy.ranks)
         if self.datamodule is not None:
             self.datamodule.setup(stage)
@@ -342,7 +342,7 @@ class Run:
             self.module.configure_model()
 
     def _setup_added(self, stage: str) -> None:
-        """Sets up callbacks that a `setup` added. From here on they take part, and those that it removed do not."""
+        """Sets up callbacks that a `setup` hook added. From here on the list of callbacks is final for this run."""
         while added := self.callback_list.take_added():
             self.callback_list.join(self.module)
             self.hooks.setup(added, stage)
@@ -351,15 +351,15 @@ class Run:
         self.state.settle()
 
     def prepare_fit(self, restorer: Restorer, goal: Goal, kept: dict[str, Any] | None) -> Unclaimed | None:
-        """Makes optimizers and schedulers, and restores their states in a run that resumes.
+        """Creates the optimizers and schedulers, and restores their states if the run resumes.
 
         Args:
-            restorer: of the checkpoint that the run resumes.
-            goal: what it resumes.
-            kept: the state in which the last fit ended, if it continues; its optimizers are there.
+            restorer: the restorer of the checkpoint that the run resumes.
+            goal: the checkpoint to resume, and the parts to restore.
+            kept: the final state of the last fit if this one continues it from memory. Its optimizers still exist.
 
         Returns:
-            What the loop restores.
+            The states that the loop restores itself; None if there are none.
         """
         module, engine = self.module, self.engine
         if kept is None:
@@ -375,8 +375,9 @@ class Run:
         if restored is None and not self.arguments.barebones:
             self.callback_list.note_states()
         hparams = hparams_to_log(self.datamodule, module) if self.loggers else {}
-        for logger in self.loggers if hparams and self.strategy.ranks.is_global_zero else ():
-            logger.log_hyperparams(hparams)
+        if hparams and self.strategy.ranks.is_global_zero:
+            for logger in self.loggers:
+                logger.log_hyperparams(hparams)
         record_start(self)
         return restored
 
@@ -386,7 +387,7 @@ class Run:
         if self.identity is not None:
             self.identity = self.identity.with_optimizers(optimizers)
             check_same_run(self.identity, restorer.reader, goal, strategy.ranks.is_global_zero)
-            # A plugin's is read from a temporary folder.
+            # A CheckpointIO plugin reads from a temporary folder, which no rollback could return to.
             path = continued_path(self.identity, restorer.reader, goal) if self.checkpoint_io is None else None
             self.continued = [] if path is None else places_of(path, restorer.reader)
         strategy.check_settings(settings_of(self, len(optimizers)))
@@ -399,10 +400,10 @@ class Run:
         check_optimizers(engine, module, self.schedulers)
 
     def teardown(self, error: BaseException | None) -> None:
-        """Ends the run for everybody.
+        """Tears down the run and all of its parts.
 
         Args:
-            error: what ended it, if it failed.
+            error: the error that ended the run; None if it succeeded.
         """
         assert self.state.stage is not None
         try:
@@ -417,55 +418,55 @@ class Run:
             self.callback_list.leave()
             self.release()
 
-    # what it does -----------------------------------------------------------------------------------------------------
+    # while it runs ----------------------------------------------------------------------------------------------------
     def ask_to_stop(self, asked: bool = True) -> None:
-        """Ends the fit where the open window closes; False withdraws the request."""
+        """Ends the fit when the open accumulation window closes; `asked=False` withdraws the request."""
         self.should_stop = asked
 
     def rest_schedulers(self) -> None:
-        """Stops the run's schedulers from stepping: a callback sets the learning rates."""
+        """Stops the run's schedulers from stepping, because a callback sets the learning rates."""
         self.resting = True
 
     def schedulers_rest(self) -> bool:
-        """True if the schedulers do not step any more."""
+        """Returns True if the schedulers have stopped stepping."""
         return self.resting
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process, above a progress bar if there is one on the screen."""
+        """Prints on rank 0, above the progress bar if one is on screen."""
         if not self.strategy.ranks.is_global_zero:
             return
         from leyden.callbacks.bars.progress_bar import ProgressBar
 
         bar = next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
-        # A pipe, too, gets the text now and not when the buffer is full.
+        # Flushed, because a pipe would otherwise hold the text back until its buffer is full.
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
 
     def note_save(self, path: Path) -> None:
-        """Notes a committed checkpoint from which the run can be resumed."""
+        """Records a committed checkpoint that the run can be resumed from."""
         self.saved.pop(path, None)
         self.saved[path] = None
 
     def note_weights(self, path: Path) -> None:
-        """Notes a committed checkpoint of weights alone, which may have replaced one that could be resumed."""
+        """Records a committed checkpoint of weights only, which may have replaced a resumable one at the same path."""
         self.saved.pop(path, None)
 
     def finish_saves(self) -> None:
-        """Waits for the checkpoint that is written beside the run; raises the error if that failed."""
+        """Waits for the checkpoint that is being written in the background, and raises its error if it failed."""
         with self.heartbeat.during(Phase.SAVING):
             self.saves.wait()
             wait_for(self.checkpoint_io)
 
     def end_saves(self) -> None:
-        """Waits as `finish_saves` does; from here on saves are synchronous."""
+        """Waits like `finish_saves`, and makes all later saves synchronous."""
         self.finish_saves()
         self.saves.end()
 
     def send(self, values: Mapping[str, Value], step: int | None = None) -> None:
-        """Sends values to the loggers, read back from the device all at once.
+        """Sends values to the loggers, with a single read-back from the device.
 
         Args:
-            values: by name.
-            step: under which the loggers file them; `global_step` if left out.
+            values: the values, by name.
+            step: the step to log them under; defaults to `global_step`.
         """
         loggers = self.loggers
         if values and loggers and self.strategy.ranks.is_global_zero:
@@ -473,7 +474,7 @@ class Run:
             send_rows(loggers, [row], self.progress.epoch, self.logs.nans)
 
     def announce(self) -> None:
-        """Prints the five lines, once the training data is loaded.
+        """Prints the five start-up lines, once the training loader exists.
 
         Rank 0 broadcasts the folder that its loggers write to.
         """
@@ -481,7 +482,7 @@ class Run:
         if ranks.world_size > 1 and not silent:
             if self.log_dir is None and ranks.is_global_zero:
                 for logger in self.loggers:
-                    # W&B names its folder when its run begins.
+                    # W&B chooses its folder only when its run begins.
                     _ = logger.experiment
             self.writer_folder = ranks.broadcast(self.log_dir)
         if self.profiler is not None:
@@ -493,7 +494,7 @@ class Run:
             debugging.report(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
 
     def finalize(self, status: str) -> None:
-        """Closes all loggers, also after one that fails, and prints what the profiler measured.
+        """Closes all loggers, even if one of them fails, and prints the profiler's measurements.
 
         Args:
             status: "success", "interrupted" or "failed".
@@ -504,7 +505,7 @@ class Run:
                 stack.callback(logger.finalize, status)
 
     def _end_profiler(self) -> None:
-        """Ends the profiler once, whatever else fails at the end. An error of the profiler's only warns."""
+        """Ends the profiler exactly once, whatever else fails at the end. Errors of the profiler are only warned of."""
         profiler, stage = self.profiler, self.state.stage
         if profiler is None or not self.is_profiled or stage is None:
             return

@@ -233,7 +233,7 @@ def test_what_an_environment_says_is_published_and_what_cannot_be_is_refused(cle
             publish(wrong, "auto", nodes)
     with pytest.raises(ConfigurationError, match="LightningEnvironment does not start processes on other machines"):
         publish(LightningEnvironment(), 2, 2)
-    with pytest.raises(ConfigurationError, match="plugins has two that say which rank this is, FarmOfTheirs and Farm"):
+    with pytest.raises(ConfigurationError, match="more than one cluster environment, FarmOfTheirs and Farm"):
         Trainer(**QUIET, plugins=[FarmOfTheirs(0, 0, 1), Farm()])
 
 

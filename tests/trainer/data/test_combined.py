@@ -83,7 +83,7 @@ def test_mistakes_name_their_fix() -> None:
         CombinedLoader([LONG], "max_sise")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="holds no loader"):
         CombinedLoader([])
-    with pytest.raises(ConfigurationError, match="2 loaders and 1 limits"):
+    with pytest.raises(ConfigurationError, match="2 loaders but 1 limits"):
         CombinedLoader([LONG, SHORT], "min_size", [1])
     with pytest.raises(ConfigurationError, match="read more than once"):
         list(CombinedLoader([LONG, iter(SHORT)], "max_size_cycle"))
@@ -180,5 +180,5 @@ def test_every_place_resumes_exactly(mode: Mode, kind: str) -> None:
 def test_other_loaders_than_the_saved_ones_are_refused() -> None:
     cursor = LoaderCursor(CombinedLoader([LONG, SHORT], "max_size"))
     next(cursor.start(0))
-    with pytest.raises(ConfigurationError, match="positions of 2 loaders, and there are 1"):
+    with pytest.raises(ConfigurationError, match="positions of 2 loaders, but this CombinedLoader has 1"):
         LoaderCursor(CombinedLoader([LONG], "max_size")).resume(0, cursor.state_dict(1))

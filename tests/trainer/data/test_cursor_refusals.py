@@ -122,5 +122,5 @@ def test_state_in_worker_processes_is_refused() -> None:
 def test_a_shorter_dataset_is_refused() -> None:
     cursor = LoaderCursor(DataLoader(Indices(SIZE), BATCH))
     cursor.start(0)
-    with pytest.raises(ConfigurationError, match="is at batch 5.*has 2"):
+    with pytest.raises(ConfigurationError, match="is at batch 5.*has only 2"):
         LoaderCursor(DataLoader(Indices(8), BATCH)).resume(0, cursor.state_dict(5))

@@ -100,7 +100,7 @@ def test_the_loader_keeps_its_settings_and_class() -> None:
 
 
 def test_what_has_no_index_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Stream has none"):
+    with pytest.raises(ConfigurationError, match="Stream is not indexed"):
         with_sample_rng(DataLoader(Stream(range(3))))
-    with pytest.raises(ConfigurationError, match="this is a list"):
+    with pytest.raises(ConfigurationError, match="not a list"):
         with_sample_rng([1, 2])

@@ -81,7 +81,7 @@ def test_a_loader_whose_data_set_is_a_property_is_left_alone(tmp_path: Path) -> 
     with pytest.raises(OSError, match="cannot read 5") as caught:
         fit(Private(ALONE, 2), tmp_path)
     assert "the error came from" not in notes_of(caught.value)
-    with pytest.raises(ConfigurationError, match="this is a Private over a Broken with `dataset` as a property"):
+    with pytest.raises(ConfigurationError, match="not a Private over a Broken with `dataset` as a property"):
         fit(Private(ALONE, 2), tmp_path, on_bad_sample="skip")
     with pytest.raises(ConfigurationError, match="that of a Private is a property"):
         fit(Private(ALONE, 2), tmp_path, sample_rng=True)

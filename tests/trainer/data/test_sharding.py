@@ -381,7 +381,7 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_again() -> None:
 
     own = loader(2, 1)
     assert shard(own, DataRanks(1, 2)) is own
-    with pytest.raises(ConfigurationError, match=r"rank 1 of 2, and this is rank 1 of 4"):
+    with pytest.raises(ConfigurationError, match=r"rank 1 of 2, but this is rank 1 of 4"):
         shard(own, DataRanks(1, 4))
 
 

@@ -281,7 +281,7 @@ def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) 
 
 def test_a_step_that_is_no_number_is_refused(quiet: Any) -> None:
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
-    with pytest.raises(ConfigurationError, match=r"self.log\('step', nan\): .* log a finite number"):
+    with pytest.raises(ConfigurationError, match=r"self.log\('step', nan\): .* Log a finite number"):
         trainer.fit(Logging(lambda module, batch: module.log("step", float("nan"))), numbered(1))
 
 

@@ -234,7 +234,7 @@ def test_the_callback_takes_a_number_to_begin_with_and_checks_it() -> None:
     for wrong in (0, 1.5, True, None):
         with pytest.raises(ConfigurationError, match="give a whole number from 1"):
             AutoAccumulation(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="accumulation was asked for more than once"):
+    with pytest.raises(ConfigurationError, match="accumulation is set more than once"):
         Trainer(**AUTO, callbacks=[GradientAccumulation(2)])
     with pytest.raises(ConfigurationError, match="use a whole number from 1, or 'auto'"):
         Trainer(**{**AUTO, "accumulate_grad_batches": "Auto"})

@@ -159,7 +159,7 @@ def test_a_shuffled_validation_loader_is_warned_of(fit: Any) -> None:
 
 
 def test_a_loader_without_its_step_is_warned_of(fit: Any) -> None:
-    with pytest.warns(UserWarning, match="there is a val loader, and Line has no validation_step"):
+    with pytest.warns(UserWarning, match="there is a val loader, but Line has no validation_step"):
         trainer = fit(Line(), numbered(2), numbered(1))
     assert trainer.global_step == 2 and trainer.num_val_batches == []
 
@@ -198,7 +198,7 @@ def test_an_empty_list_of_loaders_means_none(none: Any, fit: Any, quiet: Any) ->
     for module, given in ((Own(), none), (Empty(), None)):
         trainer = fit(module, numbered(2), given, val_check_interval=1)
         assert (trainer.global_step, trainer.num_val_batches, module.validated) == (2, [], [])
-        with pytest.warns(UserWarning, match=r"Trainer\.validate was given no loader, and runs nothing"):
+        with pytest.warns(UserWarning, match=r"Trainer\.validate got no loader, so it runs nothing"):
             assert Trainer(**quiet).validate(module, given) == []
 
 

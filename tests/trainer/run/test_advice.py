@@ -21,14 +21,14 @@ STEPS: dict[str, tuple[Callable[[Module, Any], Any], type[Exception], str]] = {
     "features": (
         lambda m, b: m.net(b[0][:, :3]).sum(),
         RuntimeError,
-        "Linear layer made for 4 features got 3: .*in_features",
+        "Linear layer with in_features=4 got 3 features: change",
     ),
     "dtype": (lambda m, b: m.net(b[0].double()).sum(), RuntimeError, r"x\.float\(\)"),
     "class": (lambda m, b: F.cross_entropy(m.net(b[0]), b[1] + 5), IndexError, "as many outputs as there are classes"),
     "samples": (
         lambda m, b: F.cross_entropy(m.net(b[0]), b[1][:1]),
         ValueError,
-        r"DataLoader puts the samples in front",
+        r"DataLoader stacks samples along the first dimension",
     ),
     "addends": (lambda m, b: (b[0] + torch.ones(3)).sum(), RuntimeError, r"compare the two shapes"),
     "channels": (lambda m, b: nn.Conv2d(3, 1, 1)(b[0][None]).sum(), RuntimeError, "images are \\(samples, channels"),
@@ -92,7 +92,7 @@ def test_samples_of_different_shapes_are_named_with_their_place_in_the_epoch(
     trainer = Trainer(**QUIET, default_root_dir=tmp_path)
     told = told_of(lambda: trainer.fit(Module(), DataLoader(Uneven(), batch_size=2)), RuntimeError, capsys)
     assert "this was step 2 (epoch 0, batch 2) in fit." in told
-    assert "give the DataLoader a collate_fn" in told
+    assert "pass the DataLoader a collate_fn" in told
 
 
 def test_a_nan_that_autograd_finds_says_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

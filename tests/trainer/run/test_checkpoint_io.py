@@ -166,14 +166,14 @@ def test_what_a_plugin_cannot_do_is_refused(tmp_path: Path) -> None:
         Trainer(**QUIET, plugins=[duck, Duck()])
     with pytest.raises(ConfigurationError, match=r"beside it: give AsyncCheckpointIO\(Duck\(…\)\)"):
         Trainer(**QUIET, plugins=[duck, "AsyncCheckpointIO"])
-    with pytest.raises(ConfigurationError, match="resume='auto' looks for the newest checkpoint.*Duck cannot list"):
+    with pytest.raises(ConfigurationError, match="resume='auto' searches for the newest checkpoint.*Duck cannot list"):
         Trainer(**QUIET, plugins=duck, resume="auto")
     for word in ("auto", "last"):
         with pytest.raises(ConfigurationError, match=f"ckpt_path='{word}': Duck cannot list its checkpoints"):
             fit(duck, [], 1, word, default_root_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="give plugins=AsyncCheckpointIO"):
+    with pytest.raises(ConfigurationError, match="wrap it in AsyncCheckpointIO"):
         fit(duck, [ModelCheckpoint(tmp_path, every_n_train_steps=1, asynchronous=True)], 1)
-    with pytest.raises(ConfigurationError, match=r"storage_options=\{'a': 1\} is for a CheckpointIO"):
+    with pytest.raises(ConfigurationError, match=r"storage_options=\{'a': 1\} needs a CheckpointIO"):
         fit(None, [], 1)[0].save_checkpoint(tmp_path / "x", storage_options={"a": 1})
     with pytest.raises(ConfigurationError, match="checkpoint_io=.*give a CheckpointIO"):
         AsyncCheckpointIO(object())  # type: ignore[arg-type]

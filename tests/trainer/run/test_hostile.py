@@ -211,7 +211,7 @@ def test_a_folder_of_damaged_checkpoints_is_an_error(run_folder: Path) -> None:
         os.truncate(run_folder / "checkpoints" / f"epoch={epoch}" / "model.safetensors", 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
             trainer(run_folder).fit(Module(), loader(), ckpt_path="last")
         with pytest.raises(CheckpointError, match="only damaged checkpoints"):
             trainer(run_folder).fit(Module(), loader(), ckpt_path="auto")

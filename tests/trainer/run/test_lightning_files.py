@@ -87,7 +87,7 @@ def test_a_fit_goes_on_wherever_lightning_has_saved(tmp_path: Path, window: int)
         assert (trainer.global_step, trainer.current_epoch, trainer.progress.batches) == (24 // window, 4, 24)
         inside = path.name.split("-")[1] in ("1", "2", "4", "5") and window == 3
         assert ("the gradients of an open window" in said) == inside
-        assert "random numbers (Lightning saves none" in said and "a step of ReduceLROnPlateau" not in said
+        assert "random numbers (Lightning does not save them" in said and "a step of ReduceLROnPlateau" not in said
 
 
 def test_a_plateau_whose_value_is_not_known_misses_a_step_and_the_fit_says_so(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_plateau_whose_value_is_not_known_misses_a_step_and_the_fit_says_so(tm
     found = torch.load(tmp_path / "old.ckpt")
     torch.save({**found, "loops": None}, tmp_path / "old.ckpt")
     trainer, said = go_on(regression(), tmp_path / "old.ckpt", epochs=3)
-    assert "the place in the epoch (the file has no loops)" in said and trainer.global_step == 18
+    assert "the position in the epoch (the file has no loops)" in said and trainer.global_step == 18
 
 
 class Adversaries(Squares):
@@ -247,7 +247,7 @@ def test_averages_and_the_weights_behind_them_go_on(tmp_path: Path) -> None:
     assert same_weights(module.net, average)
     module = regression()
     _, said = go_on(module, tmp_path / "ema.ckpt", epochs=2)
-    assert same_weights(module, current) and "the averages of weights (this fit has no WeightAveraging)" in said
+    assert same_weights(module, current) and "the averaged weights (this fit has no WeightAveraging)" in said
     # An evaluation takes the averages.
     saved = torch.load(tmp_path / "ema.ckpt")["state_dict"]
     Trainer(**QUIET).validate(module, HELD, ckpt_path=tmp_path / "ema.ckpt", trust=True, verbose=False)
@@ -341,7 +341,7 @@ def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None
     kept = ("state_dict", "epoch", "global_step", "pytorch-lightning_version", "loops")
     torch.save({key: value for key, value in torch.load(path).items() if key in kept}, path)
     module = regression()
-    with pytest.warns(UserWarning, match="has no optimizer_states.*fit takes its weights, and begins anew"):
+    with pytest.warns(UserWarning, match="has no optimizer_states.*fit loads its weights"):
         Trainer(**QUIET, limit_train_batches=0).fit(module, DATA, ckpt_path=path, trust=True)
     assert same_weights(module, run.module)
     run.write(path, "batch", 0, 2, 6)
@@ -396,7 +396,7 @@ def test_a_loader_with_a_state_goes_on_in_its_own_order(tmp_path: Path) -> None:
     found["callbacks"] = {MONITOR: {"monitor": "val_loss", "current_score": run.val_loss}}
     torch.save(found, path)
     module = regression()
-    with pytest.warns(UserWarning, match="a file of Lightning's"):
+    with pytest.warns(UserWarning, match="a Lightning checkpoint"):
         Trainer(**QUIET, max_epochs=1).fit(module, Placing(), HELD, ckpt_path=path, trust=True)
     assert same_weights(module, run.module)
 
@@ -452,7 +452,7 @@ def continued(path: str) -> Any:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module, data, ckpt_path=path, trust=True)
-        said = sum("a file of Lightning's" in str(one.message) for one in caught)
+        said = sum("a Lightning checkpoint" in str(one.message) for one in caught)
         found.append(([whole(tensor).tolist() for tensor in module.state_dict().values()], trainer.global_step, said))
     return found
 
@@ -499,6 +499,6 @@ def test_averages_that_were_not_updated_yet_are_left(tmp_path: Path) -> None:
     torch.save({**torch.load(path), "state_dict": before}, path)
     module = regression()
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=[WeightAveraging()])
-    with pytest.warns(UserWarning, match="a file of Lightning's"):
+    with pytest.warns(UserWarning, match="a Lightning checkpoint"):
         trainer.fit(module, DATA, ckpt_path=path, trust=True)
     assert same_weights(module, run.module)

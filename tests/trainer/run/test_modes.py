@@ -57,4 +57,4 @@ def test_a_part_that_no_optimizer_has_may_be_in_eval_mode() -> None:
 
 def test_a_whole_module_in_eval_mode_has_one_warning() -> None:
     [words] = warned(lambda module: module.eval())
-    assert words.startswith("Squares is in eval mode and is trained so")
+    assert words.startswith("Squares is in eval mode, and fit will train it in that mode")

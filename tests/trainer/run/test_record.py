@@ -208,7 +208,7 @@ def test_what_fails_in_recording_is_a_warning(tmp_path: Path) -> None:
         def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
             raise OSError("no room")
 
-    with pytest.warns(UserWarning, match="Broken has no record of how the run was started: OSError: no room"):
+    with pytest.warns(UserWarning, match="Broken could not record the start of the run: OSError: no room"):
         trainer = fit(logger=[Broken(tmp_path), CSVLogger(tmp_path, "second")])
     assert trainer.global_step == 2 and starts(tmp_path / "second/version_0")
     assert start_of(trainer._run)[0]["step"] == 2

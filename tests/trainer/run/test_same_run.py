@@ -79,7 +79,7 @@ DIFFERENT = {
         Net(net={"width": [1, 3]}),
         r"net\['width'\]\[1\] was 2 and is 3",
     ),
-    "a new hyperparameter": (Net(), Net(deep=True), "the hyperparameter deep was not there and is True"),
+    "a new hyperparameter": (Net(), Net(deep=True), "the hyperparameter deep was absent and is True"),
     "a tensor": (Net(of=torch.ones(2)), Net(of=torch.zeros(2)), r"of was a tensor float32 \(2,\) \[1.0, 1.0\] and is"),
     "a large tensor": (Net(of=torch.ones(99)), Net(of=torch.zeros(99)), r"of was a tensor .* with the digest"),
     "the module's class": (Net(), Other(), "the module's class was 'Net' and is 'Other'"),
@@ -95,7 +95,7 @@ DIFFERENT = {
 def test_auto_does_not_continue_another_run(what: str, tmp_path: Path) -> None:
     first, second, text = DIFFERENT[what]
     fitted(tmp_path, first)
-    with pytest.raises(ConfigurationError, match=f"saved by another run.*{text}.*a folder of its own.*same_run=True"):
+    with pytest.raises(ConfigurationError, match=f"saved by another run.*{text}.*its own folder.*same_run=True"):
         fitted(tmp_path, second, epochs=2)
     assert second.steps == 0
 
@@ -158,7 +158,7 @@ def test_auto_continues_the_same_run_without_a_word(what: str, tmp_path: Path) -
 def test_a_path_that_differs_is_another_place_and_no_other_run(tmp_path: Path) -> None:
     fitted(tmp_path, Net(data=Path("here")))
     module = Net(data=Path("there"))
-    with pytest.warns(UserWarning, match="data was here and is there.*continues with what it has here"):
+    with pytest.warns(UserWarning, match="data was here and is there.*continues with its own values"):
         fitted(tmp_path, module, epochs=2)
     assert module.steps == 3
 
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_taken_with_a_warning(tmp_
     assert path is not None
     forge(path, "identity.json", None)
     module = Net(rate=1)
-    with pytest.warns(UserWarning, match="does not say which run saved it"):
+    with pytest.warns(UserWarning, match="did not record its run"):
         fitted(tmp_path, module, epochs=2)
     assert module.steps == 3
 
@@ -215,7 +215,7 @@ def test_a_forged_record_is_refused_by_its_name(record: Any, tmp_path: Path) -> 
     path = fitted(tmp_path, Net()).last_checkpoint
     assert path is not None
     forge(path, "identity.json", json.dumps(record).encode())
-    with pytest.raises(CheckpointError, match=r"identity\.json: does not say which run"):
+    with pytest.raises(CheckpointError, match=r"identity\.json: is not the identity of a run"):
         fitted(tmp_path, Net(), epochs=2)
 
 
@@ -267,7 +267,7 @@ def test_what_fit_is_given_stands_before_the_trainers_resume(tmp_path: Path) -> 
     again = Net()
     resumed(tmp_path, again, 2, ckpt_path=trainer.last_checkpoint)
     assert again.steps == 3
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         resumed(tmp_path / "empty", Net(), 1, ckpt_path="last")
 
 

@@ -67,7 +67,7 @@ def test_what_is_added_and_no_callback_is_named(fit: Any) -> None:
             self.trainer.callbacks.append(Timer)  # type: ignore[arg-type]
 
     with pytest.raises(
-        ConfigurationError, match=r"trainer\.callbacks holds the class Timer: give an instance, Timer\(\)"
+        ConfigurationError, match=r"trainer\.callbacks holds the class Timer: pass an instance, Timer\(\)"
     ):
         fit(Adds(), numbered(1))
 
@@ -117,7 +117,7 @@ def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_thei
     with warnings.catch_warnings(record=True) as caught, pytest.raises((ValueError, RuntimeError)) as error:
         warnings.simplefilter("always")
         trainer.fit(Noting(), datamodule=Data())
-    told = [str(w.message).partition("raised too: ")[2] for w in caught if "raised too" in str(w.message)]
+    told = [str(w.message).partition("also raised: ")[2] for w in caught if "also raised" in str(w.message)]
     torn = ["teardown of the data", "teardown of a", "teardown of b"]
     if fails:
         assert str(error.value) == "the run's own error"

@@ -46,8 +46,8 @@ def test_hooks_of_lightning_1_and_misspelt_ones_are_warned_of(tmp_path: Path) ->
         *("Old.validation_epoch_end", "Old.on_train_epoch_ends", "Watch.on_epoch_end"),
         *("Watch.on_validation_epoch_stop", "Watch.on_vaildation_end"),
     ]
-    assert "Write on_validation_epoch_end, and keep" in told[0] and "Did you mean on_train_epoch_end?" in told[1]
-    assert "Write on_train_epoch_end." in told[2] and "Did you mean on_validation_end?" in told[4]
+    assert "Override on_validation_epoch_end instead, and" in told[0] and "Did you mean on_train_epoch_end?" in told[1]
+    assert "Override on_train_epoch_end instead." in told[2] and "Did you mean on_validation_end?" in told[4]
 
 
 def test_a_module_without_mistakes_is_not_warned_of(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_loss_that_is_nan_until_the_end_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["train", "val"])
 def test_a_data_set_in_the_place_of_a_loader_is_refused(kind: str, tmp_path: Path) -> None:
     loaders = (samples(), None) if kind == "train" else (loader(), samples())
-    with pytest.raises(ConfigurationError, match=rf"the {kind} loader is a TensorDataset, a data set.*DataLoader\("):
+    with pytest.raises(ConfigurationError, match=rf"the {kind} loader is a TensorDataset, a Dataset.*DataLoader\("):
         Trainer(**QUIET, default_root_dir=tmp_path).fit(Module(), *loaders)
 
 

@@ -314,7 +314,7 @@ def test_a_class_that_no_attribute_has_is_found_in_what_is_composed(tmp_path: Pa
     module = Composes()
     module.fails = True
     with pytest.warns(
-        UserWarning, match=r"values of Point, which come back as plain ones.*AttributeError: nothing yet"
+        UserWarning, match=r"values of type Point, which load as plain values.*AttributeError: nothing yet"
     ):
         trainer(tmp_path, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
     assert module.loaded == types.SimpleNamespace(x=1.0)

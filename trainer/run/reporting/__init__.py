@@ -1,1 +1,1 @@
-"""What a run says of itself: to loggers, on the terminal, and in the notes of an error."""
+"""What a run reports to loggers, on the terminal, and in the notes of an error."""

@@ -1,4 +1,4 @@
-"""Notes for an error that ends a run: where it happened, in which batch, and what to try."""
+"""Explains the error that ends a run: where it happened, in which batch, and what to try."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def where(run: Run) -> str:
-    """Where a run stands, in a few words."""
+    """Returns the current position of a run, in a few words."""
     state, progress, logs = run.state, run.progress, run.logs
     trained = f"step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch})"
     if state.pass_of is None:
@@ -34,12 +34,14 @@ def where(run: Run) -> str:
 
 
 def annotate(run: Run, error: BaseException, place: str) -> None:
-    """Adds notes to an error: where it happened, the shapes of the batch, and what to try.
+    """Adds notes to an error from inside the loop: where it happened, the shapes of the batch, and what to try.
+
+    Errors from before the loop get no notes, because they explain themselves.
 
     Args:
-        run: what it ends.
-        error: from inside the loop; one from before it says by itself what is wrong.
-        place: where that was, by `where`; empty where the strategy reports it.
+        run: the run that the error ended.
+        error: the error.
+        place: the position of the run, from `where`; empty if the strategy reports it.
     """
     batch = run.logs.batch
     trains = run.state.stage == "fit" and run.loaders.train_loader is not None
@@ -55,13 +57,13 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
 
 
 def _samples(run: Run) -> str:
-    """Which samples the training batch was made of; empty where it cannot be known."""
+    """Returns a note that lists the samples of the training batch; empty if they are unknown."""
     if run.logs.batch is None or run.state.stage != "fit" or run.state.pass_of is not None:
         return ""
     try:
         found = sample_indices(run)
     except Exception:
-        # A sampler of the user's may fail, and the error that is reported is another.
+        # A user's sampler may fail here, and must not replace the error that is being reported.
         return ""
     return f"its samples are {listed(found)} of the data set" if found else ""
 
@@ -69,47 +71,48 @@ def _samples(run: Run) -> str:
 SUGGESTIONS = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)",
-        r"a Linear layer made for \3 features got \2: change its in_features, or bring the batch (its shape stands "
-        "above) into the shape that it takes, say by flatten(1).",
+        r"a Linear layer with in_features=\3 got \2 features: change its in_features, or reshape its input, for "
+        "example with flatten(1). The shape of the batch is above.",
     ),
     (
         r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype|"
         r"same dtype",
-        "the batch has another dtype than the weights: return float32 from the data set (x.float()), class numbers as "
-        "int64 (y.long()), and set precision=… for all the rest.",
+        "the batch and the weights have different dtypes: return float32 (x.float()) and class indices as int64 "
+        "(y.long()) from the dataset, and set any other precision with precision=….",
     ),
     (
         r"Target -?\d+ is out of bounds|nll_loss.*Assertion `t >= 0",
-        "a class number is beyond the outputs of the model: classes count from 0, and the last layer needs as many "
+        "a class index exceeds the outputs of the model: classes count from 0, and the last layer needs as many "
         "outputs as there are classes.",
     ),
     (
         r"index out of range in self",
-        "an Embedding got an index beyond its num_embeddings: compare batch.max() with it, and the tokenizer's size.",
+        "an Embedding got an index ≥ its num_embeddings: compare num_embeddings with batch.max() and with the size of "
+        "the tokenizer.",
     ),
     (
         r"Expected input batch_size|must match the size of tensor|shape mismatch|size mismatch|Expected target size|"
         r"input and target|is invalid for input of size|expected input\[.*to have \d+ channels|"
         r"must match the existing size|Sizes of tensors must match",
-        "compare the two shapes with that of the batch above: a DataLoader puts the samples in front, (samples, …), "
+        "compare the two shapes with that of the batch above: a DataLoader stacks samples along the first dimension, "
         "and images are (samples, channels, height, width).",
     ),
     (
         r"stack expects each tensor to be equal size",
-        "the samples of a batch differ in shape: bring them to one in the data set (pad, crop), or give the "
-        "DataLoader a collate_fn that pads.",
+        "the samples of a batch differ in shape: pad or crop them to one shape in the dataset, or pass the DataLoader "
+        "a collate_fn that pads.",
     ),
     (
         r"returned nan values in its|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b|Found NaN|input contains NaN",
-        "look for a division, log or sqrt of 0 there (add an eps), try a lower learning rate, gradient_clip_val=1.0, "
-        "and precision='bf16-mixed' or '32-true' in place of '16-mixed'.",
+        "look for a division, log or sqrt of 0 there (add an eps). Try a lower learning rate, gradient_clip_val=1.0, "
+        "or precision='bf16-mixed' or '32-true' instead of '16-mixed'.",
     ),
 )
-"""What torch's words mean, and what to try. First scripts meet shapes that do not fit and NaNs most often."""
+"""Patterns of torch's error messages, each with what to try. These are the most frequent errors of first scripts."""
 
 
 def _suggestion(error: Exception) -> str | None:
-    """What to try against an error of torch's; None where its own words suffice, or nothing is known."""
+    """Returns what to try against an error of torch; None for an unknown error, and for one of Leyden's own."""
     if isinstance(error, LeydenError):
         return None
     text = str(error)
@@ -121,7 +124,7 @@ def _suggestion(error: Exception) -> str | None:
 
 
 def out_of_memory(run: Run, error: BaseException) -> BaseException:
-    """Returns the same kind of error, with where it happened and what to try."""
+    """Returns an error of the same type whose message adds where it happened, memory use, and what to try."""
     device = run.strategy.root_device
     use = ""
     if device.type == "cuda":
@@ -132,20 +135,19 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
     batch = in_one_line(run.logs.batch) if run.logs.batch is not None else "none"
     message = (
         f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
-        f"(batch: {batch}).{use} Try (1) accumulate_grad_batches='auto', or a smaller batch_size with "
-        "a number of them, to keep the global batch, (2) precision='bf16-mixed', (3) activation checkpointing "
-        "(torch.utils.checkpoint) or a sharding strategy. "
-        f"The error was: {error}"
+        f"(batch: {batch}).{use} Try (1) accumulate_grad_batches='auto', or a smaller batch_size with a larger "
+        "accumulate_grad_batches, which keeps the global batch, (2) precision='bf16-mixed', (3) activation "
+        f"checkpointing (torch.utils.checkpoint) or a sharding strategy. The error was: {error}"
     )
     try:
         return type(error)(message)
     except TypeError:
-        # A subclass with other arguments.
+        # A subclass whose constructor takes other arguments.
         return RuntimeError(message)
 
 
 def in_better_words(run: Run, error: BaseException, owners: Iterable[object]) -> BaseException:
-    """The error, or a better one that says what to do, where more is known than its message says."""
+    """Returns an error that explains the cause and the fix if these are known, else the original error."""
     if is_out_of_memory(error) and not isinstance(error, LeydenError):
         return out_of_memory(run, error)
     unknown = in_known_names(error, owners)
@@ -156,26 +158,26 @@ def in_better_words(run: Run, error: BaseException, owners: Iterable[object]) ->
 
 
 def _hint(error: BaseException) -> str | None:
-    """What to do about an error of torch's whose words do not say it; None for any other."""
+    """Returns the fix for a device mismatch in torch, whose message does not name one; None for any other error."""
     text = str(error)
     if isinstance(error, RuntimeError) and (
         "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
     ):
         return (
-            "Some tensors are on another device than the module. Batches are moved for you unless "
-            "transfer_batch_to_device is overridden; create new tensors with device=self.device, and register "
-            "constants by self.register_buffer."
+            "Some tensors are not on the module's device. Batches are moved automatically unless "
+            "transfer_batch_to_device is overridden. Create new tensors with device=self.device, and register "
+            "constants with self.register_buffer."
         )
     return None
 
 
 def checked_for_nan(training_step: Callable[..., Any], progress: Progress, strategy: Strategy) -> Callable[..., Any]:
-    """Wraps the training step for detect_anomaly: its loss is checked for nan, which waits for the device."""
+    """Wraps the training step for `detect_anomaly`: checks that the loss is finite, which synchronizes the device."""
 
     def checked(*args: Any) -> Any:
         outputs = training_step(*args)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        # A step that a pipeline has left has no loss, and a rehearsal no effect.
+        # Only the last stage of a pipeline has the loss. A rehearsed step has no effect, so its loss may be anything.
         counts = strategy.outputs.are_here and not strategy.outputs.are_rehearsed
         if counts and isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
             raise LeydenError(

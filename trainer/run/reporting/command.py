@@ -1,4 +1,4 @@
-"""The command that started a run, as its checkpoints keep it for `leyden replay`."""
+"""The command that started a run, saved in its checkpoints for `leyden replay`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leyden.trainer.launched import COMMAND
 
 FILE = "command"
 STARTED_IN = os.getcwd()
-"""The folder in which this process was started: scripts import Leyden before they, or Hydra, go elsewhere."""
+"""The folder in which this process was started. Scripts import Leyden before they, or Hydra, change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Command:
     """A command line.
 
     Attributes:
-        words: program and arguments; a secret among them is masked.
-        folder: the one in which it was given.
+        words: the program and its arguments, with secrets masked.
+        folder: the working directory of the command.
     """
 
     words: list[str]
@@ -36,9 +36,9 @@ class Command:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] | None = None) -> Command | None:
-        """The command of this process, or of the `leyden launch` that started it.
+        """Returns the command of this process, or of the `leyden launch` that started it.
 
-        None where no command starts the run again: a notebook, a REPL, ranks that another launcher has started.
+        None if no command can start the run again: in a notebook, a REPL, or ranks started by another launcher.
         """
         environ = os.environ if environ is None else environ
         words = None
@@ -52,12 +52,12 @@ class Command:
         return cls(words_here() if words is None else masked_words(words), STARTED_IN)
 
     def __str__(self) -> str:
-        """The command as a shell takes it, with nothing in it that a terminal would obey."""
+        """Returns the command in shell syntax, with control characters escaped."""
         return printable(shlex.join(self.words))
 
     @property
     def is_whole(self) -> bool:
-        """False if a secret is missing in it."""
+        """False if a secret in the command is masked."""
         return not any("***" in word for word in self.words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,10 +65,10 @@ class Command:
 
     @classmethod
     def read(cls, reader: CheckpointReader) -> Command | None:
-        """The command of the run that saved a checkpoint; None if there is none.
+        """Returns the command of the run that saved a checkpoint; None if the checkpoint has none.
 
         Raises:
-            CheckpointError: if the file holds something else.
+            CheckpointError: if the file does not hold a command.
         """
         if not reader.has(FILE):
             return None
@@ -79,12 +79,12 @@ class Command:
 
 
 def words_here() -> list[str]:
-    """Program and arguments of this process; a secret among them is masked."""
+    """Returns the program and arguments of this process, with secrets masked."""
     return masked_words([sys.executable, *sys.orig_argv[1:]])
 
 
 def printable(text: str) -> str:
-    r"""Escapes control characters, by which a text from a file could hide a part of itself on a terminal.
+    r"""Escapes control characters, which could make a terminal hide parts of a text from a file.
 
     Example:
         >>> printable("rm -r x\x1b[2K")

@@ -1,4 +1,4 @@
-"""What loggers keep of how a run was started: arguments, command, versions, devices, and the state of its code."""
+"""The record of a run's start, for loggers: arguments, command, versions, devices, and the state of its code."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PACKAGES = (
     *("safetensors", "xxhash", "lightning", "sklearn", "scipy", "pandas", "jsonargparse", "hydra", "omegaconf"),
     *("tensorboard", "wandb", "mlflow"),
 )
-"""What may change a run's numbers or how they are logged, by the names of the modules."""
+"""The packages that may affect a run's numbers or its logging, by module name."""
 
 
 def record_start(run: Run) -> None:
-    """Has the loggers record how a fit was started; for those that do so, on the first rank.
+    """Records on rank 0 how a fit was started, in each logger that implements `log_run`.
 
-    Nothing that goes wrong here ends the run.
+    Errors are only warned of: they never end the run.
     """
     loggers = [logger for logger in run.loggers if overrides(logger, "log_run", Logger)]
     wanted = run.arguments.record_run
@@ -52,17 +52,17 @@ def record_start(run: Run) -> None:
             logger.log_run(*found)
         except Exception as error:
             warnings.warn(
-                f"{type(logger).__name__} has no record of how the run was started: {type(error).__name__}: {error}",
+                f"{type(logger).__name__} could not record the start of the run: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
 
 
 def start_of(run: Run, with_diff: bool = True) -> tuple[dict[str, Any], str]:
-    """The record of a fit's start, as plain values for JSON; and the changes to its code that are not committed.
+    """Returns the record of a fit's start, as plain values for JSON, and the diff of its uncommitted code.
 
     Args:
-        run: a fit whose optimizers are there.
-        with_diff: read the changes, too.
+        run: a fit, after its optimizers have been created.
+        with_diff: True to read the diff too; it is empty otherwise.
     """
     repository = Repository.of(_folder_of_code(), with_diff)
     code = None if repository is None else dataclasses.asdict(repository)
@@ -88,7 +88,7 @@ def start_of(run: Run, with_diff: bool = True) -> tuple[dict[str, Any], str]:
 
 
 def arguments_of(run: Run) -> dict[str, Any]:
-    """The Trainer's arguments as they were resolved, as plain values; of objects, what they are."""
+    """Returns the Trainer's resolved arguments as plain values. Objects are described in words."""
     arguments, ranks, strategy = run.arguments, run.strategy.ranks, run.strategy
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
     values |= {
@@ -119,7 +119,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of Python, torch with its libraries, and of the packages that the run has imported so far."""
+    """Returns the versions of Python, torch and its libraries, and the packages imported so far."""
     found = {"python": platform.python_version(), "leyden": str(getattr(sys.modules["leyden"], "__version__", "?"))}
     found["torch"] = str(torch.__version__)
     libraries = {"cuda": torch.version.cuda, "hip": torch.version.hip}
@@ -154,7 +154,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def _folder_of_code() -> Path:
-    """The folder of the script that runs, or that in which an installed program was started, such as `leyden fit`."""
+    """Returns the folder of the running script, or the working directory for an installed program like `leyden fit`."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return Path(STARTED_IN)

@@ -1,4 +1,4 @@
-"""What git knows of the code of a run: its commit, and the changes that are not committed."""
+"""The state of a run's code in git: its commit and its uncommitted changes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from leyden.trainer.format.secrets import masked_lines
 
 SECONDS = 5.0
-"""All that git may take together: the other ranks wait."""
+"""Time limit for all calls of git together. The other ranks wait for them."""
 MOST_BYTES = 2_000_000
-"""Of a diff; of one file a tenth of that."""
+"""Size limit of a diff. A single file may take a tenth of it."""
 MOST_NAMES = 100
 PRIVATE = re.compile(
     r"(^|/)(\.env[^/]*|[^/]+\.env|\.?[_.]?netrc|\.npmrc|\.pypirc|\.htpasswd|\.git-credentials|kaggle\.json|id_[a-z0-9]+"
@@ -24,30 +24,30 @@ PRIVATE = re.compile(
     r"|\.?(secrets?|credentials?))$",
     re.IGNORECASE,
 )
-"""Files that hold secrets."""
+"""Matches the names of files that usually hold secrets."""
 CODE = (
     *(".py", ".pyi", ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"),
     *(".js", ".ts", ".rs", ".go"),
 )
-"""Endings of files in which a text stands in quotes."""
+"""Suffixes of files in which string values are quoted."""
 _PART = re.compile(r"^(@@ [^@]+ @@).*", re.DOTALL)
 OWN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-"""Variables that git sets for its hooks, and that would point it to another repository."""
+"""Variables that git sets for its hooks. They would redirect our calls to another repository."""
 
 
 @dataclass(slots=True)
 class Repository:
-    """A git repository as it was when a run began.
+    """The state of a git repository at the start of a run.
 
     Attributes:
-        folder: its top.
+        folder: the top-level folder.
         commit: the full hash; None before the first commit.
-        branch: None where none is checked out.
-        dirty: tracked files have changes that are not committed; None if git did not say so in time.
-        untracked: files and folders that git neither has nor ignores, at most 100 of them.
-        diff: the changes, for `git apply`; None if it was not asked for, or git did not give it in time.
-        left_out: changed files that the diff leaves out: binary or large ones, and those that hold secrets.
-        masked: lines of the diff in which a secret is masked, to which `git apply` does not take.
+        branch: the current branch; None if HEAD is detached.
+        dirty: True if tracked files have uncommitted changes; None if git did not answer in time.
+        untracked: untracked files and folders that are not ignored, at most 100 of them.
+        diff: the uncommitted changes, for `git apply`; None if not requested, or if git did not answer in time.
+        left_out: changed files that the diff leaves out: binary files, large ones, and those that hold secrets.
+        masked: the number of diff lines in which a secret is masked. `git apply` may reject them.
     """
 
     folder: str
@@ -61,18 +61,18 @@ class Repository:
 
     @classmethod
     def of(cls, folder: Path, with_diff: bool = True) -> Repository | None:
-        """The repository that holds a folder; None without one, or without git.
+        """Returns the repository that contains a folder; None if there is none, or if git is not installed.
 
         Args:
-            folder: within it.
-            with_diff: read the changes, too.
+            folder: a folder in the repository.
+            with_diff: True to read the diff too.
         """
         git = _Git(folder, time.monotonic() + SECONDS)
         top = git.text("rev-parse", "--show-toplevel").rstrip("\r\n")
         if not top:
             return None
         found = cls(top)
-        # By themselves, since they come at once, however large the repository is.
+        # In a call of its own, because it is fast however large the repository is.
         commit, _, branch = git.text("rev-parse", "HEAD", "--abbrev-ref", "HEAD").rstrip("\r\n").partition("\n")
         found.commit, found.branch = commit or None, None if branch in ("", "HEAD") else branch
         status = ("--porcelain=v2", "--branch", "-z", "--no-renames", "--untracked-files=normal")
@@ -86,7 +86,7 @@ class Repository:
         return found
 
     def _read_status(self, status: str) -> list[str]:
-        """Takes what `git status` said; returns the changed files."""
+        """Parses the output of `git status`, and returns the changed files."""
         changed = []
         for entry in status.split("\0"):
             kind, _, rest = entry.partition(" ")
@@ -99,7 +99,7 @@ class Repository:
         return changed
 
     def _read_diff(self, diff: str, changed: list[str]) -> None:
-        """Takes what `git diff` said, but for files that are no text, too large, or private."""
+        """Parses the output of `git diff`, leaving out files that are binary, too large, or private."""
         kept: list[str] = []
         taken = set()
         for name, text in _by_file(diff):
@@ -116,38 +116,38 @@ class Repository:
 
 
 class _Git:
-    """Calls git, as long as there is time. Whatever fails is an empty answer.
+    """Calls git until a deadline. A call that fails returns an empty text.
 
     Args:
-        folder: where it looks.
-        deadline: of all calls together, on the monotonic clock.
+        folder: the folder in which git runs.
+        deadline: the deadline of all calls together, on the monotonic clock.
     """
 
     def __init__(self, folder: Path, deadline: float) -> None:
         self._folder, self._deadline = folder, deadline
 
     def text(self, *words: str) -> str:
-        """What git prints."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        """Returns the output of a git command; empty on failure."""
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             return ""
-        # Neither the lock of the index, which another git may want, nor a question to the user.
-        own = {name: value for name, value in os.environ.items() if name not in OWN}
-        environ = {**own, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+        inherited = {name: value for name, value in os.environ.items() if name not in OWN}
+        # git must not lock the index, which another git may be using, nor prompt the user.
+        environ = {**inherited, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
         command = ["git", "-c", "core.quotePath=false", "-C", str(self._folder), *words]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:
             process = subprocess.Popen(command, env=environ, **pipes)  # type: ignore[call-overload]
         except OSError:
             return ""
-        timer = threading.Timer(left, process.kill)
+        timer = threading.Timer(remaining, process.kill)
         timer.daemon = True
         timer.start()
         try:
             with process:
                 answer: bytes = process.stdout.read(2 * MOST_BYTES)
                 if len(answer) == 2 * MOST_BYTES:
-                    # What has come so far is worth having; its last file is cut, and too large to be taken.
+                    # The part read so far is still useful. Its last file is truncated, and too large to be kept.
                     process.kill()
                     return answer.decode("utf-8", "replace")
             return answer.decode("utf-8", "replace") if process.returncode == 0 else ""
@@ -156,20 +156,20 @@ class _Git:
 
 
 def _by_file(diff: str) -> Iterator[tuple[str, str]]:
-    """The parts of a diff, each with the name of its file."""
+    """Splits a diff by file: yields the name of each file and its part of the diff."""
     for part in re.split(r"^(?=diff --git )", diff, flags=re.MULTILINE):
         header = part.partition("\n")[0].removeprefix("diff --git ").rstrip("\r")
-        # Twice the same name, "a/… b/…", each in quotes if it has characters of control.
+        # The header repeats the name, "a/… b/…", each in quotes if it contains control characters.
         name = header[: (len(header) - 1) // 2].removeprefix('"').removesuffix('"').removeprefix("a/")
         if part.startswith("diff --git "):
             yield name, part
 
 
 def _masked(text: str, quoted: bool) -> list[str]:
-    """The lines of a file's diff with their secrets masked; those of git itself stay."""
+    """Returns the lines of a file's diff with secrets masked. Lines of git itself are unchanged."""
     lines = text.split("\n")
     first = next((number for number, line in enumerate(lines) if line.startswith("@@")), len(lines))
-    # Behind its numbers a part quotes a line of the file, for people.
+    # After the line numbers, a hunk header quotes a line of the file for orientation, which could hold a secret.
     body = [_PART.sub(r"\1", line) for line in lines[first:]]
     of_file = ["" if line.startswith(("@@", "-Subproject", "+Subproject")) else line[1:] for line in body]
     masked = masked_lines(of_file, quoted)

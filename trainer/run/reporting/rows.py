@@ -1,4 +1,4 @@
-"""Rows of logged values on their way to the loggers: read back from the device many at a time."""
+"""Sends rows of logged values to the loggers, after reading them back from the device in blocks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "tuple[int, Mapping[str, Value]]"
 BLOCK = 100
-"""Steps of an evaluation whose values wait on the device for one read-back."""
+"""Steps of an evaluation whose values are kept on the device for one read-back."""
 
 
 def send_rows(loggers: Sequence[Logger], rows: Sequence[Row], epoch: int, nans: Nans) -> None:
-    """Sends rows, each a step with its values, to the loggers, with one read-back for all of them.
+    """Sends rows, each a step with its values, to the loggers, with a single read-back for all of them.
 
-    A value that the user logged as "step" is the step itself, as in Lightning, and one logged as "epoch" replaces the
-    run's own.
+    A value that the user logged as "step" overrides the step, as in Lightning. A value logged as "epoch" overrides the
+    epoch.
 
     Raises:
-        ConfigurationError: if the value logged as "step" is no number that a step could have.
+        ConfigurationError: if the value logged as "step" is not finite.
     """
-    read = read_back({(place, name): value for place, (_, values) in enumerate(rows) for name, value in values.items()})
-    for place, (step, values) in enumerate(rows):
-        numbers = {name: read[place, name] for name in values}
+    read = read_back({(row, name): value for row, (_, values) in enumerate(rows) for name, value in values.items()})
+    for row, (step, values) in enumerate(rows):
+        numbers = {name: read[row, name] for name in values}
         if "step" in numbers:
-            step = _whole(numbers.pop("step"))
+            step = _step_of(numbers.pop("step"))
         if "epoch" not in numbers:
             numbers["epoch"] = float(epoch)
         nans.note(numbers, step)
@@ -42,21 +42,21 @@ def send_rows(loggers: Sequence[Logger], rows: Sequence[Row], epoch: int, nans: 
             logger.log_metrics(numbers, step=step)
 
 
-def _whole(x: float) -> int:
-    if not math.isfinite(x):
-        raise ConfigurationError(f"self.log('step', {x}): loggers take it as the step, so log a finite number.")
-    return int(x)
+def _step_of(value: float) -> int:
+    if not math.isfinite(value):
+        raise ConfigurationError(f"self.log('step', {value}): loggers use this value as the step. Log a finite number.")
+    return int(value)
 
 
 class StepRows:
-    """What an evaluation logs by step: a row for every batch, kept on the device and sent a block at a time.
+    """The values that an evaluation logs per step: one row per batch, kept on the device and sent in blocks.
 
     Args:
-        loggers: those that are sent the rows; none on a rank that only has values for another.
-        logs: has the values.
-        progress: knows the epoch.
+        loggers: the loggers to send the rows to; empty on a rank that only provides values for another rank.
+        logs: the logged values.
+        progress: the progress, which has the epoch.
         stage: "validation" or "test".
-        outputs: says on which ranks steps reach their end.
+        outputs: the ranks on which steps return their outputs.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepRows:
         self._rows: list[Row] = []
 
     def add(self, step: int) -> None:
-        """Takes the values of the current batch."""
+        """Adds a row with the values of the current batch."""
         if self._stage not in self._logs.stepping:
             return
         values = self._logs.step_values(self._stage)
@@ -77,7 +77,7 @@ class StepRows:
                 self.send()
 
     def end(self) -> None:
-        """Sends the rest. Every rank of a pipeline calls it: one has all the values, and another one the loggers."""
+        """Sends the remaining rows. A collective in a pipeline: one rank has the values, another one the loggers."""
         if self._outputs.are_in_parts:
             read: list[Row] = [(step, read_back(values)) for step, values in self._rows]
             shared = self._outputs.share(read)
@@ -85,7 +85,7 @@ class StepRows:
         self.send()
 
     def send(self) -> None:
-        """Sends the rows kept so far."""
+        """Sends all pending rows."""
         rows, self._rows = self._rows, []
         if rows:
             send_rows(self._loggers, rows, self._progress.epoch, self._logs.nans)

@@ -1,4 +1,4 @@
-"""Which samples of the data set a training batch, or the window that it belongs to, is made of."""
+"""The dataset indices of the samples in a training batch, or in its accumulation window."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 def sample_indices(
     run: Run, window_start: int | None = None, all_ranks: bool = False, batch_idx: int | None = None
 ) -> list[Any] | None:
-    """Returns the indices of the samples of the training batch that runs or ran last; see `Trainer.sample_indices`.
+    """Returns the sample indices of the current or most recent training batch; see `Trainer.sample_indices`.
+
+    None if they are unknown.
 
     Args:
         run: a fit.
-        window_start: the first batch of the window, for all of its batches; None for the batch alone.
-        all_ranks: of all ranks' samples.
-        batch_idx: of an earlier batch of this epoch, in place of the last one.
+        window_start: the first batch of the window, to include all of its batches; None for one batch.
+        all_ranks: True for the samples of all ranks.
+        batch_idx: the index of an earlier batch of this epoch to use instead.
     """
     cursor, progress, logs = run.loaders.cursor, run.progress, run.logs
     if cursor is None or (all_ranks and run.strategy.data_size > 1 and not cursor.shares):

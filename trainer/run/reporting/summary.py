@@ -1,4 +1,4 @@
-"""What fit prints at its start and its end, and which settings of a run a strategy checks."""
+"""The lines that fit prints at its start and end, and the settings of a run for its strategy to check."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 def result_lines(results: Sequence[Mapping[str, float]]) -> str:
-    """What an evaluation prints: a line for each value, loader by loader."""
+    """Returns the text that an evaluation prints: one line per value, loader by loader."""
     rows = [(name, f"{value:.6g}") for values in results for name, value in values.items()]
     return "\n".join(aligned(rows)) if rows else ""
 
 
 def five_lines(strategy: Strategy, loader: Any, accumulated: int, folder: str, start: str) -> str:
-    """What runs where, in the five lines that fit prints.
+    """Returns the five lines that fit prints at its start: devices, strategy, batch, run folder and starting point.
 
     Args:
-        strategy: where it runs.
-        loader: of the training data.
-        accumulated: batches of the first window.
-        folder: of the logs.
-        start: what the run starts from.
+        strategy: the strategy of the run.
+        loader: the training loader.
+        accumulated: the batches in the first accumulation window.
+        folder: the folder of the logs.
+        start: a description of the starting point.
     """
     ranks, readers, sizes = strategy.ranks.world_size, strategy.data_size, batch_sizes(loader)
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
@@ -60,14 +60,14 @@ def closing_lines(
     reason: str,
     seconds: float,
 ) -> str:
-    """Why a fit ended, how long it took, and where its best checkpoint is; in the form of the five lines.
+    """Returns the lines that fit prints at its end: why it ended, how long it took, and where its best checkpoint is.
 
     Args:
-        progress: after the fit.
-        checkpoint_callbacks: each knows its best checkpoint.
-        last_checkpoint: the one that was saved last; None if there is none.
-        reason: in a few words.
-        seconds: from the first step on, or the sanity check before it.
+        progress: the progress after the fit.
+        checkpoint_callbacks: the checkpoint callbacks, each with its best checkpoint.
+        last_checkpoint: the last checkpoint that was saved; None if there is none.
+        reason: the reason why the fit ended, in a few words.
+        seconds: the duration from the sanity check, or without one from the first step.
     """
     took = timedelta(seconds=round(seconds))
     lines = [f"ended       {reason}, at step {progress.global_step} in epoch {progress.epoch}, after {took}"]
@@ -85,12 +85,12 @@ def closing_lines(
 
 
 def settings_of(run: Run, optimizers: int | None = None, loader: Any = None) -> RunSettings:
-    """What a run asks for, for a strategy that has settings of its own.
+    """Returns the settings of a run that a strategy may refuse, or may need for its own configuration.
 
     Args:
-        run: before the first one its module is a blank one.
-        optimizers: how many there are, once they are made.
-        loader: of the training data, once it is loaded.
+        run: the run. Before the Trainer's first one, its module is a placeholder.
+        optimizers: the number of optimizers; None before they are created.
+        loader: the training loader; None before it is fetched.
     """
     accumulation, module, arguments = run.accumulation, run.module, run.arguments
     sizes = batch_sizes(loader)

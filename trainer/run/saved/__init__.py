@@ -1,1 +1,1 @@
-"""What is saved of a run, and how a run goes on from it: to resume, to roll back, or from Lightning."""
+"""Saves the state of a run, and restores it: to resume, to roll back, or to continue a run of Lightning."""

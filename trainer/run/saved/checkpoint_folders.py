@@ -1,4 +1,4 @@
-"""The folders in which a run keeps its checkpoints: those of its ModelCheckpoints."""
+"""The checkpoint folders of a run, which its ModelCheckpoints determine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def checkpoint_callbacks(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
-    """The ModelCheckpoints among a run's callbacks."""
+    """Returns the ModelCheckpoints among a run's callbacks."""
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
     return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def folder_of_last(callbacks: Iterable[Callback], root: str) -> Path:
-    """Where "last" is looked for: the folder of the first ModelCheckpoint.
+    """Returns the folder in which "last" is searched for: that of the first ModelCheckpoint.
 
     Args:
-        callbacks: of the run.
+        callbacks: the run's callbacks.
         root: the run's `default_root_dir`.
     """
     own = next((callback.dirpath for callback in checkpoint_callbacks(callbacks)), None)
@@ -30,29 +30,31 @@ def folder_of_last(callbacks: Iterable[Callback], root: str) -> Path:
 
 
 def are_on_each_node(callbacks: Iterable[Callback]) -> bool:
-    """True if every machine keeps checkpoints of its own, since they share no folder."""
+    """Returns True if every machine keeps its own checkpoints, because the machines share no folder."""
     return any(callback.saves_on_each_node for callback in checkpoint_callbacks(callbacks))
 
 
 def depth_of(callbacks: Iterable[Callback], root: str, folder: str) -> int:
-    """How many levels of folders the names of checkpoints make below a folder.
+    """Returns the number of subfolder levels that the names of checkpoints create below a folder.
 
     Args:
-        callbacks: of the run.
+        callbacks: the run's callbacks.
         root: the run's `default_root_dir`.
-        folder: in which they are.
+        folder: the folder of the checkpoints.
     """
     own = (callback for callback in checkpoint_callbacks(callbacks) if callback.folder_below(root) == folder)
     return max((callback.depth for callback in own), default=0)
 
 
 def home_of(callbacks: Iterable[Callback], root: str, path: Path) -> tuple[Path, int] | None:
-    """The folder whose checkpoints are counted together with a path's, and the levels below it; None if none is.
+    """Returns the ModelCheckpoint folder above a path, and the subfolder levels below it.
+
+    None if no ModelCheckpoint with subfolders saves there.
 
     Args:
-        callbacks: of the run.
+        callbacks: the run's callbacks.
         root: the run's `default_root_dir`.
-        path: of a checkpoint.
+        path: the path of a checkpoint.
     """
     for callback in checkpoint_callbacks(callbacks):
         folder = callback.folder_below(root)

@@ -1,8 +1,8 @@
-"""Which run saved a checkpoint: recorded when a fit begins, and compared with the run that wants to continue it.
+"""The identity of a training run, saved in its checkpoints and compared with the run that resumes one.
 
-What is recorded is the class of the module, the hyperparameters, and the optimizers with their options as
-`configure_optimizers` returned them. Values are kept as plain JSON that can be compared and shown, and are never turned
-back into objects.
+An identity consists of the module's class, the hyperparameters, and the optimizers with the options that
+`configure_optimizers` returned. Values are stored as plain JSON, for comparison and display only. They are never
+converted back into objects.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
 
 FILE = "identity"
-# How a step is computed, and not what it computes; and the parameters, which the optimizer's own state names.
+# Options that affect how a step is computed but not its result, and the parameters, which the optimizer's state names.
 FREE = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-# Tensors of so many elements are kept with their values, larger ones by a digest.
+# Tensors up to this number of elements are stored by value, larger ones as a digest.
 SMALL = 32
 DEPTH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One value that is not what it was.
+    """One value in which two identities differ.
 
     Attributes:
-        text: what it was and is, in words.
-        counts: it makes another run; a path, or what a checkpoint cannot hold, does not.
-        replaced: resuming puts the checkpoint's value in the place of this run's.
+        text: a description with the old and the new value.
+        counts: True if the difference makes it another run. Paths, and values that JSON cannot represent, do not count.
+        replaced: True if resuming replaces this run's value by the checkpoint's.
     """
 
     text: str
@@ -54,13 +54,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What distinguishes a run from other runs.
+    """The properties that distinguish a training run from others.
 
     Attributes:
-        own: what `TrainModule.run_identity` returned; where there is one, nothing else is compared.
-        module: the qualified name of the module's class, without its file: a script is `__main__` when it is run.
-        hparams: hyperparameters of the module and the DataModule.
-        optimizers: class and options by group of each optimizer; None before they are made.
+        own: the return value of `TrainModule.run_identity`. If both runs have one, nothing else is compared.
+        module: the qualified name of the module's class, without its Python module, which is `__main__` in a script.
+        hparams: the hyperparameters of the module and the DataModule.
+        optimizers: the class of each optimizer, and its options by group; None before the optimizers are created.
     """
 
     own: Any
@@ -70,7 +70,7 @@ class Identity:
 
     @classmethod
     def of(cls, module: TrainModule, datamodule: Hyperparameters | None) -> Identity:
-        """The identity of a run that begins with this module and DataModule."""
+        """Returns the identity of a run that begins with this module and DataModule."""
         owners = {"module": module, "datamodule": datamodule}
         hparams: dict[str, dict[str, Any]] = {}
         for name, owner in owners.items():
@@ -81,30 +81,30 @@ class Identity:
         return cls(plain(module.run_identity()), type(module).__qualname__, hparams)
 
     def with_optimizers(self, optimizers: Iterable[Optimizer]) -> Identity:
-        """The same with the optimizers that `configure_optimizers` returned."""
+        """Returns this identity with the optimizers that `configure_optimizers` returned."""
         return dataclasses.replace(self, optimizers=[_described(optimizer) for optimizer in optimizers])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the identity as checkpoints hold it."""
+        """Returns the identity in the form that checkpoints store."""
         return dataclasses.asdict(self)
 
     @classmethod
     def read(cls, reader: CheckpointReader) -> Identity | None:
-        """The identity of the run that saved a checkpoint; None where it has none, as those of earlier versions.
+        """Returns the identity of the run that saved a checkpoint; None in checkpoints of earlier versions.
 
         Raises:
-            CheckpointError: if it is not what `to_dict` gives.
+            CheckpointError: if the file does not have the form that `to_dict` returns.
         """
         if not reader.has(FILE):
             return None
         found = reader.json(FILE)
         needed = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(found, dict) or not needed <= found.keys() or not _is_sound(found):
-            raise CheckpointError(reader.path / f"{FILE}.json", "does not say which run saved the checkpoint.")
+            raise CheckpointError(reader.path / f"{FILE}.json", "is not the identity of a run.")
         return cls(found["own"], found["module"], found["hparams"], found["optimizers"])
 
     def as_in(self, file: ForeignWeights) -> Identity:
-        """The same run with the hyperparameters that a `.ckpt` of Lightning has of the same names."""
+        """Returns this identity with the values of a Lightning `.ckpt` for those hyperparameters that it has."""
         saved = {"module": file.entry("hyper_parameters"), "datamodule": file.entry("datamodule_hyper_parameters")}
         hparams = {
             owner: {**own, **{key: value for key, value in plain(dict(saved[owner] or {})).items() if key in own}}
@@ -113,7 +113,7 @@ class Identity:
         return dataclasses.replace(self, own=None, hparams=hparams, optimizers=None)
 
     def differences(self, before: Identity) -> list[Difference]:
-        """Where this run differs from the one before."""
+        """Returns the differences between this run and an earlier one."""
         if self.own is not None and before.own is not None:
             return _compared("run_identity()", before.own, self.own)
         found = _compared("the module's class", before.module, self.module)
@@ -131,12 +131,12 @@ _ABSENT = {"$absent": ""}
 
 
 def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None = None) -> Any:
-    """A value as JSON that is equal where the value is: lists equal tuples, and NumPy's numbers equal Python's.
+    """Converts a value to JSON that compares like the value. Tuples become lists, and NumPy scalars become numbers.
 
     Args:
-        value: anything.
-        depth: levels around it.
-        of_tensor: what stands for a tensor; its values or a digest of them if left out.
+        value: any value.
+        depth: the nesting depth of the value.
+        of_tensor: converts a tensor; by default to its values, or to a digest if it is large.
 
     Example:
         >>> plain({"betas": (0.9, float("nan"))})
@@ -176,7 +176,7 @@ _NESTED: Any = object()
 
 
 def _atom(value: Any) -> Any:
-    """A value without parts as JSON; `_NESTED` for any other."""
+    """Converts a scalar to JSON; returns `_NESTED` for any other value."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if isinstance(value, enum.Enum):
@@ -196,14 +196,14 @@ def _tensor(value: Tensor) -> dict[str, Any]:
     try:
         dense = value.detach().cpu().to_dense() if value.layout is not torch.strided else value.detach().cpu()
         dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-        small = dense.numel() <= SMALL
-        held = (
-            plain(dense.flatten().tolist()) if small else hashlib.sha256(memory_of(dense.contiguous())).hexdigest()[:16]
-        )
+        if dense.numel() <= SMALL:
+            values = plain(dense.flatten().tolist())
+        else:
+            values = hashlib.sha256(memory_of(dense.contiguous())).hexdigest()[:16]
     except (RuntimeError, NotImplementedError):
-        # On the meta device, or of a kind without a memory of its own.
+        # A tensor without storage: on the meta device, or a subclass.
         return _skipped(value)
-    return {"$tensor": f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}", "values": held}
+    return {"$tensor": f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}", "values": values}
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group before a scheduler changed them: it keeps the first ones as `initial_lr` and the like."""
+    """Returns the options of a group from before any scheduler changed them, which are saved as `initial_lr` etc."""
     found = {str(key): value for key, value in group.items() if key not in FREE}
     for key in [key for key in found if key.startswith("initial_")]:
         found[key.removeprefix("initial_")] = found.pop(key)
@@ -223,24 +223,24 @@ def _compared_optimizers(before: list[dict[str, Any]], now: list[dict[str, Any]]
         return _compared("the number of optimizers", len(before), len(now))
     found = []
     for number, (then, here) in enumerate(zip(before, now, strict=True)):
-        which = f"optimizer {number}"
+        name = f"optimizer {number}"
         if then["class"] != here["class"] or len(then["groups"]) != len(here["groups"]):
-            found += _compared(f"{which}'s class", then["class"], here["class"])
-            found += _compared(f"{which}'s number of groups", len(then["groups"]), len(here["groups"]))
+            found += _compared(f"{name}'s class", then["class"], here["class"])
+            found += _compared(f"{name}'s number of groups", len(then["groups"]), len(here["groups"]))
             continue
         several = len(here["groups"]) > 1
-        for place, (old, new) in enumerate(zip(then["groups"], here["groups"], strict=True)):
-            of = f"{which} ({here['class']})" + (f", group {place}" if several else "")
+        for index, (old, new) in enumerate(zip(then["groups"], here["groups"], strict=True)):
+            group = f"{name} ({here['class']})" + (f", group {index}" if several else "")
+            # Options that the other version of torch does not have are not compared.
             for key in new:
-                # Another torch knows other options.
                 if key in old:
-                    found += _compared(f"{key} of {of}", old[key], new[key])
+                    found += _compared(f"{key} of {group}", old[key], new[key])
     return found
 
 
 def _compared(where: str, before: Any, now: Any) -> list[Difference]:
-    """The differences within two values of `plain`."""
-    if _is_nest(before) and _is_nest(now):
+    """Returns the differences between two results of `plain`."""
+    if _is_mapping(before) and _is_mapping(now):
         return [
             found
             for key in dict.fromkeys([*before, *now])
@@ -248,22 +248,23 @@ def _compared(where: str, before: Any, now: Any) -> list[Difference]:
         ]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         pairs = enumerate(zip(before, now, strict=True))
-        return [found for place, pair in pairs for found in _compared(f"{where}[{place}]", *pair)]
+        return [found for index, pair in pairs for found in _compared(f"{where}[{index}]", *pair)]
     if before == now:
         return []
     counts = not any(isinstance(value, dict) and ("$path" in value or "$skipped" in value) for value in (before, now))
     return [Difference(f"{where} was {_shown(before)} and is {_shown(now)}", counts)]
 
 
-def _is_nest(value: Any) -> bool:
+def _is_mapping(value: Any) -> bool:
+    """Returns True for the JSON form of a mapping, which has no "$" key, unlike those of special values."""
     return isinstance(value, dict) and not any(key.startswith("$") for key in value)
 
 
 def _shown(value: Any) -> str:
-    if not isinstance(value, dict) or _is_nest(value):
+    if not isinstance(value, dict) or _is_mapping(value):
         text = repr(value)
     elif "$absent" in value:
-        text = "not there"
+        text = "absent"
     elif "$tensor" in value:
         held = value.get("values")
         text = f"a tensor {value['$tensor']} " + (f"with the digest {held}" if isinstance(held, str) else f"{held}")

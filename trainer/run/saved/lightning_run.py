@@ -1,4 +1,4 @@
-"""A run of Lightning that a fit continues: what its `.ckpt` holds besides the weights, for the parts of this run."""
+"""Continues a run of Lightning: converts the content of its `.ckpt`, except the weights, for the parts of this run."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' 
 
 
 class LightningRun:
-    """What a `.ckpt` holds of a run, as the parts of this one take it.
+    """The states in a `.ckpt` of Lightning, converted for the parts of a run.
 
     Args:
         file: the checkpoint.
-        run: that continues it, set up but for its optimizers.
-        parts: which parts are restored.
+        run: the run that continues it, set up except for its optimizers.
+        parts: the parts to restore.
 
     Attributes:
-        callbacks: their states, by `state_key`.
-        progress: where the run stood; None where that part is left out.
-        rank: what the fit loop takes when its loaders are there.
+        callbacks: the states of callbacks, by `state_key`.
+        progress: the progress of the Lightning run; None if that part is not restored.
+        rank: the states that the fit loop restores once its loaders exist.
 
     Raises:
         CheckpointError: if Lightning cannot have written an entry; names it.
@@ -55,9 +55,9 @@ class LightningRun:
         self.progress = self._timed(self._position.progress) if "progress" in parts else None
         self._choose_weights()
         owners = rank_owners(run, CheckpointRanks(run.strategy))
-        self.rank = Unclaimed(file.path, self._of_rank(self._position), owners)
+        self.rank = Unclaimed(file.path, self._rank_states(self._position), owners)
 
-    # what the file says -----------------------------------------------------------------------------------------------
+    # reading the file ------------------------------------------------------------------------------------------------
     def _window(self, progress: Progress) -> int:
         accumulation = self._run.accumulation
         if accumulation is None or accumulation.counts_samples:
@@ -65,19 +65,19 @@ class LightningRun:
         return accumulation.batches(accumulation.at(progress), self._run.loaders.samples_per_batch)
 
     def _steps(self, counted: int, batches: int) -> int:
-        """Windows that have stepped: in manual optimisation Lightning counts the steps of every optimizer."""
+        """Returns the number of windows stepped. In manual optimization Lightning counts every optimizer's steps."""
         if self._run.module.automatic_optimization:
             return counted
         optimizers = len(self._file.loaded["optimizer_states"]) or 1
-        each = counted // optimizers
-        return each if counted % optimizers == 0 and each <= batches else min(counted, batches)
+        windows = counted // optimizers
+        return windows if counted % optimizers == 0 and windows <= batches else min(counted, batches)
 
     def _timed(self, progress: Progress) -> Progress:
         progress.add_time(self._states.seconds)
         return progress
 
     def _choose_weights(self) -> None:
-        """Reads the weights that were trained, unless a callback here takes them and the averages in their place."""
+        """Selects the trained weights instead of the averaged ones, unless a WeightAveraging here restores both."""
         averages = any(
             isinstance(callback, WeightAveraging) and "current" in self.callbacks.get(callback.state_key, {})
             for callback in self._run.callbacks
@@ -85,9 +85,9 @@ class LightningRun:
         if CURRENT in self._file.loaded and not averages and "optimizers" in self._parts:
             self._file.take_weights(CURRENT)
             if "callbacks" in self._parts and int((self._file.entry("averaging_state") or {}).get("n_averaged", 0)):
-                self._states.left["the averages of weights"] = "this fit has no WeightAveraging"
+                self._states.left["the averaged weights"] = "this fit has no WeightAveraging"
 
-    def _of_rank(self, position: Position) -> dict[str, Any]:
+    def _rank_states(self, position: Position) -> dict[str, Any]:
         progress = position.progress
         loader: dict[str, Any] | None = None
         if progress.is_inside and not progress.ended and {"loaders", "progress"} <= self._parts:
@@ -101,27 +101,27 @@ class LightningRun:
         return found
 
     def _loader_state(self) -> Any:
-        """The state of the training loader, if it had one."""
+        """Returns the state of the training loader; None if it saved none."""
         loop = SavedState(self._file.entry("loops") or {}, "loops").nested("fit_loop", {})
         states = loop.nested("state_dict", {}).items("combined_loader", ())
         return states[0] if len(states) == 1 else None
 
     def _trained(self) -> dict[str, bool] | None:
-        """The parameters, and batch norms, that a finetuning callback had unfrozen: those that an optimizer has."""
+        """Returns the parameters and batch norms that a finetuning callback had unfrozen: those in an optimizer."""
         names = {name for groups in self._states.groups.values() for group in groups for name in group}
         module = self._run.module
         known = {name: True for name in names if name in dict(module.named_parameters())}
         norms = {f"{name.rpartition('.')[0]}.track_running_stats" for name in known}
         return {**known, **dict.fromkeys(norms, True)} or None
 
-    # and what takes it ------------------------------------------------------------------------------------------------
+    # restoring the run ----------------------------------------------------------------------------------------------
     def restore_steps(self) -> None:
-        """Optimizers, schedulers and scaler, once they are made."""
+        """Restores optimizers, schedulers and scaler, once they exist."""
         run, file = self._run, self._file
         step_states, names = step_states_of(run), parameter_names(run.module)
         parts = run.strategy.master_weights.parts(run.module) or {}
         states, weights = file.loaded["optimizer_states"], file.model()
-        step_states.check(file.path, self._beside(), len(states), UNLIKE)
+        step_states.check(file.path, self._other_step_states(), len(states), UNLIKE)
         found = []
         for number, (state, form) in enumerate(zip(states, step_states.saved_forms, strict=True)):
             with blame(file.path, f"optimizer_states[{number}]"):
@@ -130,13 +130,13 @@ class LightningRun:
         for optimizer, own in zip(run.engine.optimizers, found, strict=True):
             if len(own["param_groups"]) > len(optimizer.param_groups):
                 add_gained_groups(optimizer, own, len(optimizer.param_groups), run.module)
-        step_states.take(self._beside(), found, file.path, file.path)
+        step_states.take(self._other_step_states(), found, file.path, file.path)
 
-    def _beside(self) -> dict[str, Any]:
-        """The states of schedulers and precision."""
+    def _other_step_states(self) -> dict[str, Any]:
+        """Returns the states of schedulers, precision and strategy."""
         schedulers = list(self._file.entry("lr_schedulers") or [])
         if SWA_LEFT in self._states.left.values():
-            self._states.left["the state of schedulers"] = "StochasticWeightAveraging had put its own in their place"
+            self._states.left["the state of schedulers"] = "StochasticWeightAveraging had replaced them by its own"
             schedulers = [config.scheduler.state_dict() for config in self._run.schedulers]
         scaler = next((self._file.entry(name) for name in SCALERS if self._file.entry(name)), None)
         precision: Mapping[str, Any] = {}
@@ -147,47 +147,52 @@ class LightningRun:
         return {"schedulers": schedulers, "precision": precision, "strategy": {}}
 
     def settle(self) -> None:
-        """Decides, now that there are schedulers, which of them step as the fit goes on, and warns of what is left."""
-        left = dict(self._states.left)
+        """Skips scheduler steps whose metric is missing, and warns of all states that cannot be restored."""
+        not_restored = dict(self._states.left)
         if self.progress is not None:
-            missing = self._pass_over_unmonitored(self.progress)
-            left |= self._left_of_place(missing, self.progress)
-        left["random numbers"] = "Lightning saves none, so that shuffles and dropout draw others"
+            skipped = self._skip_unmonitored(self.progress)
+            not_restored |= self._not_restored_of(self.progress, skipped)
+        not_restored["random numbers"] = "Lightning does not save them, so shuffling and dropout will differ"
         if self._run.strategy.ranks.is_global_zero:
             warnings.warn(
-                f"fit continues {self._file.path}, a file of Lightning's. What it cannot continue: "
-                f"{'; '.join(f'{name} ({why})' for name, why in left.items())}.",
+                f"fit continues {self._file.path}, a Lightning checkpoint. Not restored: "
+                f"{'; '.join(f'{name} ({why})' for name, why in not_restored.items())}.",
                 stacklevel=2,
             )
 
-    def _pass_over_unmonitored(self, progress: Progress) -> list[SchedulerConfig]:
-        """Passes over the steps that are due of schedulers on a plateau whose metric the file does not hold."""
-        waiting = [
+    def _skip_unmonitored(self, progress: Progress) -> list[SchedulerConfig]:
+        """Skips the pending steps of ReduceLROnPlateau schedulers whose metric is not in the file.
+
+        Returns:
+            The schedulers whose step was skipped.
+        """
+        unmonitored = [
             config
             for config in self._run.schedulers
             if config.reduce_on_plateau and config.strict and config.monitor not in self._states.values
         ]
         at_end = self._position.owes_plateau or (progress.phase == "validated" and progress.ended)
-        by_epoch = [config for config in waiting if at_end and config.due("epoch", progress.epoch + 1)]
+        by_epoch = [config for config in unmonitored if at_end and config.due("epoch", progress.epoch + 1)]
         if by_epoch:
             self.rank.drop("owes_plateau")
             progress.end_epoch(complete=True)
         is_validated = progress.phase == "validated"
-        by_step = [config for config in waiting if is_validated and config.due("step", progress.stepped)]
+        by_step = [config for config in unmonitored if is_validated and config.due("step", progress.stepped)]
         if by_step:
             progress.settle()
         return by_epoch + by_step
 
-    def _left_of_place(self, missing: Sequence[SchedulerConfig], progress: Progress) -> dict[str, str]:
-        """What cannot be continued of the place in which the run stood, each with the reason."""
-        left = {
+    def _not_restored_of(self, progress: Progress, skipped: Sequence[SchedulerConfig]) -> dict[str, str]:
+        """Returns the parts of the run's position that cannot be restored, each with the reason."""
+        reasons = {
             f"a step of {type(config.scheduler).__name__}": f"no callback has saved {config.monitor!r}"
-            for config in missing
+            for config in skipped
         }
         if not self._position.is_known:
-            left["the place in the epoch"] = "the file has no loops"
+            reasons["the position in the epoch"] = "the file has no loops"
         if self._position.begun:
-            left["the gradients of an open window"] = f"Lightning saves none: {self._position.begun} batches run again"
+            batches = self._position.begun
+            reasons["the gradients of an open window"] = f"Lightning does not save them: {batches} batches run again"
         if progress.is_inside and progress.batch:
-            left["what this epoch has logged so far"] = "Lightning saves no sums"
-        return left
+            reasons["the values logged so far in this epoch"] = "Lightning does not save their sums"
+        return reasons

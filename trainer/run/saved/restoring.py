@@ -1,4 +1,4 @@
-"""Restores a run: a checkpoint is read and checked as a whole, then loaded part by part as these are made."""
+"""Restores a run: reads and checks the whole checkpoint up front, then loads each part once its owner exists."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
 NEEDED = ("loader", "logs", "metrics", "rng")
-"""What every checkpoint has of each rank."""
+"""The states of each rank that every checkpoint has."""
 
 
 class Restorer:
     """Restores a run from a checkpoint, in the order of the set-up: weights, optimizers, then the loop's loaders.
 
-    Everything is read here, and checked by its owners, so that a wrong file is found before anything has changed. What
-    belongs to the optimizers is checked when they are made.
+    The constructor reads all states and has their owners check them, so a bad file is found before anything changes.
+    Only the states of optimizers are checked later, when the optimizers exist.
 
     Args:
-        run: that is set up.
-        reader: of the checkpoint; None for a run that starts anew.
-        goal: what the run is to resume of it.
-        within: a fit goes back to it, whose parts have stepped since; see `rolling_back.py`.
+        run: the run, during its set-up.
+        reader: the reader of the checkpoint; None for a run that starts from scratch.
+        goal: the checkpoint, and the parts to restore.
+        within: True for a rollback within a fit, whose parts have stepped since the checkpoint; see `rolling_back.py`.
 
     Raises:
         CheckpointError: if a state is damaged, or its owner cannot have saved it; names file and entry.
@@ -75,13 +75,13 @@ class Restorer:
         if not whole:
             raise CheckpointError(
                 reader.path,
-                "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
+                "was saved with weights_only=True and cannot be resumed. To load its weights, pass restore='weights'.",
             )
         self._progress = progress_of(reader) if "progress" in parts else None
         self._read_rank(reader, like)
         if "optimizers" in parts:
             self._schedulers = reader.state(SCHEDULERS)
-            # An engine that is still there is of an earlier fit; its successor is made later, and has other memory.
+            # A fused engine allocates its memory later in each fit; parts that exist now belong to an earlier fit.
             shapes = None if run.strategy.drives_one else run.strategy.master_weights.parts(run.module)
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
 
@@ -90,13 +90,13 @@ class Restorer:
 
         run, parts = self._run, self._parts
         if run.state.stage == "fit" and parts != {"weights"} and file.holds_run:
-            self._lightning = taken = LightningRun(file, run, parts)
-            self._progress, self._rank = taken.progress, taken.rank
+            self._lightning = lightning = LightningRun(file, run, parts)
+            self._progress, self._rank = lightning.progress, lightning.rank
         callbacks = {} if self._lightning is None else self._lightning.callbacks
         self._users.take_lightning(file.path, file.loaded, callbacks)
 
     def gained(self) -> list[str]:
-        """The parameters in groups that the optimizers have gained since the checkpoint."""
+        """Returns the names of parameters in groups that were added to the optimizers since the checkpoint."""
         pairs = zip(self._run.engine.optimizers, self._optimizers or (), strict=False)
         return [name for optimizer, own in pairs for name in names_gained(optimizer, own, self._run.module)]
 
@@ -115,15 +115,15 @@ class Restorer:
             has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
             if has_own and run.strategy.ranks.is_global_zero and not found.fits:
                 warnings.warn(
-                    f"{reader.path} was saved by {found.saved} rank(s), and {strategy.data_size} resume it: "
-                    "what callbacks or a DataModule keep per rank is rank 0's on all of them.",
+                    f"{reader.path} was saved by {found.saved} rank(s), but {strategy.data_size} resume it: all ranks "
+                    "load rank 0's state of callbacks or a DataModule with state_per_rank.",
                     stacklevel=2,
                 )
-        left = {"progress": ("logs", "metrics", "trained"), "loaders": ("loader",), "rng": ("rng",)}
-        self._rank.drop(*(name for part, names in left.items() if part not in parts for name in names))
+        names_by_part = {"progress": ("logs", "metrics", "trained"), "loaders": ("loader",), "rng": ("rng",)}
+        self._rank.drop(*(name for part, names in names_by_part.items() if part not in parts for name in names))
 
     def restore_weights(self) -> None:
-        """The weights, and in fit the states of DataModule and callbacks: all that comes before the optimizers."""
+        """Restores the weights, and in fit the DataModule and callbacks: everything before the optimizers."""
         run, reader = self._run, self.reader
         if reader is None:
             return
@@ -142,17 +142,17 @@ class Restorer:
                 self._users.load()
         if self._rank is not None and "weights" in self._parts:
             self._users.end_weights()
-            # After callbacks that put weights of their own in place.
+            # After the callbacks, because some of them swap in other weights.
             self._rank.load("buffers")
         if run.state.stage != "fit":
             self._release()
 
     def restore_run(self) -> Unclaimed | None:
-        """Optimizers, schedulers, scaler and progress.
+        """Restores optimizers, schedulers, scaler and progress.
 
         Returns:
-            What the fit loop takes when its loaders are there: their places, logged values, metrics and random numbers;
-            None to start anew.
+            The states that the fit loop restores once its loaders exist: loader positions, logged values, metrics and
+            random state. None to start from scratch.
         """
         run, reader = self._run, self.reader
         if reader is not None and "weights" in self._parts:
@@ -164,7 +164,7 @@ class Restorer:
             if self._within:
                 for optimizer, own in zip(run.engine.optimizers, self._optimizers or (), strict=False):
                     drop_gained_groups(optimizer, own)
-                    # Not beside what is loaded now, which a device may have no memory for.
+                    # Freed before loading, because the device may not have memory for both states.
                     optimizer.state.clear()
             else:
                 self._regain_groups(reader)
@@ -183,7 +183,7 @@ class Restorer:
         return self._rank
 
     def _release(self) -> None:
-        """Frees what a file of another trainer holds, which is in memory as a whole."""
+        """Frees the content of another trainer's file, which is held in memory as a whole."""
         if isinstance(self.reader, ForeignWeights):
             self.reader = self._lightning = None
             self._users = UserStates(self._run)
@@ -191,12 +191,12 @@ class Restorer:
     def _regain_groups(self, reader: CheckpointReader) -> None:
         """Adds the parameter groups that hooks of the saved run had added to its optimizers.
 
-        How many an optimizer had before is a part of the run's identity: a group that `configure_optimizers` has lost
-        since is no gained one.
+        The run's identity records how many groups `configure_optimizers` returned then. Those are not added, even if
+        it returns fewer now.
         """
         run, saved_form = self._run, self._run.strategy.master_weights.saved_form
         pairs = list(zip(run.engine.optimizers, self._optimizers or (), strict=False))
-        # An engine that steps memory of its own has refused to gain groups.
+        # A fused engine steps its own memory, and its optimizers cannot gain groups.
         if not any(len(own["param_groups"]) > len(optimizer.param_groups) for optimizer, own in pairs):
             return
         identity = Identity.read(reader)
@@ -207,18 +207,18 @@ class Restorer:
 
 
 def kept_state(run: Run, states: Mapping[str, Any]) -> Unclaimed:
-    """The states of this Trainer's last fit, which continues from memory: `ckpt_path="current"`."""
+    """Returns the states of this Trainer's last fit, to continue it from memory: `ckpt_path="current"`."""
     return Unclaimed("this run's own state", states, rank_owners(run, CheckpointRanks()))
 
 
 def _check_same_place(loader: SavedState, progress: Progress | None) -> None:
-    """Refuses loaders that stand elsewhere than the progress says."""
+    """Raises StateError if the saved loader position disagrees with the progress."""
     if progress is None:
         return
     if not loader.is_none("place"):
         place = loader.nested("place")
         batches = place.integer("batches")
         if batches != progress.batch:
-            raise StateError(place.path("batches"), f"is {batches}, and progress.json says {progress.batch}")
+            raise StateError(place.path("batches"), f"is {batches}, but progress.json has {progress.batch}")
     elif progress.is_inside:
-        raise StateError(loader.path("place"), f"is missing, and the run stands inside an epoch ({progress.phase})")
+        raise StateError(loader.path("place"), f"is missing, but the run was inside an epoch ({progress.phase})")

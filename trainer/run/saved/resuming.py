@@ -1,4 +1,4 @@
-"""What a run resumes: the argument `ckpt_path`, the checkpoint that it means, and whether the run is the same."""
+"""Resolves `ckpt_path` to a checkpoint, opens it, and checks that the same training saved it."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
 PLACES = "goes_back"
-"""File of a checkpoint that was saved as the run ended: the paths of those before it, seen from its folder."""
+"""File in a checkpoint saved at the end of a run: earlier checkpoints to roll back to, relative to its folder."""
 WORDS = ("last", "best", "auto", "current")
-"""What `ckpt_path` may be in place of a path."""
+"""The values of `ckpt_path` that are not paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a run is to resume.
+    """The checkpoint that a run resumes, and the parts to restore.
 
     Attributes:
-        path: a path, "last", "best", "auto", "current", or None to start anew.
-        parts: which parts of it are restored.
-        trust: it may be a pickle file of another trainer.
-        same_run: it is this run's own, whatever its record says.
-        weights_only: how a pickle of another trainer is read: True by torch's safe loader alone, which needs no trust;
-            False in full if need be, as `trust` says too.
+        path: a path, "last", "best", "auto", "current", or None to start from scratch.
+        parts: the parts to restore.
+        trust: True to allow unpickling a file of another trainer.
+        same_run: True to treat the checkpoint as this run's own, whatever its record says.
+        weights_only: True to read pickle files of other trainers with torch's safe loader only, which needs no trust.
+            False to unpickle them in full if necessary, like `trust`.
 
     Raises:
-        ConfigurationError: if `weights_only` is none of the three.
+        ConfigurationError: if `weights_only` is neither True, False nor None.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -72,15 +72,15 @@ class Goal:
 
     @property
     def continues(self) -> bool:
-        """True if the Trainer's own last fit continues, from memory."""
+        """True if the run continues the Trainer's last fit from memory."""
         return self.path == "current"
 
 
 def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
-    """Reads the argument `restore` of fit.
+    """Returns the parts that the argument `restore` of fit names.
 
     Raises:
-        ConfigurationError: if a part is unknown; names the nearest.
+        ConfigurationError: if a part is unknown; suggests the closest name.
     """
     if restore == "all":
         return frozenset(PARTS)
@@ -108,7 +108,7 @@ def goal_of_fit(
     same_run: bool,
     weights_only: bool | None,
 ) -> Goal:
-    """The goal of a fit, by what it was given and by the Trainer's arguments; see `Trainer.fit`."""
+    """Returns the goal of a fit, from its own arguments and the Trainer's; see `Trainer.fit`."""
     replay = replay_of(arguments)
     if replay is not None:
         return Goal(replay.checkpoint, frozenset(PARTS))
@@ -117,30 +117,35 @@ def goal_of_fit(
 
 
 def goal_of_weights(ckpt_path: str | os.PathLike[str] | None, weights_only: bool | None, trust: bool) -> Goal:
-    """The goal of an evaluation or prediction, which resumes nothing."""
+    """Returns the goal of an evaluation or prediction, which restores weights only."""
     return Goal(ckpt_path, frozenset({"weights"}), trust, weights_only=weights_only)
 
 
 def settled(callbacks: Iterable[Callback], goal: Goal) -> Goal:
-    """The goal with the path that "best" means now: a new fit starts with an empty ranking."""
+    """Returns the goal with "best" resolved to a path. Must be called before a new fit clears the ranking.
+
+    Raises:
+        ConfigurationError: if there is no best checkpoint yet.
+    """
     if goal.path != "best":
         return goal
     best = next((callback.best_model_path for callback in checkpoint_callbacks(callbacks)), "")
     if not best:
         raise ConfigurationError(
-            "ckpt_path='best', and no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'."
+            "ckpt_path='best', but no ModelCheckpoint of this Trainer has saved a best checkpoint yet: pass a path, or "
+            "'last'."
         )
     return dataclasses.replace(goal, path=best)
 
 
 def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
-    """Opens and verifies the checkpoint that a run resumes, before anything of the run has changed.
+    """Opens and verifies the checkpoint that a run resumes, before any state of the run has changed.
 
     Returns:
-        The reader, or None to start anew; and the words that name it to the user.
+        The reader, or None to start from scratch; and a description of the starting point, for the user.
     """
     if goal.path is None:
-        return None, "anew"
+        return None, "from scratch"
     if goal.continues:
         return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
     folder = folder_of_last(run.callbacks, run.arguments.default_root_dir)
@@ -150,22 +155,22 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
         name = os.path.expanduser(os.fspath(goal.path))
         if name in ("auto", "last"):
             raise ConfigurationError(
-                f"ckpt_path={name!r}: {type(plugin).__name__} cannot list its checkpoints: give the path of one, as "
-                "trainer.last_checkpoint has it."
+                f"ckpt_path={name!r}: {type(plugin).__name__} cannot list its checkpoints. Pass the path of one, such "
+                "as trainer.last_checkpoint."
             )
-        found = _through(plugin, name, run, ranks)
+        found = _load_through(plugin, name, run, ranks)
         if isinstance(found, ForeignWeights):
-            return found, _words_of(run, goal, found)
-        return found, _words(run, goal, found, Path(name))
-    # Into memory in which they stay: the Restorer takes them over.
+            return found, _description_of_file(run, goal, found)
+        return found, _description(run, goal, found, Path(name))
+    # Reads optimizer states while it verifies them, into memory that the Restorer then uses without a copy.
     ahead = CheckpointReader.read_ahead if _needs_whole_optimizers(run, goal) else None
     if goal.path in ("last", "auto"):
         newest = _newest(run, folder, goal, ranks, ahead)
-        return (None, "anew (there is no checkpoint yet)") if newest is None else _opened(run, goal, newest)
+        return (None, "from scratch (there is no checkpoint yet)") if newest is None else _opened(run, goal, newest)
     path = _path_of(goal)
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
-        return weights, _words_of(run, goal, weights)
+        return weights, _description_of_file(run, goal, weights)
     if HuggingFaceFolder.is_one(path):
         return HuggingFaceFolder(path), f"weights of {path}"
     return _opened(run, goal, open_verified(path, ranks, ahead))
@@ -174,58 +179,60 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
 def _opened(run: Run, goal: Goal, reader: CheckpointReader) -> tuple[CheckpointReader, str]:
     if goal.weights_only and goal.parts != {"weights"}:
         warnings.warn(
-            "weights_only=True says how pickle files of other trainers are read. "
-            f"{reader.path} is a checkpoint of Leyden's, which holds no pickle, and is resumed as a whole: "
-            "restore='weights' takes its weights alone.",
+            "weights_only=True only affects how pickle files of other trainers are read. "
+            f"{reader.path} is a Leyden checkpoint, which holds no pickle, and is resumed in full. To load only its "
+            "weights, pass restore='weights'.",
             stacklevel=3,
         )
-    return reader, _words(run, goal, reader, reader.path)
+    return reader, _description(run, goal, reader, reader.path)
 
 
 def _needs_whole_optimizers(run: Run, goal: Goal) -> bool:
-    """True if the optimizers' states are restored, all of them on every rank."""
+    """Returns True if every rank restores the full states of the optimizers."""
     is_whole = run.strategy.replicates and not run.strategy.drives_one
     return is_whole and run.state.stage == "fit" and "optimizers" in goal.parts
 
 
-def _words(run: Run, goal: Goal, reader: CheckpointReader, path: Path) -> str:
-    """What names a checkpoint to the user."""
+def _description(run: Run, goal: Goal, reader: CheckpointReader, path: Path) -> str:
+    """Returns a description of a checkpoint, for the user."""
     progress = progress_of(reader)
-    exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     if goal.parts == {"weights"}:
         return f"weights of {path}"
+    notes = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     readers = len(set(saved_data_ranks(reader)))
     if "rng" in goal.parts and readers not in (0, run.strategy.data_size):
-        exact += f"; saved by {readers} rank(s): random numbers of ranks from 1 on are seeded anew"
-    return f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+        notes += f"; saved by {readers} rank(s): the random generators of ranks from 1 on are reseeded"
+    return f"{path} (epoch {progress.epoch}, step {progress.global_step}{notes})"
 
 
-def _words_of(run: Run, goal: Goal, weights: ForeignWeights) -> str:
-    """What names another trainer's file to the user; warns of one that holds no more than weights."""
+def _description_of_file(run: Run, goal: Goal, weights: ForeignWeights) -> str:
+    """Returns a description of another trainer's file, for the user. Warns if the file holds only weights."""
     path = weights.path
     continues = run.state.stage == "fit" and goal.parts != {"weights"}
     if continues and weights.holds_run:
         return f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
     if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
         warnings.warn(
-            f"{path} has no {OPTIMIZERS}, as ModelCheckpoint(save_weights_only=True) of Lightning's saves it: fit "
-            "takes its weights, and begins anew. restore='weights' says the same, without this warning.",
+            f"{path} has no {OPTIMIZERS}, like files of Lightning's ModelCheckpoint(save_weights_only=True): fit loads "
+            "its weights, and training starts from step 0. Pass restore='weights' to avoid this warning.",
             stacklevel=2,
         )
     return f"weights of {path}"
 
 
 def _is_folder(path: str | os.PathLike[str]) -> bool:
-    """Returns True for a checkpoint folder, which is read as one under any plugin, too."""
+    """Returns True for a checkpoint folder. A CheckpointIO plugin does not change how folders are read."""
     return os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
 
 
-def _through(plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks) -> CheckpointReader | ForeignWeights:
-    """Reads a checkpoint that a plugin has stored: the first rank makes a folder of it, which all ranks read."""
+def _load_through(
+    plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks
+) -> CheckpointReader | ForeignWeights:
+    """Loads a checkpoint from a plugin. The first rank unpacks it into a temporary folder, which all ranks read."""
     root = Path(run.arguments.default_root_dir)
     loaded: list[dict[str, Any]] = []
 
-    def made() -> str | None:
+    def unpacked() -> str | None:
         loaded.append(plugin.load_checkpoint(path))
         if not is_packed(loaded[0]):
             return None
@@ -233,7 +240,7 @@ def _through(plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks) 
         folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
         return str(unpack(loaded.pop(), path, folder))
 
-    folder = ranks.first(made)
+    folder = ranks.first(unpacked)
     if folder is None:
         return ForeignWeights(Path(path), True, loaded=loaded[0] if loaded else plugin.load_checkpoint(path))
     reader = open_verified(folder, ranks)
@@ -243,25 +250,27 @@ def _through(plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks) 
 
 
 def progress_of(reader: CheckpointReader) -> Progress:
-    """Where the run stood that saved a checkpoint."""
+    """Returns the progress of the run that saved a checkpoint."""
     with blame(reader.path / PROGRESS):
         return Progress.from_dict(reader.progress())
 
 
 def settle_nodes(run: Run) -> None:
-    """Finds out where several machines share the folders of checkpoints.
+    """Determines for each ModelCheckpoint whether all machines share its folder.
 
     Raises:
         ConfigurationError: if fit would save into folders that are not shared, without `save_on_each_node`.
     """
-    for callback in checkpoint_callbacks(run.callbacks) if run.strategy.ranks.num_nodes > 1 else ():
+    if run.strategy.ranks.num_nodes == 1:
+        return
+    for callback in checkpoint_callbacks(run.callbacks):
         folder = callback.folder_below(run.arguments.default_root_dir)
         callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(run.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
-                f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
-                "(default_root_dir or dirpath), or give ModelCheckpoint(save_on_each_node=True): every machine then "
-                "keeps whole checkpoints of its own."
+                f"{folder} is not shared by all machines. Save checkpoints to a shared file system (default_root_dir "
+                "or dirpath), or pass ModelCheckpoint(save_on_each_node=True): every machine then keeps complete "
+                "checkpoints of its own."
             )
 
 
@@ -272,7 +281,7 @@ def _newest(
     found = newest_reader(folder, depth, goal.path == "auto", ranks, ahead)
     if found is None and goal.path == "last":
         raise CheckpointError(
-            folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
+            folder, "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch."
         )
     return found
 
@@ -282,13 +291,13 @@ def _path_of(goal: Goal) -> Path:
     path = Path(os.path.expanduser(os.fspath(goal.path)))
     if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
         raise CheckpointError(
-            path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"
+            path, f"does not exist, and is not a special value of ckpt_path. {nearest(path.name, WORDS)}"
         )
     return path
 
 
 def lock_of(run: Run) -> FolderLock | None:
-    """The lock of the folder that a fit saves in; None if it saves nothing."""
+    """Returns the lock of the folder that a fit saves into; None if it saves nothing."""
     settle_nodes(run)
     saves = bool(checkpoint_callbacks(run.callbacks)) or run.arguments.preemption is not None
     if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
@@ -297,10 +306,18 @@ def lock_of(run: Run) -> FolderLock | None:
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
-    """Compares the run that saved a checkpoint with the one that resumes it, at the start and with the optimizers.
+    """Compares the run that saved a checkpoint with the one that resumes it.
+
+    Called twice: at the start, and again when the optimizers exist.
+
+    Args:
+        identity: the identity of this run; None in an evaluation.
+        reader: the reader of the checkpoint; None without one.
+        goal: the checkpoint to resume, and the parts to restore.
+        warns: True on the rank that warns of differences.
 
     Raises:
-        ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the ways out.
+        ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the options.
     """
     resumes = bool(goal.parts & {"progress", "optimizers"})
     if isinstance(reader, CheckpointReader) and identity is not None and resumes and reader.has("user"):
@@ -310,30 +327,37 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
         if found:
             warnings.warn(
                 f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. The run continues "
-                "with what it has here.",
+                "with its own values.",
                 stacklevel=2,
             )
 
 
 def places_of(path: Path, reader: Reader | None) -> list[Path]:
-    """The checkpoints to which a run may go back that continues one, the newest last.
+    """Returns the checkpoints that a run may roll back to after resuming from one, the newest last.
 
-    It is that one, unless the run's end was the reason for it: then those that the run had saved before, as one that
-    is not interrupted goes back to them.
+    Normally that checkpoint itself. If it was saved only because its run ended, the checkpoints saved before it: an
+    uninterrupted run would roll back to those.
+
+    Args:
+        path: the checkpoint that the run resumes.
+        reader: its reader.
 
     Raises:
-        CheckpointError: if its record is damaged.
+        CheckpointError: if its list of earlier checkpoints is damaged.
     """
     if not isinstance(reader, CheckpointReader) or not reader.has(PLACES):
         return [path]
     found = reader.json(PLACES)
     if not isinstance(found, list) or not all(isinstance(place, str) for place in found):
-        raise CheckpointError(reader.path / f"{PLACES}.json", "does not say which checkpoints were saved before it.")
+        raise CheckpointError(reader.path / f"{PLACES}.json", "is not a list of earlier checkpoints.")
     return [Path(os.path.realpath(os.path.realpath(path.parent) + os.sep + place)) for place in found]
 
 
 def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:
-    """The checkpoint that a fit continues with all its parts, if "auto" would take it for this run's; else None."""
+    """Returns the path of the checkpoint if the fit restores all parts of it and it is this run's own, else None.
+
+    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given.
+    """
     if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS):
         return None
     before = Identity.read(reader)
@@ -348,8 +372,8 @@ def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bo
     if before is None:
         if refuses and at_start and warns:
             warnings.warn(
-                f"{reader.path} does not say which run saved it: an earlier version did. ckpt_path='auto' "
-                "takes it for this run's.",
+                f"{reader.path} was saved by an earlier version, which did not record its run. ckpt_path='auto' "
+                "assumes that it was this run.",
                 stacklevel=2,
             )
         return
@@ -358,17 +382,21 @@ def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bo
     found = [d for d in differences if not d.replaced or "optimizers" in goal.parts]
     if refuses and any(difference.counts for difference in found):
         raise ConfigurationError(
-            f"{reader.path} was saved by another run, and ckpt_path='auto' continues none but its own: "
-            f"{_listed(found)}. Give each run a folder of its own: Trainer(default_root_dir=…), or "
-            f"ModelCheckpoint(dirpath=…). To continue this one all the same: fit(ckpt_path={str(reader.path)!r}), or "
-            "fit(ckpt_path='auto', same_run=True); for its weights alone: restore='weights'."
+            f"{reader.path} was saved by another run, and ckpt_path='auto' only continues its own: {_listed(found)}. "
+            "Give each run its own folder, with Trainer(default_root_dir=…) or ModelCheckpoint(dirpath=…). To continue "
+            f"this checkpoint anyway, pass fit(ckpt_path={str(reader.path)!r}) or fit(ckpt_path='auto', "
+            "same_run=True); to load only its weights, add restore='weights'."
         )
     if found and not at_start and warns:
-        what = "The checkpoint's options replace those that configure_optimizers returned"
-        kept = "The run continues with what it has here"
+        replaced = any(difference.replaced for difference in found)
+        effect = (
+            "The checkpoint's options replace those that configure_optimizers returned"
+            if replaced
+            else "The run continues with its own values"
+        )
         warnings.warn(
             f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. "
-            f"{what if any(d.replaced for d in found) else kept}. For its weights alone: restore='weights'.",
+            f"{effect}. To load only its weights, pass restore='weights'.",
             stacklevel=2,
         )
 

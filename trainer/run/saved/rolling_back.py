@@ -1,11 +1,11 @@
-"""Goes back to the last checkpoint within a fit, but not in the data: steps that went wrong are not repeated.
+"""Rolls a fit back to its last checkpoint without rewinding the data, so the batches that went wrong are not repeated.
 
-It is what was done by hand in the training of PaLM: "we re-started training from a checkpoint roughly 100 steps before
-the spike started, and skipped roughly 200–500 data batches" (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1).
+The training of PaLM did this by hand: "we re-started training from a checkpoint roughly 100 steps before the spike
+started, and skipped roughly 200–500 data batches" (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1).
 
-What belongs to the weights goes back. What belongs to the data stays: the place in it, the loaders, the DataModule, and
-random numbers, of which some loaders draw their order. So the loader that is being read is read on, a checkpoint that
-is saved afterwards is like any other, and a run that is resumed from it is where this one was.
+State that belongs to the weights is restored. State that belongs to the data is kept: the position, the loaders, the
+DataModule and the random generators, from which some loaders draw their order. The current loader therefore continues
+where it was, and a checkpoint saved after the rollback resumes like any other.
 """
 
 from __future__ import annotations
@@ -35,31 +35,34 @@ if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
 KEPT = frozenset({"loaders", "rng"})
-"""Parts of a checkpoint to which a run does not go back."""
+"""Parts that a rollback does not restore."""
 SHOWN = 3
-"""So many names of parameters a message lists."""
+"""Maximum number of parameter names in a message."""
 
 
 class ReadLoop(Protocol):
-    """What going back asks of a `FitLoop`."""
+    """The method of `FitLoop` that a rollback calls."""
 
     def pass_over(self, batches: int) -> None:
-        """Draws this many batches of the epoch, or those that are left, and trains on none of them."""
+        """Draws up to this number of remaining batches of the epoch without training on them."""
 
 
 def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
-    """Takes a fit back to its last whole checkpoint; see `Trainer.roll_back`.
+    """Rolls a fit back to its last complete checkpoint; see `Trainer.roll_back`.
 
     Args:
         run: the fit.
-        loop: of the fit; None before the first one.
-        further_batches: so many of the epoch are drawn and not trained.
+        loop: the fit loop; None before the first fit.
+        further_batches: the number of further batches of the epoch to skip.
+
+    Returns:
+        The path of the checkpoint.
 
     Raises:
-        LeydenError: elsewhere than between two steps, and if there is no whole checkpoint; says what to do.
+        LeydenError: if it is not called between two steps, or if there is no complete checkpoint; names the fix.
     """
     if type(further_batches) is not int or further_batches < 0:
-        raise LeydenError(f"roll_back(further_batches={further_batches!r}): give a number from 0.")
+        raise LeydenError(f"roll_back(further_batches={further_batches!r}): pass a whole number from 0.")
     _check_place(run)
     run.finish_saves()
     with run.heartbeat.during(Phase.GOING_BACK):
@@ -79,9 +82,12 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
             _forget_epoch(run)
         _repeat_epochs(run, before, now, begun)
         if len(gained) > len(restorer.gained()):
-            raise LeydenError(f"the optimizer has lost the groups of {_some(gained)}, which it gained within an epoch.")
+            raise LeydenError(
+                f"the rollback removed the parameter groups of {_listed(gained)}, which were added during an epoch, "
+                "and no callback added them again."
+            )
         run.strategy.check_trained()
-        # What a step of the user's own has summed up of its window is of weights that are gone.
+        # Gradients accumulated by a custom step belong to weights that no longer exist.
         for optimizer in run.engine.optimizers:
             optimizer.zero_grad(set_to_none=True)
         run.module.zero_grad(set_to_none=True)
@@ -91,66 +97,68 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
 
 
 def _check_place(run: Run) -> None:
-    """Raises LeydenError where the run cannot go back, whatever it has saved."""
+    """Raises LeydenError if the run cannot roll back at this point, whatever it has saved."""
     if run.state.stage != "fit" or run.hooks.current != "on_train_batch_end" or run.engine.window.is_open:
         raise LeydenError(
-            "roll_back goes back between two steps: call it in on_train_batch_end, where trainer.window_is_over."
+            "roll_back only works between two steps: call it in on_train_batch_end, if trainer.window_is_over."
         )
     share = run.engine.share
     if share is not None and share.idle and not run.hooks.is_closing:
         raise LeydenError(
-            "roll_back is for all ranks, and on one that has no sample of this batch this on_train_batch_end is not "
-            'called: call it in a callback with closing_hooks = frozenset({"on_train_batch_end"}).'
+            "all ranks must call roll_back, but a rank without samples in this batch does not call this "
+            'on_train_batch_end: call it in a callback with closing_hooks = frozenset({"on_train_batch_end"}).'
         )
     if replay_of(run.arguments) is not None:
         raise LeydenError(
-            "leyden replay shows steps as they were taken first, and this is where the run has gone back: replay a "
-            "later step from a checkpoint that was saved after it."
+            "leyden replay cannot repeat a rollback, and the run rolled back here: replay a later step from a "
+            "checkpoint that was saved after the rollback."
         )
     why = refusal(run.callbacks)
     if run.strategy.drives_one:
-        why = f"strategy={run.strategy.name!r} keeps its optimizer in memory of its own"
+        why = f"strategy={run.strategy.name!r} keeps the optimizer state in its own memory"
     if why is not None:
-        raise LeydenError(f"the run cannot go back to a checkpoint: {why}.")
+        raise LeydenError(f"the run cannot roll back to a checkpoint: {why}.")
 
 
 # the checkpoint -------------------------------------------------------------------------------------------------------
 def _last(run: Run, each_node: bool) -> CheckpointReader:
-    """The newest whole checkpoint that this run has saved, before this batch.
+    """Returns a reader of the newest complete checkpoint that this run saved before the current batch.
 
     Raises:
         LeydenError: if there is none.
     """
     ranks = CheckpointRanks(run.strategy, run.arguments.default_root_dir, each_node)
-    places = places_now(run)
-    there = {path for path in places if os.path.lexists(staging.standing(path))} if ranks.is_keeper else None
-    kept = [found for found in ranks.gather(there) if found is not None]
+    paths = places_now(run)
+    existing = {path for path in paths if os.path.lexists(staging.standing(path))} if ranks.is_keeper else None
+    existing_by_keeper = [found for found in ranks.gather(existing) if found is not None]
     damaged = 0
-    for path in (path for path in reversed(places) if all(path in found for found in kept)):
+    for path in (path for path in reversed(paths) if all(path in found for found in existing_by_keeper)):
         ranks = CheckpointRanks(run.strategy, path, each_node)
         try:
             reader = open_verified(path, ranks)
         except CheckpointError as error:
             damaged += 1
             if ranks.rank == 0:
-                warnings.warn(f"the run goes back past a damaged checkpoint: {error}", stacklevel=3)
+                warnings.warn(f"the rollback skips a damaged checkpoint: {error}", stacklevel=3)
             continue
-        # A hook that comes before may have saved the step that is undone.
+        # An earlier hook of this batch may already have saved the step to undo.
         if progress_of(reader).batches < run.progress.batches:
             return reader
     if damaged:
         raise LeydenError(
-            f"all {damaged} of its checkpoints that are left are damaged: keep more, by ModelCheckpoint(save_top_k=…)."
+            f"all {damaged} remaining checkpoints of the run are damaged: keep more, with "
+            "ModelCheckpoint(save_top_k=…)."
         )
     raise LeydenError(
-        "it has not saved a checkpoint yet: let ModelCheckpoint save earlier, as by every_n_train_steps=100."
+        "the run has not saved a checkpoint yet: let ModelCheckpoint save earlier, for example with "
+        "every_n_train_steps=100."
     )
 
 
 def places_now(run: Run) -> list[Path]:
-    """The checkpoints to which a run may go back, the newest last.
+    """Returns the checkpoints that a run may roll back to, the newest last.
 
-    Those from before a resume are, if they are in a folder of this run's own.
+    Those from before a resume are included if they are in a folder that this run saves into.
     """
     folders = [callback.dirpath for callback in checkpoint_callbacks(run.callbacks)]
     own = [os.path.realpath(folder) for folder in folders if folder is not None]
@@ -160,26 +168,27 @@ def places_now(run: Run) -> list[Path]:
 
 # epochs ---------------------------------------------------------------------------------------------------------------
 def _epochs_begun(before: Progress, now: Progress) -> range:
-    """The epochs that have begun since the checkpoint."""
+    """Returns the epochs that have begun since the checkpoint."""
     return range(before.epoch + (before.phase != "epoch_start"), now.epoch + 1)
 
 
 def _check_gained(run: Run, gained: Sequence[str], begun: range) -> None:
-    """Raises LeydenError for groups of parameters that nobody would add again."""
+    """Raises LeydenError if the rollback would remove parameter groups that no callback would add again."""
     repeats = any(type(callback).repeat_epoch_start is not Callback.repeat_epoch_start for callback in run.callbacks)
     if gained and not (begun and repeats):
         raise LeydenError(
-            f"the optimizer has gained the group of {_some(gained)} since the last checkpoint, and nobody would add it "
-            "again: add it in a callback's repeat_epoch_start, or save a checkpoint after it was added."
+            f"the parameter group of {_listed(gained)} was added to the optimizer after the last checkpoint, and no "
+            "callback would add it again after a rollback: add it in a callback's repeat_epoch_start, or save a "
+            "checkpoint after adding it."
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return listed(names, SHOWN)
 
 
 def _forget_epoch(run: Run) -> None:
-    """Drops the sums of the epoch: the checkpoint is from before it."""
+    """Clears the logged sums and metrics of the epoch, if the checkpoint is from an earlier epoch."""
     run.logs.forget("train")
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
@@ -190,17 +199,17 @@ def _forget_epoch(run: Run) -> None:
 
 
 def _repeat_epochs(run: Run, before: Progress, now: Progress, begun: range) -> None:
-    """Repeats what the ends and starts of epochs since the checkpoint did to the optimizers.
+    """Repeats the effects that the ends and starts of epochs since the checkpoint had on the optimizers.
 
-    Schedulers that go by epochs step, but for those on a plateau: their metric was of weights that are gone.
+    Epoch schedulers step, except ReduceLROnPlateau: its metric was computed with weights that no longer exist.
     """
-    steps = run.module.automatic_optimization and not run.schedulers_rest()
-    # An epoch's schedulers step with its last window, or with its last hook if a hook has cut it.
-    stepped = before.epoch + (before.ended or before.phase == "epoch_end")
+    steps_schedulers = run.module.automatic_optimization and not run.schedulers_rest()
+    # An epoch's schedulers step with its last window, or after its last hook if a hook has cut the epoch short.
+    first_to_step = before.epoch + (before.ended or before.phase == "epoch_end")
     for epoch in range(before.epoch, now.epoch + 1):
         if epoch in begun:
             run.hooks.repeat_epoch_start(run.callbacks, epoch)
-        if not (steps and stepped <= epoch < now.epoch + now.ended):
+        if not (steps_schedulers and first_to_step <= epoch < now.epoch + now.ended):
             continue
         for config in run.schedulers:
             if not config.reduce_on_plateau and config.due("epoch", epoch + 1):

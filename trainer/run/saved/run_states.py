@@ -1,4 +1,4 @@
-"""Which parts of a run have a state in its checkpoints, besides the user's own code (`user_states.py`) and the loop."""
+"""Lists the parts of a run that save state, except the user's code (`user_states.py`) and the loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def step_states_of(run: Run) -> StepStates:
-    """Everything that a step changes besides the weights."""
+    """Returns the states that a step changes, except the weights: optimizers, schedulers and scaler."""
     schedulers = [config.scheduler for config in run.schedulers]
     return StepStates(run.engine.strategy, run.module, run.engine.optimizers, schedulers)
 
 
 def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
-    """What each rank has of its own, besides its place in the data. Random numbers come last: others may draw."""
+    """Returns the owners of rank-specific state, except the data position. RNG state is last: others may draw."""
     return {
         "buffers": Buffers(run.module, ranks),
         "logs": run.logs,

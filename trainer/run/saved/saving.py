@@ -1,4 +1,4 @@
-"""Saves a run: what a checkpoint holds of it, file by file."""
+"""Saves a run as a checkpoint, file by file."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 
 
 class SavedLoop(Protocol):
-    """What saving asks of a `FitLoop`."""
+    """The methods of `FitLoop` that saving calls."""
 
     progress: Progress
 
     def progress_to_save(self) -> Progress:
-        """The progress that a checkpoint saved now would hold."""
+        """Returns the progress to record in a checkpoint that is saved now."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loop keeps on this rank."""
+        """Returns the state of the loop on this rank."""
 
 
 def store(run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool) -> Path:
-    """Saves a checkpoint of the run, as a folder or by the plugin that there is for it; see `save_through`.
+    """Saves a checkpoint of the run as a folder, or through the run's CheckpointIO plugin; see `save_through`.
 
     Raises:
-        ConfigurationError: for options that no plugin takes.
+        ConfigurationError: if options are given, but there is no plugin to take them.
     """
     if run.checkpoint_io is not None:
         return save_through(run.checkpoint_io, run, loop, path, options, **what)
     if options is not None:
         raise ConfigurationError(
-            f"storage_options={options!r} is for a CheckpointIO in Trainer(plugins=…), and there is none."
+            f"storage_options={options!r} needs a CheckpointIO in Trainer(plugins=…), and there is none."
         )
     return save(run, loop, path, **what)
 
@@ -79,20 +79,20 @@ def save(
     """Writes a checkpoint folder of the run; see `Trainer.save_checkpoint`.
 
     Args:
-        run: that is saved.
-        loop: the fit that runs, or was the last; None without one.
-        path: of the checkpoint.
-        weights_only: leave out all but the weights.
-        exact: refuse to save inside an accumulation window.
-        overwrite: replace what is there.
-        asynchronous: a thread writes it beside the training.
+        run: the run to save.
+        loop: the current or last fit loop; None without one.
+        path: the path of the checkpoint.
+        weights_only: True to save only the weights.
+        exact: True to refuse saving inside an accumulation window.
+        overwrite: True to replace an existing checkpoint.
+        asynchronous: True to write it in a background thread.
     """
     if replay_of(run.arguments) is not None:
-        # It leaves the run's folder as it is.
+        # A replay must not change the run's folder.
         return path
     _check_savable(run, exact)
     if loop is not None and loop.progress is not run.progress:
-        # The loop of an earlier fit: this one has none yet.
+        # The loop belongs to an earlier fit: this fit has no loop yet.
         loop = None
     strategy = run.engine.strategy
     ranks = CheckpointRanks(strategy, path, are_on_each_node(run.callbacks))
@@ -100,9 +100,9 @@ def save(
         ranks.keep(run.lock.check_held)
     home = home_of(run.callbacks, run.arguments.default_root_dir, Path(os.path.abspath(path)))
     is_scheduled = _is_scheduled(run)
-    noted = run.note_save if is_scheduled and not weights_only else run.note_weights
+    record = run.note_save if is_scheduled and not weights_only else run.note_weights
     optimizers, copies = steppers(run.engine), None
-    # One save at a time.
+    # One save at a time: both calls wait for a pending save.
     if asynchronous:
         copies = run.saves.take(optimizers)
     else:
@@ -111,7 +111,7 @@ def save(
         writer = stack.enter_context(
             CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home, plans=run.shard_plans, copies=copies)
         )
-        # The loop first: it sends the loggers the row of the step just done.
+        # The loop first, because it sends the row of the last step to the loggers before they are saved.
         progress = run.progress if loop is None else loop.progress_to_save()
         for logger in run.loggers:
             logger.save()
@@ -133,26 +133,28 @@ def save(
         }
         if copies is None:
             written = writer.commit(**facts)
-            noted(written)
+            record(written)
             return written
         writer.beside()
-        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, noted).path
+        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, record).path
 
 
 def _check_savable(run: Run, exact: bool) -> None:
-    """Raises LeydenError if there is no module, or, with `exact`, a window whose gradients would be lost."""
+    """Raises LeydenError if there is no module, or if `exact` and gradients of an open window would be lost."""
     if run.module._trainer is None:
-        raise LeydenError("save_checkpoint has no module to save: fit one first.")
+        raise LeydenError("save_checkpoint has no module to save: call fit first.")
     if run.engine.window.is_open and exact:
         raise LeydenError(
-            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. "
-            "Call it where trainer.window.closes is true and the step is done (on_train_batch_end), or give "
-            "exact=False."
+            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not save. "
+            "Call it after the window's step (in on_train_batch_end, if trainer.window.closes), or pass exact=False."
         )
 
 
 def _is_scheduled(run: Run) -> bool:
-    """False where the run ends: a run without an end would not save here, so nobody goes back to what is saved."""
+    """Returns False if the save is due to the end of the run.
+
+    A run that continues would not save at this point, so no rollback uses the checkpoint.
+    """
     is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
     return not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
 
@@ -160,12 +162,17 @@ def _is_scheduled(run: Run) -> bool:
 def save_through(
     plugin: CheckpointIO, run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool
 ) -> Path:
-    """Stores a checkpoint of the run by a plugin, on the first rank; see `save` for the other arguments.
+    """Stores a checkpoint of the run through a plugin, on the first rank; see `save` for the other arguments.
 
-    All ranks write a folder, which is read back as a dict, and deleted.
+    All ranks write a temporary folder. The first rank reads it back as a dict for the plugin, then deletes it.
 
     Args:
-        options: `storage_options` of the plugin.
+        plugin: the plugin.
+        run: the run to save.
+        loop: the current or last fit loop; None without one.
+        path: the path of the checkpoint.
+        options: the plugin's `storage_options`.
+        **what: the keyword arguments of `save`.
     """
     if replay_of(run.arguments) is not None:
         return path
@@ -176,7 +183,7 @@ def save_through(
     try:
         what |= {"asynchronous": False, "overwrite": False}
         written = save(run, loop, folder / "checkpoint", **what)
-        # It cannot be gone back to.
+        # No rollback can use the temporary folder.
         run.note_weights(written)
         ranks.first(lambda: plugin.save_checkpoint(pack(CheckpointReader(written)), str(path), storage_options=options))
     finally:
@@ -188,27 +195,27 @@ def save_through(
 
 
 def _free(path: Path) -> Path:
-    """The path, or the first with a number that is not taken."""
+    """Returns the path, with the first free version suffix if it exists."""
     names = (path.with_name(f"{path.name}-v{number}") for number in itertools.count(1))
     return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
 
 
 def _temporary(run: Run) -> Path:
-    """A folder that all ranks see."""
+    """Creates a temporary folder that all ranks can access."""
     root = Path(run.arguments.default_root_dir)
     root.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
 
 
 def _relative(places: Iterable[Path], folder: Path) -> list[str]:
-    """The paths, seen from a folder, of those that are still there."""
+    """Returns the paths that still exist, relative to a folder."""
     return [os.path.relpath(os.path.realpath(place), folder) for place in places if os.path.lexists(place)]
 
 
 def _save_states(
     run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks
 ) -> None:
-    """Writes the weights, and the state of everybody who has one."""
+    """Writes the weights and all other states of the run."""
     composed = users.compose(run.progress)
     step_states_of(run).save(writer, run.module)
     users.warn_of_difference(composed, ranks)
@@ -224,26 +231,33 @@ def _save_states(
 
 
 def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None = None) -> dict[str, Any]:
-    """What this rank has of its own: place in the data, sums of logged values, metrics, random numbers.
+    """Returns the states specific to this rank: data position, sums of logged values, metrics, random state.
 
-    Given the ranks that write a checkpoint, also the buffers in which they differ.
+    Args:
+        run: the run.
+        loop: the current or last fit loop; None without one.
+        ranks: the ranks that write the checkpoint, to include buffers that differ between them; None for this rank
+            alone.
     """
-    of_loop = {"loader": None} if loop is None else loop.state_dict()
-    # Inside a validation the loop has metrics and random numbers from before it.
-    return {**collect_rank(rank_owners(run, ranks or CheckpointRanks())), **of_loop}
+    loop_state = {"loader": None} if loop is None else loop.state_dict()
+    # During a validation the loop overrides metrics and random state with those from before it.
+    return {**collect_rank(rank_owners(run, ranks or CheckpointRanks())), **loop_state}
 
 
 def beside(run: Run, asked: bool | None) -> bool:
-    """Whether a save is written beside the training.
+    """Returns True if a save is to be written in the background.
 
     Args:
-        run: that is saved.
-        asked: what the caller gave; None for what the Trainer's plugins say.
+        run: the run to save.
+        asked: the caller's `asynchronous`; None for the default, which the Trainer's plugins decide.
+
+    Raises:
+        ConfigurationError: if True is requested of a plugin that stores checkpoints itself.
     """
     if asked and run.checkpoint_io is not None:
         raise ConfigurationError(
-            f"asynchronous=True, and {type(run.checkpoint_io).__name__} stores checkpoints itself: give "
-            "plugins=AsyncCheckpointIO(…) around it, which calls it in a thread."
+            f"asynchronous=True does not work with {type(run.checkpoint_io).__name__}, which stores checkpoints "
+            "itself: wrap it in AsyncCheckpointIO(…), which calls it in a background thread."
         )
     if asked is None:
         asked = saves_asynchronously(run.arguments)
@@ -253,16 +267,16 @@ def beside(run: Run, asked: bool | None) -> bool:
 
 
 def steppers(engine: Engine) -> list[Optimizer]:
-    """The optimizers, if their own steps are all that changes the weights; none under an engine that steps."""
+    """Returns the optimizers if only their `step` changes the weights; an empty list under a fused engine."""
     strategy = engine.strategy
     methods = (type(strategy).step, type(strategy).forward_backward, type(strategy.precision).step)
     return engine.optimizers if all(method.__module__.startswith("leyden.") for method in methods) else []
 
 
 def check_composable(run: Run) -> None:
-    """Finds before the first step what the first save would refuse.
+    """Raises before the first step any error that would otherwise occur in the first save.
 
-    It is called after `on_train_start`, in which averages of weights and the like are made.
+    Called after `on_train_start`, in which callbacks create state such as averaged weights.
     """
     states = UserStates(run).compose(run.progress)
     for optimizer in run.engine.optimizers if checkpoint_callbacks(run.callbacks) else ():

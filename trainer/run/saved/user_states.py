@@ -1,4 +1,4 @@
-"""The states of callbacks, DataModule and `on_save_checkpoint`: rank 0's, or each rank's own (`state_per_rank`)."""
+"""The states of callbacks, DataModule and `on_save_checkpoint`: from rank 0, or from each rank (`state_per_rank`)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
 OWN = "own"
-"""The entry of a rank's file."""
+"""The entry in a rank's file that holds its own states."""
 COMPARED = 4096
-"""Tensors of so many elements are compared by value; larger ones, such as averages of weights, by dtype and shape."""
+"""Tensors up to this number of elements are compared by value; larger ones, such as averaged weights, by shape only."""
 
 
 class UserStates:
-    """What the user's own code keeps in a checkpoint: callbacks, DataModule, and hooks that save and load.
+    """The states of the user's code in a checkpoint: callbacks, DataModule, and hooks that save and load.
 
     Args:
-        run: whose user's code it is.
+        run: the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -49,7 +49,11 @@ class UserStates:
 
     # saving -----------------------------------------------------------------------------------------------------------
     def compose(self, progress: Progress) -> dict[str, Any]:
-        """The states as the files `callbacks` and `user` hold them; calls `on_save_checkpoint`."""
+        """Returns the contents of the files `callbacks` and `user`. Calls `on_save_checkpoint`.
+
+        Raises:
+            ConfigurationError: if two callbacks share a `state_key`.
+        """
         callbacks: dict[str, Any] = {}
         for callback in self._callbacks:
             state = callback.state_dict()
@@ -57,7 +61,7 @@ class UserStates:
                 continue
             if callback.state_key in callbacks:
                 raise ConfigurationError(
-                    f"two callbacks have the state_key {callback.state_key!r}: override state_key so that they differ."
+                    f"two callbacks have the same state_key {callback.state_key!r}: override state_key in one of them."
                 )
             callbacks[callback.state_key] = state
         checkpoint: dict[str, Any] = {"epoch": progress.epoch, "global_step": progress.global_step}
@@ -66,7 +70,7 @@ class UserStates:
         return {"callbacks": callbacks, "user": {"checkpoint": checkpoint, "datamodule": datamodule}}
 
     def own(self, composed: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what `compose` returned, the part that each rank keeps for itself: an entry of its file, or none."""
+        """Returns the part of the composed states to save per rank: an entry for the rank's file, or an empty dict."""
         keys = {callback.state_key for callback in self._callbacks if callback.state_per_rank}
         found: dict[str, Any] = {
             "callbacks": {key: state for key, state in composed["callbacks"].items() if key in keys}
@@ -76,9 +80,9 @@ class UserStates:
         return {OWN: found} if any(found.values()) else {}
 
     def warn_of_difference(self, composed: Mapping[str, Any], ranks: CheckpointRanks) -> None:
-        """Warns of states that differ between ranks, as a checkpoint holds rank 0's alone. Every rank calls it.
+        """Warns of states that differ between ranks, because a checkpoint holds only rank 0's. Every rank calls this.
 
-        Python shows a warning of the same words once, so a run warns once.
+        Python shows repeated warnings only once, so a run warns once.
         """
         if ranks.size == 1:
             return
@@ -90,19 +94,19 @@ class UserStates:
         if self._datamodule is not None and self._datamodule.state_per_rank is None:
             states[f"the DataModule {type(self._datamodule).__name__}"] = composed["user"]["datamodule"]
         entries = composed["user"]["checkpoint"].items()
-        states |= {f"what on_save_checkpoint puts under {name!r}": state for name, state in entries}
+        states |= {f"the entry {name!r} that on_save_checkpoint adds": state for name, state in entries}
         digests = ranks.gather({name: _digest(state) for name, state in states.items()})
         differing = [name for name in states if any(others.get(name) != digests[0].get(name) for others in digests)]
         if differing and ranks.rank == 0:
             warnings.warn(
-                f"the state of {', '.join(differing)} differs between ranks. A checkpoint holds rank 0's, and a resume "
-                "hands it to every rank. For a callback or DataModule, state_per_rank = True keeps each rank's own, "
-                "and False ends this warning.",
+                f"the state of {', '.join(differing)} differs between ranks. A checkpoint holds rank 0's state, which "
+                "every rank loads on a resume. On a callback or DataModule, state_per_rank = True saves each rank's "
+                "own state, and state_per_rank = False silences this warning.",
                 stacklevel=2,
             )
 
     def hparams(self) -> dict[str, Any]:
-        """The hyperparameters of module and DataModule, as the file `hparams` holds them; empty without any."""
+        """Returns the content of the file `hparams`: the hyperparameters of module and DataModule; empty if none."""
         owners = {"module": self._module, "datamodule": self._datamodule}
         kept = {name: (owner.kept_hparams, owner.hparams) for name, owner in owners.items() if owner is not None}
         found = {name: values for name, (keeper, hparams) in kept.items() if (values := keeper.saved(hparams))}
@@ -111,10 +115,15 @@ class UserStates:
 
     # restoring --------------------------------------------------------------------------------------------------------
     def classes(self, reader: CheckpointReader, files: Sequence[str], progress: Progress) -> list[Any]:
-        """Live state from which the reader takes the classes of values in a checkpoint's files.
+        """Returns live objects from which the reader resolves the classes named in a checkpoint's files.
 
-        These are the attributes of callbacks, module and DataModule. Only for a class that is in none of them the state
-        of the run is composed, before any hook of the run has made it.
+        These are the attributes of callbacks, module and DataModule. If they lack one of the classes, the state of the
+        run is composed as well, although hooks have not completed it yet.
+
+        Args:
+            reader: the reader of the checkpoint.
+            files: the files to read.
+            progress: the progress, for `compose`.
         """
         wanted = {name for file in files if reader.has(file) for name in class_names(reader.json(file))}
         if not wanted:
@@ -128,15 +137,15 @@ class UserStates:
             return [*live, self.compose(progress)]
         except Exception as error:
             warnings.warn(
-                f"{reader.path} has values of {', '.join(sorted(unknown))}, which come back as plain ones: no "
-                f"attribute of a callback or module is of that class, and the state could not be composed before the "
-                f"run ({type(error).__name__}: {error}). Have an attribute of that class from the start.",
+                f"{reader.path} has values of type {', '.join(sorted(unknown))}, which load as plain values: no "
+                f"attribute of a callback or module has that type, and composing the state before the run failed "
+                f"({type(error).__name__}: {error}). Set an attribute of that type in __init__.",
                 stacklevel=2,
             )
             return live
 
     def read(self, reader: CheckpointReader, like: Any) -> None:
-        """Reads the states of `on_save_checkpoint` and the DataModule, and checks that they are two dicts."""
+        """Reads the states of `on_save_checkpoint` and the DataModule, and checks that both are dicts."""
         user: dict[str, Any] = reader.state("user", like=like)
         self._file = reader.path / "user.json"
         with blame(self._file):
@@ -146,16 +155,16 @@ class UserStates:
         self._user = user
 
     def read_callbacks(self, reader: CheckpointReader, like: Any, own: Any, own_file: Path) -> bool:
-        """Reads the states of callbacks, and lets each check its own.
+        """Reads the states of callbacks, and checks that each is a dict.
 
         Args:
-            reader: of the checkpoint.
-            like: live state, for the classes in it.
-            own: what `own` returned for this rank; None or {} where there is none.
-            own_file: which it was read from.
+            reader: the reader of the checkpoint.
+            like: live objects, to resolve classes from.
+            own: the saved entry of this rank, from `own`; None or {} if there is none.
+            own_file: the file that `own` was read from.
 
         Returns:
-            True if this rank has states of its own in place of rank 0's.
+            True if this rank has its own states in place of rank 0's.
         """
         with blame(own_file, OWN):
             saved = SavedState({} if own is None else own)
@@ -165,18 +174,18 @@ class UserStates:
         others = {callback.state_key: callback for callback in self._callbacks if callback.state_key not in mine}
         states = reader.state("callbacks", like=like, parameters=dict(self._module.named_parameters()))
         self._saved = [mine, _unclaimed(reader.path / "callbacks.json", states, others)]
-        splits = self._datamodule is not None and self._datamodule.state_per_rank and "datamodule" in saved
-        if splits and self._user is not None:
+        own_data = self._datamodule is not None and self._datamodule.state_per_rank and "datamodule" in saved
+        if own_data and self._user is not None:
             self._user = {**self._user, "datamodule": saved.value("datamodule")}
-        return bool(splits or any(key in mine for key in per_rank))
+        return bool(own_data or any(key in mine for key in per_rank))
 
     def take_lightning(self, file: Path, loaded: dict[str, Any], callbacks: Mapping[str, Any]) -> None:
-        """Takes a `.ckpt` of Lightning for what `read` and `read_callbacks` read.
+        """Uses a `.ckpt` of Lightning in place of `read` and `read_callbacks`.
 
         Args:
             file: the checkpoint.
-            loaded: what it holds, which is all handed to `on_load_checkpoint`.
-            callbacks: states by `state_key`, as callbacks here save them.
+            loaded: its content, all of which is passed to `on_load_checkpoint`.
+            callbacks: the states of callbacks in Leyden's form, by `state_key`.
         """
         data = {} if self._datamodule is None else loaded.get(type(self._datamodule).__qualname__)
         self._file, self._user = file, {"checkpoint": loaded, "datamodule": data or {}}
@@ -189,7 +198,7 @@ class UserStates:
                 self._hooks.load_into_module(self._user["checkpoint"])
 
     def load(self) -> None:
-        """Hands DataModule and callbacks their states, after the weights are loaded."""
+        """Loads the states of DataModule and callbacks, after the weights are loaded."""
         if self._user is None:
             return
         if self._datamodule is not None and self._user.get("datamodule"):
@@ -202,10 +211,12 @@ class UserStates:
                 states.load(callback.state_key)
 
     def go_back(self, step: int) -> None:
-        """Has callbacks go back to what was read, within the fit that saved it. The DataModule stays: it is the data's.
+        """Rolls callbacks back to the states that were read, within the fit that saved them.
+
+        The DataModule keeps its state, because a rollback does not repeat data.
 
         Args:
-            step: of the checkpoint.
+            step: the global step of the checkpoint.
         """
         assert self._user is not None
         with blame(self._file, "on_load_checkpoint"):
@@ -216,11 +227,11 @@ class UserStates:
                 callback.go_back({} if states is None else states.get(callback.state_key), step)
 
     def replaced_weights(self) -> dict[str, Tensor]:
-        """What callbacks have a checkpoint hold in place of the module's own tensors, by name."""
+        """Returns the tensors that callbacks save in place of the module's own, by name."""
         return {name: tensor for callback in self._callbacks for name, tensor in callback.saved_weights().items()}
 
     def end_weights(self) -> None:
-        """Calls the hook of callbacks that follows the loading of weights and states."""
+        """Calls `weights_loaded` of the callbacks, after weights and states are loaded."""
         for callback in self._callbacks:
             callback.weights_loaded()
 

@@ -1,1 +1,1 @@
-"""What a run needs before its first batch: callbacks, ranks, loaders, limits, and their checks."""
+"""Prepares a run for its first batch: callbacks, ranks, loaders and limits, and the checks on them."""

@@ -1,4 +1,4 @@
-"""Makes the Trainer's parts from its arguments: callbacks, loggers, precision, and torch's own switches."""
+"""Builds the Trainer's parts from its arguments: callbacks, loggers, precision, and torch's global switches."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def precision_of(arguments: Arguments) -> Any:
-    """The precision, from its own argument or from plugins; None leaves the one that a given strategy has."""
+    """Returns the precision from its argument or from the plugins; None keeps that of a given strategy."""
     checkpoint_io(arguments)
     kinds = (is_async_plugin, is_checkpoint_io, is_cluster)
     plugins = [plugin for plugin in as_list(arguments.plugins) if not any(is_one(plugin) for is_one in kinds)]
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
-                f"plugins: {kind_of(plugin)} is no plugin that this version knows: "
-                f"{ported(plugin, 'give a Precision, a CheckpointIO or a ClusterEnvironment')}."
+                f"plugins holds {kind_of(plugin)}, which this version does not support: "
+                f"{ported(plugin, 'pass a Precision, a CheckpointIO or a ClusterEnvironment')}."
             )
     if len(plugins) + (arguments.precision is not None) > 1:
-        raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
+        raise ConfigurationError("the precision is set more than once, by precision and by plugins: set it once.")
     if plugins:
         return plugins[0]
     if isinstance(arguments.strategy, Strategy):
@@ -66,60 +66,61 @@ def precision_of(arguments: Arguments) -> Any:
 
 
 def saves_asynchronously(arguments: Arguments) -> bool:
-    """Whether a plugin asks for asynchronous saves."""
+    """Returns True if a plugin requests asynchronous saves."""
     return any(is_async_plugin(plugin) for plugin in as_list(arguments.plugins))
 
 
 def cluster_of(arguments: Arguments) -> Any:
-    """The ClusterEnvironment among the plugins; None without one.
+    """Returns the ClusterEnvironment among the plugins; None without one.
 
     Raises:
-        ConfigurationError: if there are two.
+        ConfigurationError: if there is more than one.
     """
     found = [plugin for plugin in as_list(arguments.plugins) if is_cluster(plugin)]
     if len(found) > 1:
         kinds = " and ".join(type(plugin).__name__ for plugin in found)
-        raise ConfigurationError(f"plugins has two that say which rank this is, {kinds}: give one.")
+        raise ConfigurationError(f"plugins holds more than one cluster environment, {kinds}: pass one.")
     return found[0] if found else None
 
 
 def enter_cluster(arguments: Arguments) -> None:
-    """Has this process become the rank that a ClusterEnvironment among the plugins says it is."""
+    """Makes this process the rank that a ClusterEnvironment among the plugins assigns to it."""
     plugin = cluster_of(arguments)
     if plugin is None:
         return
     publish(plugin, arguments.devices, arguments.num_nodes)
     if isinstance(arguments.strategy, Strategy):
-        # It was made before.
+        # A strategy that was passed as an object read its rank when it was created, before the plugin set it.
         arguments.strategy.ranks.become_rank(rank_environment())
 
 
 def checkpoint_io(arguments: Arguments) -> CheckpointIO | None:
-    """The plugin that stores checkpoints; None for checkpoint folders.
+    """Returns the plugin that stores checkpoints; None if checkpoints are folders.
 
     Raises:
-        ConfigurationError: if there are two, or the run is to look for checkpoints, which a plugin cannot list.
+        ConfigurationError: if there is more than one, or if the run must search for checkpoints, which a plugin cannot
+            list.
     """
     plugin = checkpoint_io_of(as_list(arguments.plugins))
     for name, value in (("resume", arguments.resume), ("preemption", arguments.preemption)):
         if plugin is not None and value:
             raise ConfigurationError(
-                f"{name}={value!r} looks for the newest checkpoint of the run, and {type(plugin).__name__} cannot list "
-                "those that it has: leave it out, and give fit the path."
+                f"{name}={value!r} searches for the newest checkpoint of the run, but {type(plugin).__name__} cannot "
+                "list its checkpoints: leave it out, and pass the path to fit."
             )
     return plugin
 
 
 def build_callbacks(arguments: Arguments) -> list[Callback]:
-    """The callbacks that were given, and those that other arguments ask for.
+    """Returns the given callbacks and those that other arguments request.
 
     Raises:
-        ConfigurationError: if something is no callback, or is asked for twice.
+        ConfigurationError: if something is not a callback, or is requested twice.
     """
     callbacks, replay = as_list(arguments.callbacks), replay_of(arguments)
     check_callbacks(callbacks, "callbacks")
     if len({id(callback) for callback in callbacks}) < len(callbacks):
-        raise ConfigurationError("callbacks holds the same callback twice: give it once.")
+        raise ConfigurationError("callbacks holds the same callback twice: pass it once.")
     if replay is not None:
         callbacks = replay.callbacks(callbacks)
     _add_accumulation(callbacks, arguments)
@@ -134,7 +135,7 @@ def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
     wanted = arguments.accumulate_grad_batches
     if len(found) > 1 or (found and wanted != 1):
         raise ConfigurationError(
-            "accumulation was asked for more than once: give accumulate_grad_batches or one GradientAccumulation "
+            "gradient accumulation is set more than once: pass accumulate_grad_batches or one GradientAccumulation "
             "callback."
         )
     if isinstance(wanted, str):
@@ -150,7 +151,7 @@ def _add_digests(callbacks: list[Callback], arguments: Arguments) -> None:
 
     if any(isinstance(callback, WeightDigests) for callback in callbacks):
         raise ConfigurationError(
-            f"digest_every_n_steps={arguments.digest_every_n_steps}, and callbacks holds a WeightDigests: give one."
+            f"digest_every_n_steps={arguments.digest_every_n_steps}, but callbacks holds a WeightDigests: choose one."
         )
     callbacks.append(WeightDigests(arguments.digest_every_n_steps))
 
@@ -165,7 +166,7 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
 
         loggers = [TensorBoardLogger()]
     if arguments.barebones:
-        # A trial's, which write nothing.
+        # Trials use DummyLoggers, which write nothing.
         loggers = [logger for logger in loggers if isinstance(logger, DummyLogger)]
     elif arguments.fast_dev_run or replay_of(arguments) is not None:
         loggers = [DummyLogger() for _ in loggers]
@@ -173,24 +174,24 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
 
 
 def check_loggers(loggers: Sequence[Any], where: str) -> None:
-    """Refuses anything but loggers.
+    """Checks that every item is a logger.
 
     Raises:
-        ConfigurationError: names the first one.
+        ConfigurationError: names the first item that is not.
     """
     for logger in loggers:
         if not isinstance(logger, Logger):
-            fix = f"use True, False, or loggers such as CSVLogger(); {kind_of(logger)} is none"
+            fix = f"{kind_of(logger)} is not a logger: use True, False, or loggers such as CSVLogger()"
             raise ConfigurationError(f"{where}: {ported(logger, fix)}.")
 
 
 def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silent: bool) -> list[Callback]:
-    """The callbacks, with their loggers replaced.
+    """Returns the callbacks with their loggers replaced.
 
     Args:
-        callbacks: loggers and others.
-        loggers: the new ones.
-        silent: the run writes nothing, so they are replaced in turn by silent ones.
+        callbacks: loggers and other callbacks.
+        loggers: the new loggers.
+        silent: True if the run writes nothing: DummyLoggers then stand in for the new loggers.
     """
     check_loggers(loggers, "trainer.logger")
     others = [callback for callback in callbacks if not isinstance(callback, Logger)]
@@ -198,7 +199,7 @@ def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silen
 
 
 def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
-    """Adds checkpoints, progress bar and summary. They are imported here: a run without them does not pay for them."""
+    """Adds checkpoints, progress bar and summary, each imported on demand, so a run without them pays nothing."""
     if arguments.enable_checkpointing or arguments.callbacks:
         from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
@@ -206,7 +207,7 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         if arguments.enable_checkpointing and not has:
             callbacks.append(ModelCheckpoint())
         elif has and not arguments.enable_checkpointing and not arguments.fast_dev_run:
-            raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
+            raise ConfigurationError("enable_checkpointing=False, but callbacks holds a ModelCheckpoint: choose one.")
     if arguments.preemption is not None and not arguments.fast_dev_run:
         from leyden.callbacks.checkpointing.preemption_checkpoint import PreemptionCheckpoint
 
@@ -228,11 +229,11 @@ def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
     if len(bars) > 1:
         raise ConfigurationError(
             f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would "
-            "draw over each other: give one."
+            "overwrite each other: pass one."
         )
     if bars and not (arguments.enable_progress_bar or arguments.barebones or replay_of(arguments)):
         raise ConfigurationError(
-            f"enable_progress_bar=False, and callbacks holds a {type(bars[0]).__name__}: choose one."
+            f"enable_progress_bar=False, but callbacks holds a {type(bars[0]).__name__}: choose one."
         )
     if not bars and arguments.enable_progress_bar:
         from leyden.callbacks.bars.tqdm_bar import TQDMProgressBar
@@ -241,7 +242,7 @@ def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
 
 
 def _summary_beside(callbacks: list[Callback]) -> Callback:
-    """The summary that looks like the progress bar."""
+    """Returns the model summary in the style of the progress bar."""
     from leyden.callbacks.bars.rich_bar import RichProgressBar
     from leyden.callbacks.model_summary import ModelSummary
 
@@ -253,42 +254,40 @@ def _summary_beside(callbacks: list[Callback]) -> Callback:
 
 
 def unwrapped(model: Any) -> tuple[TrainModule, Any]:
-    """The module itself, and the `torch.compile` wrapper around it, if any.
+    """Returns the module and the `torch.compile` wrapper around it, if any.
 
-    The module's steps are compiled with the options of the wrapper.
+    The options of the wrapper apply to the module's steps, which are compiled in its place.
 
     Raises:
-        ConfigurationError: if it is no TrainModule.
+        ConfigurationError: if the model is not a TrainModule.
     """
     model = as_launched(model)
     inner = getattr(model, "_orig_mod", None)
     compiled, model = (None, model) if inner is None else (model, inner)
     if not isinstance(model, TrainModule):
-        fix = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
-        raise ConfigurationError(
-            f"the Trainer needs a TrainModule, and was given {kind_of(model)}: {ported(model, fix)}."
-        )
+        fix = f"pass an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
+        raise ConfigurationError(f"the Trainer needs a TrainModule, not {kind_of(model)}: {ported(model, fix)}.")
     return model, compiled
 
 
 def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
-    """Refuses anything but a DataModule, and a DataModule beside loaders, before anything runs.
+    """Checks that a DataModule is one, and that no loaders were passed with it, before anything runs.
 
     Raises:
-        ConfigurationError: says what to give.
+        ConfigurationError: if not; names the fix.
     """
     if datamodule is None:
         return
     if any(loader is not None for loader in loaders):
-        raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
+        raise ConfigurationError(f"{stage} was given both loaders and a datamodule: pass one of them.")
     if not isinstance(datamodule, DataModule):
         raise ConfigurationError(
-            f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'give an instance of a leyden.DataModule')}."
+            f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'pass an instance of a leyden.DataModule')}."
         )
 
 
 def to_evaluate(former: Run, stage: str, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
-    """Module, loaders and DataModule of an evaluation; the former run's stand in for what is left out."""
+    """Returns the module, loaders and DataModule of an evaluation. Omitted ones default to the former run's."""
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders
     check_datamodule(datamodule, stage, loaders)
@@ -302,10 +301,10 @@ def to_evaluate(former: Run, stage: str, model: Any, loaders: Any, datamodule: A
 
 
 def check_steps(module: TrainModule, stage: str) -> None:
-    """Finds a missing step of the module before anything runs.
+    """Checks that the module defines the methods that a stage needs, before anything runs.
 
     Raises:
-        ConfigurationError: names the step.
+        ConfigurationError: names the missing method.
     """
     name = type(module).__name__
     if stage == "fit":
@@ -314,7 +313,8 @@ def check_steps(module: TrainModule, stage: str) -> None:
                 raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
         if not module.training:
             warnings.warn(
-                f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.",
+                f"{name} is in eval mode, and fit will train it in that mode: if that is not intended, call "
+                "module.train() first.",
                 stacklevel=4,
             )
     own = overrides(module, "predict_step", TrainModule) or overrides(module, "forward", nn.Module)
@@ -325,7 +325,7 @@ def check_steps(module: TrainModule, stage: str) -> None:
 def prepare_data(datamodule: DataModule | None, module: TrainModule, ranks: Ranks) -> None:
     """Calls `prepare_data` on the first rank of each machine, or of all machines, while the other ranks wait.
 
-    On several ranks, what is drawn in it at random leaves no trace, as not all of them draw.
+    On several ranks it runs with isolated random state, because only some ranks draw random numbers in it.
     """
     owners: list[tuple[DataModule | TrainModule, type]] = [(module, TrainModule)]
     if datamodule is not None:
@@ -341,19 +341,20 @@ def prepare_data(datamodule: DataModule | None, module: TrainModule, ranks: Rank
 
 
 def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None:
-    """Warns of a fit that changes no weight, which may be intended."""
+    """Warns of a fit without optimizers, which changes no weight. This may be intended."""
     if not optimizers:
         warnings.warn(
             f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return "
-            "one, such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
+            "an optimizer, such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
             stacklevel=4,
         )
 
 
 def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
-    """Warns of parts that are trained in eval mode, as `from_pretrained` returns them: their dropout does nothing.
+    """Warns of submodules that are trained in eval mode, as `from_pretrained` returns them: their dropout is off.
 
-    A layer of dropout or batch norm that is in eval mode by itself is meant so, and so is a part that no optimizer has.
+    A single layer of dropout or batch norm in eval mode is taken as intended, and so is a submodule without parameters
+    in any optimizer.
     """
     trained = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     found: list[str] = []
@@ -368,20 +369,20 @@ def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimiz
                 found += [full] if any(p.requires_grad and id(p) in trained for p in child.parameters()) else []
     if found:
         warnings.warn(
-            f"{type(module).__name__} trains {listed(found, 3)} in eval mode, in which dropout is off and batch norm "
-            f"keeps its statistics: if that is not meant, call {_part_of_self(found[0])}.train() in __init__ "
+            f"{type(module).__name__} trains {listed(found, 3)} in eval mode: dropout is off and batch norm does not "
+            f"update its statistics. If that is not intended, call {_expression_of(found[0])}.train() in __init__ "
             "(from_pretrained returns models in eval mode).",
             stacklevel=4,
         )
 
 
-def _part_of_self(name: str) -> str:
-    """How a module writes a part of itself."""
+def _expression_of(name: str) -> str:
+    """Returns the expression by which a module's own code refers to its submodule."""
     return f"self.{name}" if all(map(str.isidentifier, name.split("."))) else f"self.get_submodule({name!r})"
 
 
 def _has_modes(layer: nn.Module) -> bool:
-    """True for a layer that does something else in training."""
+    """Returns True for a layer that behaves differently in training and in eval mode."""
     if isinstance(layer, nn.modules.dropout._DropoutNd):
         return layer.p > 0
     if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
@@ -391,7 +392,7 @@ def _has_modes(layer: nn.Module) -> bool:
 
 @contextmanager
 def runtime_settings(arguments: Arguments) -> Iterator[None]:
-    """Sets torch's switches (deterministic, benchmark, …) within the block, and restores them afterwards."""
+    """Sets torch's global switches (deterministic, benchmark, …) within the block, and restores them afterwards."""
     variable = os.environ.get(CUBLAS)
     was = (
         torch.are_deterministic_algorithms_enabled(),
@@ -399,7 +400,7 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
         torch.backends.cudnn.benchmark,
     )
     if arguments.deterministic:
-        # cuBLAS reads this when it makes its first workspace; without it torch refuses its matrix products.
+        # cuBLAS reads this when it creates its first workspace. Without it, torch refuses matrix products on cuBLAS.
         os.environ.setdefault(CUBLAS, ":4096:8")
     if arguments.deterministic is not None:
         torch.use_deterministic_algorithms(bool(arguments.deterministic), warn_only=arguments.deterministic == "warn")
@@ -426,5 +427,5 @@ def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
 
 
 def seconds_of(value: Any) -> float | None:
-    """Seconds of a duration; None for a value that is not a duration."""
+    """Returns the seconds of a duration; None for a number or None, which are not durations."""
     return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()

@@ -1,4 +1,4 @@
-"""Keeps the list of callbacks: the Trainer's, those of the module that runs, and those that users add."""
+"""The list of callbacks: the Trainer's own, those of the current module, and those that users add."""
 
 from __future__ import annotations
 
@@ -18,52 +18,55 @@ if TYPE_CHECKING:
 
 
 class CallbackList:
-    """The callbacks of a Trainer from run to run. `trainer.callbacks` is a plain list that its user may change.
+    """The callbacks of a Trainer, from run to run. `trainer.callbacks` is a plain list that users may change.
 
-    A callback that was added to that list before a run, or in a `setup` of it, takes part in it and in later ones. The
-    callbacks of a module's `configure_callbacks` take part in that module's runs alone.
+    A callback added to that list before a run, or in a `setup` hook, takes part in that run and all later ones. The
+    callbacks returned by a module's `configure_callbacks` take part only in runs of that module.
 
     Args:
-        callbacks: those that the Trainer was made with.
+        callbacks: the callbacks passed to the Trainer.
 
     Attributes:
-        now: the list that its user sees.
+        now: the list that users see and may change.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.now = list(callbacks)
         self._lasting = list(callbacks)
-        """Those that take part in every run."""
+        """The callbacks that take part in every run."""
         self._seen = list(callbacks)
-        """Those of the run that is under way, or was the last."""
+        """The callbacks of the current run, or of the last one."""
         self._initial: dict[str, Any] = {}
-        self._own: type[Callback] = Callback
+        """The states of callbacks before the Trainer's first fit, by state key."""
+        self._module_kind: type[Callback] = Callback
+        """The class that a module's callbacks must have; others are ignored."""
 
     def take_only(self, kind: type[Callback]) -> None:
-        """Limits what a module's `configure_callbacks` may add to callbacks of one kind."""
-        self._own = kind
+        """Ignores the callbacks of a module's `configure_callbacks`, except those of one class."""
+        self._module_kind = kind
 
     def begin(self, own: Any, replay: Replay | None = None) -> None:
         """Begins a run, with the callbacks that its module configures.
 
         Args:
-            own: what the module's `configure_callbacks` returned.
-            replay: a step is run again, so that those who write checkpoints take no part.
+            own: the return value of the module's `configure_callbacks`.
+            replay: the replay that this run performs, which leaves out callbacks that write checkpoints; None for a
+                normal run.
         """
         self._lasting = [c for c in self._lasting if holds(self.now, c) or not holds(self._seen, c)]
         self.take_added()
-        place = {id(callback): number for number, callback in enumerate(self.now)}
-        # Those that a module's own had replaced are not in the list.
-        self._lasting.sort(key=lambda callback: place.get(id(callback), -1))
-        seen = merge_callbacks(self._lasting, own, self._own)
+        position = {id(callback): number for number, callback in enumerate(self.now)}
+        # Callbacks that a module's callbacks replaced in the last run are not in the list.
+        self._lasting.sort(key=lambda callback: position.get(id(callback), -1))
+        seen = merge_callbacks(self._lasting, own, self._module_kind)
         self._seen = seen if replay is None else list(in_order(replay.callbacks(seen)))
         self.now = list(self._seen)
 
     def take_added(self) -> list[Callback]:
-        """Returns the callbacks that were added to the list since the last look; they take part from here on.
+        """Returns the callbacks added to the list since the previous call, and includes them in all runs from now on.
 
         Raises:
-            ConfigurationError: if one of them is no callback.
+            ConfigurationError: if one of them is not a callback.
         """
         added = [callback for callback in self.now if not holds(self._seen, callback)]
         check_callbacks(added, "trainer.callbacks")
@@ -72,65 +75,68 @@ class CallbackList:
         return added
 
     def replace(self, callbacks: list[Callback]) -> None:
-        """Replaces the list that the user sees."""
+        """Replaces the list that users see."""
         self.now = callbacks
 
     def join(self, module: TrainModule) -> None:
-        """Lets callbacks log through the module of their run."""
+        """Lets callbacks log through the module of the run."""
         for callback in self.now:
             callback._log_through(module)
 
     def leave(self) -> None:
-        """Ends the run: a callback's `log` does nothing from here on."""
+        """Ends the run. From here on, a callback's `log` is a no-op."""
         for callback in self._seen:
             callback._log_through(None)
 
     def note_states(self) -> None:
-        """Remembers the states of callbacks before the Trainer's first fit.
+        """Records the states of the callbacks before the Trainer's first fit.
 
-        One that makes its state in `on_train_start` may raise here: another fit then leaves it as it is.
+        `state_dict` may raise if a callback creates its state in `on_train_start`. Later fits then leave its state
+        unchanged.
         """
-        for callback in () if self._initial else self._lasting:
+        if self._initial:
+            return
+        for callback in self._lasting:
             try:
                 state = {} if isinstance(callback, Logger) else copy.deepcopy(callback.state_dict())
             except Exception:
-                # It is asked again after on_train_start, where it may not raise.
+                # The state is read again after on_train_start, where an error counts.
                 continue
             if state:
                 self._initial[callback.state_key] = state
 
     def start_over(self) -> None:
-        """Callbacks that served an earlier fit start as they did then; loggers keep their folder."""
+        """Resets callbacks to their states before the Trainer's first fit. Loggers keep their folder."""
         for callback in self._lasting:
             if callback.state_key in self._initial:
                 callback.load_state_dict(copy.deepcopy(self._initial[callback.state_key]))
 
 
 def check_callbacks(callbacks: Iterable[Any], where: str) -> None:
-    """Refuses anything but callbacks.
+    """Checks that every item is a callback.
 
     Raises:
-        ConfigurationError: names the first one.
+        ConfigurationError: names the first item that is not.
     """
     for callback in callbacks:
         if isinstance(callback, type):
             raise ConfigurationError(
-                f"{where} holds the class {callback.__name__}: give an instance, {callback.__name__}()."
+                f"{where} holds the class {callback.__name__}: pass an instance, {callback.__name__}()."
             )
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"{where} holds {kind_of(callback)}, which is no Callback: "
+                f"{where} holds {kind_of(callback)}, which is not a Callback: "
                 f"{ported(callback, 'subclass leyden.Callback')}."
             )
 
 
 def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback]) -> list[Callback]:
-    """Those of the Trainer and of the module, in order; the module's replace the Trainer's of the same class.
+    """Merges the Trainer's callbacks and the module's, in order. The module's replace the Trainer's of the same class.
 
     Args:
-        callbacks: the Trainer's.
-        own: what the module's `configure_callbacks` returned.
-        kind: the module's are left out unless they are of this class.
+        callbacks: the Trainer's callbacks.
+        own: the return value of the module's `configure_callbacks`.
+        kind: the class of callbacks to accept from the module; others are ignored.
     """
     extra = as_list(own)
     for callback in extra:
@@ -144,5 +150,5 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback
 
 
 def holds(callbacks: Iterable[Callback], callback: object) -> bool:
-    """True if this very callback is among some."""
+    """Returns True if `callbacks` contains this object, by identity."""
     return any(other is callback for other in callbacks)

@@ -1,4 +1,4 @@
-"""Compares what must be the same on all ranks: arguments, module, optimizers, number of batches.
+"""Checks that ranks agree on arguments, module, optimizers and the number of batches.
 
 An error names the first difference.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.batch import shape_and_dtype
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
 
-# Only one rank shows and logs, so these may differ.
+# Arguments that may differ between ranks, because only one rank displays and logs.
 FREE = {
     "logger",
     "callbacks",
@@ -37,7 +38,7 @@ FREE = {
 def check_module(
     ranks: Ranks, stage: str, arguments: Arguments, callbacks: Iterable[Callback], module: nn.Module
 ) -> None:
-    """Compares stage, arguments, deciding callbacks, and the names, shapes and dtypes of parameters and buffers.
+    """Compares stage, arguments, communicating callbacks, and the names, shapes and dtypes of parameters and buffers.
 
     Raises:
         ConfigurationError: on every rank, if one differs; names the first difference.
@@ -49,7 +50,7 @@ def check_module(
         value = getattr(arguments, name)
         plain = isinstance(value, (int, float, str, type(None)))
         lines.append(f"the Trainer's {name}={value if plain else type(value).__name__}")
-    lines += [f"the callback {type(callback).__name__}" for callback in callbacks if _decides(callback)]
+    lines += [f"the callback {type(callback).__name__}" for callback in callbacks if _communicates(callback)]
     lines.append(f"the module {type(module).__name__}")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         lines.append(f"{name} {shape_and_dtype(tensor)} {'trained' if tensor.requires_grad else 'fixed'}")
@@ -86,36 +87,34 @@ def check_batches(ranks: Ranks, count: int | None) -> None:
     """
     if ranks.world_size > 1:
         fix = (
-            "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, "
-            "or set use_distributed_sampler=False where each has a share of its own."
+            "Leyden shards one loader over the ranks, so every rank needs the same loader over the whole data. Set "
+            "use_distributed_sampler=False if each rank's loader already yields its own shard."
         )
         agree(ranks, [f"{'an unknown number of' if count is None else count} training batches"], fix)
 
 
 def agree(ranks: Ranks, lines: Sequence[str], fix: str) -> None:
-    """Raises on every rank if one rank's lines are not those of rank 0.
+    """Raises on every rank if any rank's lines differ from rank 0's.
 
     Args:
-        ranks: every one of them must call it.
-        lines: what this rank has, in words, in an order.
-        fix: ends the message.
+        ranks: the ranks to compare; all of them must call this.
+        lines: a description of this rank, in a fixed order.
+        fix: the last sentence of the message.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(ranks.all_gather_object(digest))) == 1:
         return
-    everyone = ranks.all_gather_object(list(lines))
-    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-    place = next(
-        (place for place, (one, other) in enumerate(zip(everyone[0], theirs, strict=False)) if one != other),
-        min(len(everyone[0]), len(theirs)),
-    )
-    first, other = (found[place] if place < len(found) else "nothing more" for found in (everyone[0], theirs))
+    all_lines = ranks.all_gather_object(list(lines))
+    expected = all_lines[0]
+    rank, found = next((rank, found) for rank, found in enumerate(all_lines) if found != expected)
+    pairs = zip_longest(expected, found, fillvalue="nothing more")
+    first, other = next((first, other) for first, other in pairs if first != other)
     raise ConfigurationError(f"the ranks differ: rank 0 has {first}, and rank {rank} has {other}. {fix}")
 
 
-def _decides(callback: Callback) -> bool:
-    """True for the callbacks that talk to those of other ranks."""
-    # Imported here: one rank needs none of them.
+def _communicates(callback: Callback) -> bool:
+    """Returns True for callbacks that communicate across ranks, and so must exist on every rank."""
+    # Imported here, because a run on one rank needs none of them.
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
@@ -125,7 +124,7 @@ def _decides(callback: Callback) -> bool:
 
 
 def _option(value: Any) -> Any:
-    """An optimizer's option as text that is the same on every rank where the option is."""
+    """Returns a form of an optimizer's option that is equal on all ranks if the option is."""
     if isinstance(value, (int, float, str, bool, type(None), tuple)):
         return value
     if hasattr(value, "tolist"):

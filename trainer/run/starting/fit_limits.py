@@ -1,4 +1,4 @@
-"""Limits of a fit: the epochs, steps and seconds after which it ends, and those before which nothing stops it."""
+"""The limits of a fit: maximum epochs, steps and seconds, and the minimum before `should_stop` takes effect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 
 class FitLimits:
-    """The limits of a fit. A Trainer has them as `trainer.fit_loop`, where Lightning's users set them.
+    """The limits of a fit, available as `trainer.fit_loop`, where Lightning's users set them.
 
-    What is set here holds from now on, in a run that is under way and in later ones. What is given to `fit` holds for
-    that fit alone.
+    Values set here apply to the current run and all later ones. Values passed to `fit` apply to that fit only.
 
     Args:
-        arguments: the Trainer's.
+        arguments: the Trainer's arguments.
 
     Example:
         >>> from leyden import Trainer
@@ -33,15 +32,15 @@ class FitLimits:
 
     def __init__(self, arguments: Arguments) -> None:
         self._lasting = (arguments.max_epochs, arguments.max_steps)
-        """What later fits begin with."""
+        """The `max_epochs` and `max_steps` that later fits begin with."""
         self._max_epochs, self._max_steps = self._lasting
         self._min_epochs, self._min_steps = arguments.min_epochs, arguments.min_steps
         self.max_seconds = seconds_of(arguments.max_time)
-        """Seconds of training after which a fit ends; None for no end."""
+        """Seconds of training after which a fit ends; None for no limit."""
         self._skips_training = arguments.limit_train_batches == 0
 
     def begin(self, max_epochs: int | None, max_steps: int | None) -> None:
-        """Begins a fit, with limits of its own; None keeps the lasting ones."""
+        """Begins a fit, with limits for this fit only; None keeps the Trainer's."""
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None:
                 _check(f"fit({name}={value!r})", value, -1)
@@ -53,7 +52,7 @@ class FitLimits:
 
     @property
     def max_epochs(self) -> int | None:
-        """Epochs after which a fit ends; -1 for no end, None where something else ends it."""
+        """Epochs after which a fit ends; -1 for no limit, None if another limit ends it."""
         return self._max_epochs
 
     @max_epochs.setter
@@ -64,7 +63,7 @@ class FitLimits:
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps after which a fit ends; -1 for no end."""
+        """Optimizer steps after which a fit ends; -1 for no limit."""
         return self._max_steps
 
     @max_steps.setter
@@ -95,17 +94,17 @@ class FitLimits:
         self._min_steps = value
 
     def epochs_reached(self, epochs: int) -> bool:
-        """True if this many epochs reach `max_epochs`."""
+        """Returns True if this number of epochs reaches `max_epochs`."""
         return self._max_epochs not in (None, -1) and epochs >= (self._max_epochs or 0)
 
     def reached(self, progress: Progress) -> list[str]:
-        """Returns the limits that a fit has reached, as the user wrote them."""
+        """Returns the limits that a fit has reached, in the form `max_epochs=3`."""
         epochs = [f"max_epochs={self._max_epochs}"] if self.epochs_reached(progress.epochs_done) else []
         steps = [f"max_steps={self._max_steps}"] if 0 <= self._max_steps <= progress.global_step else []
         return epochs + steps
 
     def reason(self, progress: Progress, should_stop: bool) -> str:
-        """Why a fit ended, in a few words."""
+        """Returns the reason why a fit ended, in a few words."""
         if self._skips_training:
             return "limit_train_batches=0 skips training"
         reached = self.reached(progress)
@@ -116,12 +115,12 @@ class FitLimits:
     def estimated_steps(
         self, num_batches: int | None, accumulation: GradientAccumulation | None, samples: int | None = None
     ) -> float:
-        """Optimizer steps of the whole fit; inf where it has no end.
+        """Returns the number of optimizer steps of the whole fit; inf if it has no limit.
 
         Args:
-            num_batches: of an epoch; None where the loader does not know.
-            accumulation: decides how many batches make a step; None where each is one.
-            samples: of one batch of all ranks; None where they are not known.
+            num_batches: the batches in an epoch; None if the loader has no length.
+            accumulation: the callback that sets the batches per step; None for one batch per step.
+            samples: the samples in one batch of all ranks together; None if unknown.
         """
         limit = self._max_steps if self._max_steps != -1 else float("inf")
         if self._max_epochs in (None, -1) or num_batches is None:
@@ -134,31 +133,31 @@ class FitLimits:
         return min(limit, sum(math.ceil(num_batches / accumulation.batches(at, samples)) for at in range(epochs)))
 
     def past_minimum(self, epochs: int, steps: int) -> bool:
-        """True if `should_stop` has an effect after this many epochs and steps."""
+        """Returns True if `should_stop` takes effect after this number of epochs and steps."""
         return epochs >= (self._min_epochs or 0) and steps >= (self._min_steps or 0)
 
 
 def _steps_by_step(epochs: int, num_batches: int, accumulation: GradientAccumulation, samples: int | None) -> int:
-    """Counts the steps of a number of epochs, from one change of the schedule to the next rather than one by one."""
+    """Counts the steps of a number of epochs, in jumps from one change of the schedule to the next."""
     changes, steps = [*accumulation.scheduling][1:], 0
     for epoch in range(epochs):
-        left = num_batches
+        remaining = num_batches
         while changes:
             length = accumulation.batches(steps, samples)
-            until = min(math.ceil(left / length), changes[0] - steps)
-            steps, left = steps + until, left - until * length
+            jump = min(math.ceil(remaining / length), changes[0] - steps)
+            steps, remaining = steps + jump, remaining - jump * length
             if steps == changes[0]:
                 del changes[0]
-            if left <= 0:
+            if remaining <= 0:
                 break
         else:
-            # The last length, for what is left of this epoch and for all others.
+            # The schedule is exhausted: its last length applies to the rest of this epoch and to all later ones.
             length = accumulation.batches(steps, samples)
-            return steps + math.ceil(left / length) + (epochs - epoch - 1) * math.ceil(num_batches / length)
+            return steps + math.ceil(remaining / length) + (epochs - epoch - 1) * math.ceil(num_batches / length)
     return steps
 
 
 def _check(what: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        end = ", where -1 means without end" if least == -1 else ""
+        end = ", where -1 means no limit" if least == -1 else ""
         raise ConfigurationError(f"{what}: use a whole number from {least}{end}.")

@@ -1,4 +1,4 @@
-"""The data of a run: loaders from arguments, DataModule or module, and how their batches are moved to the device."""
+"""The data of a run: loaders from arguments, DataModule or module, and the transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ if TYPE_CHECKING:
     from leyden.trainer.profilers import Profiler
 
 Transfer = Callable[[Any, int], Any]
-"""Moves a batch, with the index of its loader."""
+"""Moves a batch to the device. The second argument is the index of its loader."""
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
 
 class Loaders:
-    """The loaders of one run, fetched when they are first needed.
+    """The loaders of one run, fetched lazily.
+
+    Loaders passed to the Trainer take precedence over those of the DataModule, and these over the module's.
 
     Args:
-        module: has loaders of its own, where none are given.
-        datamodule: has them before the module; None without one.
-        strategy: has the ranks over which they are sharded.
-        arguments: of the Trainer, which limit them.
-        fits: they are those of a fit, in which validation is optional.
-        given: loaders handed to `fit`, `validate`, `test` or `predict`, by "train", "val", "test", "predict".
+        module: the module, which may define loaders.
+        datamodule: the DataModule, which may define loaders; None without one.
+        strategy: the strategy, whose ranks the loaders are sharded over.
+        arguments: the Trainer's arguments, which limit the loaders.
+        fits: True for the loaders of a fit, in which validation is optional.
+        given: the loaders passed to `fit`, `validate`, `test` or `predict`, by "train", "val", "test", "predict".
     """
 
     def __init__(
@@ -58,22 +60,22 @@ class Loaders:
         self._fits = fits
         self._given = given
         self.sizes: dict[str, int | list[int | None] | None] = {}
-        """Batches of each kind of loader, as limited, once they were fetched."""
+        """Number of batches of each kind of loader, after limits. Filled when the loaders are fetched."""
         self.train_loader: Any = None
         self.samples_per_batch: int | None = 0
-        """Samples of a training batch of all ranks together; None where they are not known, 0 before it is loaded."""
+        """Samples in a training batch of all ranks together; None if unknown, 0 before the loader is fetched."""
         self.cursor: LoaderCursor | None = None
-        """Reads the training loader; None until it is fetched."""
+        """The cursor over the training loader; None until the loader is fetched."""
         self.fetched: dict[str, Any] = {}
-        """The loaders of each kind, as they were given or returned."""
+        """The loaders of each kind, as passed in or as returned by their owner."""
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """The loaders that the run was given, by kind."""
+        """The loaders passed to the Trainer, by kind."""
         return self._given
 
     def has(self, kind: str) -> bool:
-        """True if there are loaders of that kind, and a step for them."""
+        """Returns True if there is a loader of that kind, and a step to run on it."""
         return self._owner(kind) is not None and self._has_step(kind)
 
     def _has_step(self, kind: str) -> bool:
@@ -94,8 +96,8 @@ class Loaders:
         if owner is None:
             stage, module = STAGES[kind], type(self._module).__name__
             raise ConfigurationError(
-                f"there is no {kind} loader: give one to Trainer.{stage}, or write {kind}_dataloader in {module} or a "
-                "DataModule."
+                f"there is no {kind} loader: pass one to Trainer.{stage}, or define {kind}_dataloader in {module} or "
+                "in a DataModule."
             )
         loaders = self._given[kind] if owner is self._given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:
@@ -105,7 +107,11 @@ class Loaders:
         return loaders
 
     def training(self) -> tuple[LoaderCursor, int | None]:
-        """The training data, and its number of batches in an epoch (None where the loader does not know)."""
+        """Fetches the training loader.
+
+        Returns:
+            The cursor over this rank's shard of it, and the number of batches in an epoch (None if it has no length).
+        """
         arguments = self._arguments
         loader = self._fetch("train")
         if isinstance(loader, (dict, list, tuple)) and holds_loaders(loader):
@@ -124,35 +130,35 @@ class Loaders:
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         self.train_loader, self.cursor = loader, cursor
         self.samples_per_batch = self._samples_of(loader)
-        known = cursor.length is not None
         self.sizes["train"] = count
-        return cursor, count if known else None
+        return cursor, None if cursor.length is None else count
 
     def _check_skipping(self) -> None:
-        """Refuses `on_bad_sample="skip"` where ranks could come to different batches."""
+        """Refuses `on_bad_sample="skip"` if ranks could end up with different batches."""
         strategy = self._strategy
         if strategy.data_size != strategy.ranks.world_size:
             raise ConfigurationError(
-                f"on_bad_sample='skip' with strategy={strategy.name!r}, where several ranks load the same samples: an "
-                "error that only one of them meets would leave them with different batches. Leave it at 'raise'."
+                f"on_bad_sample='skip' does not work with strategy={strategy.name!r}, in which several ranks load the "
+                "same samples: an error on only one of them would leave them with different batches. Use 'raise'."
             )
         if strategy.data_size > 1 and not self._arguments.use_distributed_sampler:
             raise ConfigurationError(
-                "on_bad_sample='skip' with use_distributed_sampler=False on several ranks, whose own loaders may have "
-                "different numbers of batches, while they count each batch together: leave use_distributed_sampler at "
-                "True (a DistributedSampler of your own is kept), or on_bad_sample at 'raise'."
+                "on_bad_sample='skip' does not work with use_distributed_sampler=False on several ranks: it is a "
+                "collective in every batch, but the ranks' own loaders may differ in length. Use "
+                "use_distributed_sampler=True (it keeps your own DistributedSampler), or on_bad_sample='raise'."
             )
 
     def _sharded(self, loader: Any, trains: bool) -> Any:
-        """This rank's share of a loader, where there are several ranks, or a global batch to keep."""
+        """Returns this rank's shard of a loader; the loader itself on a single rank without a fixed global batch."""
         strategy, arguments = self._strategy, self._arguments
-        even, whole = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
-        # Ranks of one tp group agree on an order too, which they would shuffle each for itself.
-        if strategy.ranks.world_size == 1 and whole is None:
+        even, global_batch_size = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
+        # Not data_size: ranks of one tp group read the same samples, and must agree on their shuffled order.
+        if strategy.ranks.world_size == 1 and global_batch_size is None:
             return loader
-        foreign = not arguments.use_distributed_sampler
-        # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
-        return shard(loader, DataRanks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
+        ranks = DataRanks.of(strategy, even, global_batch_size)
+        # A rank that has finished an evaluation may stop, unless the other ranks' forward passes wait for it.
+        asks = trains or not strategy.replicates
+        return shard(loader, ranks, not arguments.use_distributed_sampler, asks=asks)
 
     def _samples_of(self, loader: Any) -> int | None:
         if self._arguments.global_batch_size is not None:
@@ -161,13 +167,13 @@ class Loaders:
         return sum(sizes) * self._strategy.data_size if sizes else None
 
     def limited(self, length: int) -> int | None:
-        """How many training batches `limit_train_batches` leaves of an epoch of that length."""
+        """Returns how many training batches of an epoch of that length remain under `limit_train_batches`."""
         return batches_of(self._arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
-        """The loaders of an evaluation, each with its limit.
+        """Returns the cursors over the loaders of an evaluation, each with its limit in batches.
 
-        There are none where the limit is 0, and where a validation in fit has no loader or no step.
+        The list is empty if the limit is 0, or if fit has no validation loader or no validation step.
         """
         self.sizes[kind] = []
         optional = kind == "val" and self._fits
@@ -176,7 +182,7 @@ class Loaders:
         if limit == 0 or (optional and self._owner(kind) is None):
             return []
         if not self._has_step(kind):
-            message = f"there is a {kind} loader, and {type(self._module).__name__} has no {STEPS[kind]}: write one."
+            message = f"there is a {kind} loader, but {type(self._module).__name__} has no {STEPS[kind]}: define one."
             if not optional:
                 raise ConfigurationError(message)
             if self._module.validation_step is not None:
@@ -185,11 +191,11 @@ class Loaders:
         found = self._fetch(kind)
         if isinstance(found, (list, tuple, Mapping)) and not found:
             if not optional:
-                warnings.warn(f"Trainer.{STAGES[kind]} was given no loader, and runs nothing.", stacklevel=2)
+                warnings.warn(f"Trainer.{STAGES[kind]} got no loader, so it runs nothing.", stacklevel=2)
             return []
         overfits = optional and self._arguments.overfit_batches
         result: list[tuple[LoaderCursor, int | None]] = []
-        for loader, most in _flat(found):
+        for loader, own_limit in _flat(found):
             _check_iterable(kind, loader)
             check_not_empty(loader, kind)
             if overfits:
@@ -197,16 +203,16 @@ class Loaders:
             if kind == "val":
                 warn_if_shuffled(loader, kind)
             cursor = LoaderCursor(self._sharded(loader, False))
-            count = batches_of(limit, cursor.length, name)
-            result.append((cursor, most if count is None or (most is not None and most < count) else count))
+            limits = [count for count in (batches_of(limit, cursor.length, name), own_limit) if count is not None]
+            result.append((cursor, min(limits, default=None)))
         self.sizes[kind] = [count for _, count in result]
         return result
 
 
 def _flat(loaders: Any) -> list[tuple[Any, int | None]]:
-    """The loaders of an evaluation, which run one after the other, each with its own limit.
+    """Returns the loaders of an evaluation, which run one after the other, each with its own limit (None for no limit).
 
-    A CombinedLoader of another mode than "sequential" is one loader.
+    A CombinedLoader in any mode but "sequential" counts as one loader.
     """
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         return list(zip(loaders.flattened, loaders.limits, strict=True))
@@ -220,23 +226,23 @@ def _flat(loaders: Any) -> list[tuple[Any, int | None]]:
 def _check_iterable(kind: str, loader: Any) -> None:
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
-            f"the {kind} loader is {kind_of(loader)}, over which nothing can iterate: "
-            f"{ported(loader, 'give a DataLoader, or any iterable of batches')}."
+            f"the {kind} loader is {kind_of(loader)}, which is not iterable: "
+            f"{ported(loader, 'pass a DataLoader, or any iterable of batches')}."
         )
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         raise ConfigurationError(
-            f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: "
-            "give DataLoader(dataset, batch_size=…)."
+            f"the {kind} loader is {kind_of(loader)}, a Dataset, and iterating over it yields samples, not batches: "
+            "pass DataLoader(dataset, batch_size=…)."
         )
 
 
 def transformed(transfer: Transfer | None, callbacks: list[Callback], module: TrainModule) -> Transfer | None:
-    """The function that moves a training batch, and then has callbacks transform it; None where there is nothing to do.
+    """Returns a function that moves a training batch, then has callbacks transform it; None if there is nothing to do.
 
     Args:
-        transfer: moves it.
-        callbacks: of the run.
-        module: handed to them.
+        transfer: the function that moves a batch; None if there is nothing to move.
+        callbacks: the callbacks of the run.
+        module: the module, which is passed to the callbacks.
     """
     calls = [c.transform_train_batch for c in in_order(callbacks) if overrides(c, "transform_train_batch", Callback)]
     if not calls:
@@ -253,9 +259,9 @@ def transformed(transfer: Transfer | None, callbacks: list[Callback], module: Tr
 
 
 def batch_sizes(loader: Any) -> list[int]:
-    """Batch sizes of a loader, or of each of several that are read side by side; empty where they are not known.
+    """Returns the batch size of a loader, or the sizes of all loaders that are read in parallel; empty if unknown.
 
-    Loaders that are read one after the other have one size, if all have the same.
+    Loaders that are read one after the other count as one, if all have the same size.
     """
     parts = getattr(loader, "flattened", None)
     if parts is not None:
@@ -272,7 +278,10 @@ def batch_sizes(loader: Any) -> list[int]:
 def transfer_of(
     strategy: Strategy, module: TrainModule, datamodule: DataModule | None, profiler: Profiler | None
 ) -> Transfer | None:
-    """The function that moves a batch; None where there is nothing to do. A DataModule's hooks replace the module's."""
+    """Returns the function that moves a batch; None if there is nothing to do.
+
+    A transfer hook of the DataModule replaces the module's.
+    """
 
     def hook(name: str) -> Callable[..., Any] | None:
         if datamodule is not None and overrides(datamodule, name, DataModule):

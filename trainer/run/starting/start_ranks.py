@@ -1,6 +1,6 @@
 """Starts the ranks of a run, at the Trainer's first fit, validate, test or predict.
 
-A process that torchrun or another starter has started is a rank already, and starts none.
+A process started by torchrun or another launcher already is a rank, and starts none.
 """
 
 from __future__ import annotations
@@ -28,40 +28,43 @@ if TYPE_CHECKING:
 
 _started_in: str | None = None
 with suppress(OSError):
-    # Ranks run the command line anew, so they begin where this process did.
+    # Ranks run the command line again, so they start in the folder in which this process started.
     _started_in = os.getcwd()
 
 
 def start_ranks(
     ranks: Ranks, preemption: Preemption | None, on_rank: Callable[..., dict[str, Any] | None], *args: Any
 ) -> dict[str, Any]:
-    """Starts the ranks that a run plans, as their `start_method` says.
+    """Starts the planned ranks of a run, by their `start_method`.
 
     Args:
-        ranks: the plan.
-        preemption: how the run ends to make room; None if it does not.
-        on_rank: what a forked or spawned rank calls.
-        *args: its arguments.
+        ranks: the planned ranks.
+        preemption: the handling of preemptions; None without one.
+        on_rank: the function that a forked or spawned rank calls.
+        *args: the arguments of `on_rank`.
 
     Returns:
-        What rank 0 returned. In a script it never returns: the process exits with the status of its ranks.
+        The value that `on_rank` returned on rank 0. Never returns if the method is "script": the process exits with
+        the status of its ranks.
     """
     method = ranks.start_method
     if method == "script":
         from leyden.strategies.launch.elastic import SAVING
         from leyden.strategies.launch.script import machines_of, run_ranks
 
-        # Beyond the grace period, ranks end themselves.
-        patience = None if preemption is None else SAVING if preemption.grace is None else preemption.grace + 30
+        # Ranks end themselves at the end of the grace period; the launcher allows them a little longer.
+        patience = None
+        if preemption is not None:
+            patience = SAVING if preemption.grace is None else preemption.grace + 30
         raise SystemExit(run_ranks(ranks.local_size, machines_of(ranks.num_nodes), _started_in, patience))
     if ranks.num_nodes > 1:
         raise ConfigurationError(
-            f"start_method={method!r} starts the ranks of one machine, and num_nodes={ranks.num_nodes}: use "
+            f"start_method={method!r} starts the ranks of one machine only, but num_nodes={ranks.num_nodes}: use "
             "strategy='ddp' in a script, or torchrun."
         )
     from leyden.strategies.launch.functions import run_function
 
-    # A forked process seeds Python's generator anew, and a spawned one all of them.
+    # A forked process reseeds Python's generator, and a spawned one reseeds all generators.
     random = (torch.initial_seed(), rng_state(devices=False))
     found: dict[str, Any] = run_function(method, ranks.local_size, _with_random_numbers, random, on_rank, *args)
     return found
@@ -70,22 +73,22 @@ def start_ranks(
 def _with_random_numbers(
     random: tuple[int, dict[str, Any]], on_rank: Callable[..., dict[str, Any] | None], *args: Any
 ) -> dict[str, Any] | None:
-    """Calls `on_rank` with the random numbers of the process that starts the ranks, as ranks of a script have them."""
+    """Calls `on_rank` with the random state of the parent process, which ranks of a script reproduce by running it."""
     seed, state = random
-    # Devices too, of which this process may have used none yet.
+    # Seeds the devices too, since the recorded state covers the CPU only.
     torch.manual_seed(seed)
     set_rng_state(state)
     return on_rank(*args)
 
 
 def sent_back(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpoint: Path | None) -> dict[str, Any]:
-    """What rank 0 sends to the process that started it, when its run has ended.
+    """Returns the data that rank 0 sends to the parent process when the run has ended.
 
     Args:
-        run: the run. Every rank calls this, since its weights may be sharded.
-        callbacks: those that the other process knows.
-        result: what the run returned.
-        last_checkpoint: where the last checkpoint is.
+        run: the run. Every rank calls this, because the weights may be sharded.
+        callbacks: the callbacks that the parent process knows.
+        result: the run's return value.
+        last_checkpoint: the path of the last checkpoint; None if there is none.
     """
     found = {
         "weights": run.strategy.full_state_dict(run.module),
@@ -101,15 +104,15 @@ def sent_back(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpo
 
 
 def take_over(module: TrainModule, callbacks: Iterable[Callback], found: Mapping[str, Any]) -> None:
-    """Makes module and callbacks what they would be if the run had been in this process.
+    """Brings the module and callbacks into the state that they would have if the run had used this process.
 
     Args:
-        module: of this process.
-        callbacks: of this process.
-        found: what `sent_back` returned on rank 0.
+        module: the module of this process.
+        callbacks: the callbacks of this process.
+        found: the value that `sent_back` returned on rank 0.
     """
     if set(module.state_dict()) != set(found["weights"]):
-        # Parts that only a run builds.
+        # Some modules create their layers only during a run.
         module.configure_model()
     module.load_state_dict(found["weights"])
     for owner, attributes in zip((module, *callbacks), (found["attributes"], *found["callbacks"]), strict=True):
@@ -117,12 +120,12 @@ def take_over(module: TrainModule, callbacks: Iterable[Callback], found: Mapping
 
 
 def _plain_attributes(owner: Any) -> dict[str, Any]:
-    """Attributes that are plain data: no files, connections or Trainer, and nothing that torch keeps in a module."""
-    private = isinstance(owner, nn.Module)
+    """Returns the attributes that hold plain data: no files, connections or Trainer, no internals of `nn.Module`."""
+    skips_private = isinstance(owner, nn.Module)
     return {
         name: value
         for name, value in vars(owner).items()
-        if _is_plain(value) and not (private and name.startswith("_"))
+        if _is_plain(value) and not (skips_private and name.startswith("_"))
     }
 
 

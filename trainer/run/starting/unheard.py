@@ -1,4 +1,4 @@
-"""Methods that look like hooks and are never called: hooks of Lightning 1, and misspelt ones."""
+"""Warns of methods that look like hooks but are never called: hooks of Lightning 1, and misspelled ones."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ FORMER = {
     "on_keyboard_interrupt": "on_exception",
     "on_init_end": "setup",
 }
-"""Lightning 1's hooks, and those that do their work today."""
+"""The hooks of Lightning 1, each with its replacement."""
 
 
 def warn_of_unheard(*owners: object) -> None:
-    """Warns once for each method of a module, DataModule or callback that its writer must take for a hook.
+    """Warns of each method of a module, DataModule or callback that looks like a hook but is never called.
 
     Args:
-        *owners: those of a run.
+        *owners: the module, DataModule and callbacks of a run.
     """
     for owner in owners:
-        for name, today in _unheard(owner):
+        for name, replacement in _unheard(owner):
             if name not in FORMER:
-                why = f"it is no hook. Did you mean {today}?"
+                why = f"it is not a hook. Did you mean {replacement}?"
             else:
-                why = f"it was a hook of Lightning 1. Write {today}"
-                # Those that were given all outputs of an epoch.
-                why += "." if name.startswith("on_") else ", and keep what it needs of the steps in a list of your own."
+                why = f"it was a hook of Lightning 1. Override {replacement} instead"
+                # The former hooks without "on_" received the outputs of all steps.
+                why += "." if name.startswith("on_") else ", and collect the outputs of the steps in an attribute."
             warnings.warn(f"{type(owner).__name__}.{name} is never called: {why}", stacklevel=2)
 
 
 def _unheard(owner: object) -> Iterator[tuple[str, str]]:
-    """Names that nobody calls, each with the hook that was meant."""
+    """Yields the methods that are never called, each with the hook that was probably meant."""
     base = next((base for base in (TrainModule, DataModule, Callback) if isinstance(owner, base)), None)
     if base is None:
         return
