@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import operator
 import random
 import sys
@@ -113,6 +114,9 @@ def seeded(*key: Any) -> Iterator[None]:
     seed = int.from_bytes(digest[:8], "little")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy.random")
+    if numpy is None and "numpy" in sys.modules:
+        # Recent versions of NumPy import `numpy.random` lazily. The sample could import it, and draw unseeded numbers.
+        numpy = importlib.import_module("numpy.random")
     numpy_state = numpy.get_state(legacy=False) if numpy is not None else None
     # Seeds only the default generator, because torch.manual_seed would seed those of every device.
     torch.default_generator.manual_seed(seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -52,7 +54,26 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
     assert torch.equal(data[np.int64(3)], data[torch.tensor(3)])
 
 
+def test_the_first_sample_of_a_process_is_seeded_though_it_imports_numpys_generators() -> None:
+    program = """
+import sys
+from leyden.trainer.data.sample_rng import SampleRNG
+
+class Lazy:
+    def __getitem__(self, index):
+        import numpy
+        return numpy.random.rand()
+
+first = "numpy.random" not in sys.modules
+data = SampleRNG(Lazy(), seed=5)
+print(first, data[0] == data[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "True", done.stdout
+
+
 def test_global_generators_do_not_notice() -> None:
+    np.random.seed(0)
     data = SampleRNG(Transformed(), seed=5)
     state = rng_state()
     expected = random.random(), np.random.rand(), torch.rand(()).item()
