@@ -196,7 +196,7 @@ def test_a_forged_place_is_refused(change: dict[str, Any]) -> None:
 def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, lines: str) -> None:
     file = tmp_path / "digests.jsonl"
     file.write_text(lines + "\n")
-    with pytest.raises(DigestsError, match=r"digests\.jsonl, line 1: is no line of digests"):
+    with pytest.raises(DigestsError, match=r"digests\.jsonl, line 1: is not a line of digests"):
         list(read_digests(file))
 
 

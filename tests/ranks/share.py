@@ -61,13 +61,13 @@ class Messages(TorchDispatchMode):
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """Bytes read from files of tensors."""
-    plain, count = safefile.CheckedFile._exactly, {"bytes": 0}
+    plain, count = safefile.CheckedFile._read_exactly, {"bytes": 0}
 
     def exactly(self: Any, views: list[memoryview], offset: int) -> None:
         if self.path.suffix == ".safetensors":
             count["bytes"] += sum(map(len, views))
         plain(self, views, offset)
 
-    safefile.CheckedFile._exactly = exactly  # type: ignore[method-assign]
+    safefile.CheckedFile._read_exactly = exactly  # type: ignore[method-assign]
     yield count
-    safefile.CheckedFile._exactly = plain  # type: ignore[method-assign]
+    safefile.CheckedFile._read_exactly = plain  # type: ignore[method-assign]

@@ -1,3 +1,4 @@
-"""The file formats of a checkpoint: encodings, tensors, files and their manifest. Nothing here knows ranks or a
-Trainer.
+"""The file formats of a checkpoint: encodings, tensors, files and their manifest.
+
+Nothing in this package knows about ranks or a Trainer.
 """

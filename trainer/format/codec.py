@@ -1,8 +1,9 @@
 """Encodes state as tagged JSON: any nest of plain values, with its tensors stored separately.
 
-Numbers, strings, None, lists and dicts with string keys are written as they are. Everything else is a JSON object whose
-key "$" names its type. Nothing found in a checkpoint is imported or called: an Enum, a dataclass or a namedtuple is
-restored as its class only if the caller passes that class, and otherwise as its value, a SimpleNamespace or a tuple.
+Numbers, strings, None, lists and dicts with string keys are written unchanged. Everything else becomes a JSON object
+whose key "$" names its type. Decoding never imports or calls anything that a checkpoint names. An Enum, a dataclass or
+a namedtuple is restored as its class only if the caller passes that class. Otherwise it becomes its plain value, a
+SimpleNamespace or a tuple.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError,
 from leyden.trainer.format.tensors import Spec, check_tensor
 
 Classes: TypeAlias = "Mapping[str, type] | Iterable[type]"
-# One step of a key path: its form in an error, and its form in the name of a tensor.
+# One step of a key path: as shown in an error, and as used in the name of a tensor.
 Step: TypeAlias = tuple[str, Any]
 KeyPath: TypeAlias = tuple[Step, ...]
 
-# Each level takes up to three levels of JSON, and Python's own JSON reader stops at about 1000.
+# Each level takes up to three levels of JSON, and Python's JSON parser stops at about 1000.
 MAX_DEPTH = 100
 MAX_EMPTY = 2**20
 _INT_LIMIT = 2**63
@@ -44,23 +45,23 @@ FACTORIES: dict[str, Any] = {
 
 
 class TensorSink(Protocol):
-    """Takes the tensors of a tree while it is encoded."""
+    """Receives the tensors of a tree that is being encoded."""
 
     def put(self, tensor: Tensor, where: str, key: str) -> Spec: ...
 
 
 class TensorSupply(Protocol):
-    """Returns the tensors of a tree while it is decoded."""
+    """Supplies the tensors of a tree that is being decoded."""
 
     def get(self, spec: Spec) -> Tensor: ...
 
 
 def encode(tree: Any, tensors: TensorSink, where: str = "state") -> Any:
-    """Turns a tree into a JSON value.
+    """Encodes a tree as a JSON value.
 
     Args:
         tree: any nest of the types listed in this module.
-        tensors: takes the tensors found in it.
+        tensors: receives the tree's tensors.
         where: the name of the root in errors, such as `callbacks['EarlyStopping']`.
 
     Raises:
@@ -77,18 +78,17 @@ def encode(tree: Any, tensors: TensorSink, where: str = "state") -> Any:
 def decode(
     value: Any, tensors: TensorSupply, *, like: Any = None, types: Classes | None = None, where: str = "state"
 ) -> Any:
-    """Turns what `encode` wrote back into the tree.
+    """Decodes a tree from the JSON value that `encode` returned.
 
     Args:
         value: the JSON value.
-        tensors: returns the tensors.
-        like: the current tree; its Enum classes, dataclasses and namedtuples are used for the saved ones of the same
-            name.
-        types: further such classes.
+        tensors: supplies the tensors.
+        like: the current tree. Its Enum classes, dataclasses and namedtuples are used for saved ones of the same name.
+        types: more such classes.
         where: the name of the root in errors.
 
     Raises:
-        CheckpointError: if the value was not written by `encode`.
+        CheckpointError: if `encode` did not write the value.
     """
     known = known_classes(like, types)
     decoder = _Decoder(tensors, known, where)
@@ -97,11 +97,11 @@ def decode(
 
 
 def check_encodable(tree: Any, where: str = "state", sharded: bool = False) -> None:
-    """Encodes a tree in memory, without its tensors' data, to find out early what cannot be saved.
+    """Raises early if a tree cannot be saved. Encodes it in memory, without its tensors' data.
 
     Args:
-        tree: of state.
-        where: the name of its root in errors.
+        tree: a tree of state.
+        where: the name of the root in errors.
         sharded: accept DTensors and Fragments.
 
     Raises:
@@ -113,10 +113,12 @@ def check_encodable(tree: Any, where: str = "state", sharded: bool = False) -> N
         ...
         leyden.trainer.format.errors.UnsupportedStateError: user['queue'][1] is a builtin_function_or_method, ...
     """
-    encode(tree, _Inspector(sharded), where)
+    encode(tree, _CheckingSink(sharded), where)
 
 
-class _Inspector:
+class _CheckingSink:
+    """A sink that checks tensors and drops them."""
+
     def __init__(self, sharded: bool) -> None:
         self._sharded = sharded
 
@@ -126,7 +128,7 @@ class _Inspector:
 
 
 def name_of(cls: type) -> str:
-    """Returns the name of a class in a checkpoint."""
+    """Returns the name by which a checkpoint records a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -135,18 +137,19 @@ class _Encoder:
     def __init__(self, tensors: TensorSink, where: str) -> None:
         self._tensors = tensors
         self._where = where
-        self._open: set[int] = set()
+        self._ancestors: set[int] = set()
+        """The ids of the containers around the current value, to detect cycles."""
 
     def encode(self, value: Any, path: KeyPath) -> Any:
         kind = type(value)
-        if kind in _ASIS:
+        if kind in _UNCHANGED:
             return value
         if len(path) > MAX_DEPTH:
             raise self._refusal(path[:8], f"nested more than {MAX_DEPTH} levels deep", "Flatten it.")
-        plain = _KINDS.get(kind)
-        if plain is not None:
-            return plain(self, value, path)
-        for base, encode_as in _BASES:
+        encode_exact = _ENCODERS.get(kind)
+        if encode_exact is not None:
+            return encode_exact(self, value, path)
+        for base, encode_as in _BASE_ENCODERS:
             if isinstance(value, base):
                 return encode_as(self, value, path)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -168,17 +171,20 @@ class _Encoder:
         return {_TAG: tag, **entries}
 
     def _enter(self, value: Any, path: KeyPath) -> None:
-        if id(value) in self._open:
+        if id(value) in self._ancestors:
             raise self._refusal(path, "a container that contains itself", "Break the cycle.")
-        self._open.add(id(value))
+        self._ancestors.add(id(value))
+
+    def _leave(self, value: Any) -> None:
+        self._ancestors.discard(id(value))
 
     def items(self, values: Iterable[Any], path: KeyPath) -> list[Any]:
         self._enter(values, path)
         encoded = [
-            value if type(value) in _ASIS else self.encode(value, (*path, (f"[{index}]", index)))
+            value if type(value) in _UNCHANGED else self.encode(value, (*path, (f"[{index}]", index)))
             for index, value in enumerate(values)
         ]
-        self._open.discard(id(values))
+        self._leave(values)
         return encoded
 
     def pairs(self, values: Mapping[Any, Any], path: KeyPath) -> list[list[Any]]:
@@ -187,12 +193,12 @@ class _Encoder:
         for key, value in values.items():
             step = (*path, (f"[{key!r}]", key))
             encoded.append([self._key(key, step), self.encode(value, step)])
-        self._open.discard(id(values))
+        self._leave(values)
         return encoded
 
     def _key(self, key: Any, path: KeyPath) -> Any:
         if isinstance(key, Tensor):
-            raise self._refusal(path, "a dict key that is a tensor", "Use its name as key.")
+            raise self._refusal(path, "a dict key that is a tensor", "Use its name as the key.")
         return self.encode(key, path)
 
     def mapping(self, value: dict[Any, Any], path: KeyPath) -> Any:
@@ -200,10 +206,10 @@ class _Encoder:
             return self._tag("dict", items=self.pairs(value, path))
         self._enter(value, path)
         encoded = {
-            key: item if type(item) in _ASIS else self.encode(item, (*path, (f"[{key!r}]", key)))
+            key: item if type(item) in _UNCHANGED else self.encode(item, (*path, (f"[{key!r}]", key)))
             for key, item in value.items()
         }
-        self._open.discard(id(value))
+        self._leave(value)
         return encoded
 
     def integer(self, value: int, path: KeyPath) -> Any:
@@ -222,30 +228,30 @@ class _Encoder:
         return self._tag(type(value).__name__, items=self.items(value, path))
 
     def unordered(self, value: Any, path: KeyPath) -> Any:
-        # Sorted, since the order of a set of strings differs between processes.
+        # Sorted, because the order of a set of strings differs between processes.
         return self._tag(type(value).__name__, items=sorted(self.items(value, path), key=repr))
 
     def deque(self, value: collections.deque[Any], path: KeyPath) -> Any:
         return self._tag("deque", items=self.items(value, path), maxlen=value.maxlen)
 
-    def counted(self, value: Any, path: KeyPath) -> Any:
+    def tagged_pairs(self, value: Any, path: KeyPath) -> Any:
         return self._tag(type(value).__name__, items=self.pairs(value, path))
 
     def defaultdict(self, value: collections.defaultdict[Any, Any], path: KeyPath) -> Any:
         factory = value.default_factory
         name = getattr(factory, "__name__", str(factory))
         if factory is not None and FACTORIES.get(name) is not factory:
-            hint = f"Use one of {', '.join(FACTORIES)} as factory, or save dict(...) of it."
+            hint = f"Use one of {', '.join(FACTORIES)} as the factory, or save dict(...) of it."
             raise self._refusal(path, f"a defaultdict with the factory {name}", hint)
         return self._tag("defaultdict", factory=None if factory is None else name, items=self.pairs(value, path))
 
-    def text(self, value: Any, path: KeyPath) -> Any:
-        return self._tag(_TEXTS[type(value)], value=str(value))
+    def by_name(self, value: Any, path: KeyPath) -> Any:
+        return self._tag(_SAVED_BY_NAME[type(value)], value=str(value))
 
     def path(self, value: pathlib.PurePath, path: KeyPath) -> Any:
         return self._tag("path", value=str(value))
 
-    def moment(self, value: Any, path: KeyPath) -> Any:
+    def date_or_time(self, value: Any, path: KeyPath) -> Any:
         return self._tag(type(value).__name__, value=value.isoformat())
 
     def duration(self, value: datetime.timedelta, path: KeyPath) -> Any:
@@ -266,7 +272,7 @@ class _Encoder:
     def _fields(self, value: Any, fields: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
         self._enter(value, path)
         encoded = {name: self.encode(item, (*path, (f".{name}", name))) for name, item in fields.items()}
-        self._open.discard(id(value))
+        self._leave(value)
         return encoded
 
     def enumeration(self, value: enum.Enum, path: KeyPath) -> Any:
@@ -295,10 +301,10 @@ class _Encoder:
             return self._tag("numpy.scalar", dtype=dtype.str, base64=base64.b64encode(value.tobytes()).decode())
         if type(value) is not numpy.ndarray:
             raise self._refusal(path, f"an array of the class {type(value).__name__}", "Save numpy.asarray(...) of it.")
-        # By name, since C's long and long long are two NumPy types with one name, and torch accepts only one of them.
+        # Look the dtype up by name: C's long and long long are two NumPy types of one name, and torch accepts only one.
         native = numpy.dtype(dtype.newbyteorder("=").str)
         as_tensor = native.str[1:] in _NUMPY_AS_TENSOR
-        # Dtypes that torch lacks become bytes; memory that torch cannot share is copied.
+        # Dtypes that torch lacks are stored as bytes. Memory that torch cannot share is copied.
         plain = _native(value, native) if as_tensor else numpy.frombuffer(value.tobytes(), "u1")
         if not plain.flags.writeable or any(stride < 0 for stride in plain.strides):
             plain = plain.copy()
@@ -307,34 +313,36 @@ class _Encoder:
 
 
 def _native(array: Any, dtype: Any) -> Any:
+    """Returns the array in native byte order."""
     return array.view(dtype) if array.dtype.isnative else array.astype(dtype)
 
 
 def _describe(value: Any) -> tuple[str, str]:
+    """Returns a description of an object that cannot be saved, and a hint for what to save instead."""
     kind = type(value)
-    hint = "Save tensors, numbers, strings or nests of them in its place."
+    hint = "Save tensors, numbers, strings or nests of them instead."
     for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):
         if isinstance(value, base):
             return f"{with_article(kind.__name__)}, a subclass of {base.__name__}", f"Save {base.__name__}(...) of it."
     if isinstance(value, type):
-        return f"the class {value.__qualname__}", "Save its name, a string, in its place."
+        return f"the class {value.__qualname__}", "Save its name, a string, instead."
     name = getattr(value, "__qualname__", None)
     if callable(value) and name:
-        return f"{with_article(kind.__name__)}, {name}", "Save its name, a string, in its place."
+        return f"{with_article(kind.__name__)}, {name}", "Save its name, a string, instead."
     if isinstance(value, torch.nn.Module):
         return f"a module, {kind.__name__}", "Save its state_dict()."
     return f"of the kind {kind.__module__}.{kind.__qualname__}", hint
 
 
-_ASIS = frozenset({str, bool, type(None)})
-_SCALARS = _ASIS | {int, float}
-_TEXTS: dict[type, str] = {
+_UNCHANGED = frozenset({str, bool, type(None)})
+_SCALARS = _UNCHANGED | {int, float}
+_SAVED_BY_NAME: dict[type, str] = {
     torch.dtype: "dtype",
     torch.device: "device",
     torch.layout: "layout",
     torch.memory_format: "memory_format",
 }
-_KINDS: dict[type, Callable[[_Encoder, Any, KeyPath], Any]] = {
+_ENCODERS: dict[type, Callable[[_Encoder, Any, KeyPath], Any]] = {
     int: _Encoder.integer,
     float: _Encoder.number,
     list: lambda encoder, value, path: encoder.items(value, path),
@@ -344,28 +352,30 @@ _KINDS: dict[type, Callable[[_Encoder, Any, KeyPath], Any]] = {
     set: _Encoder.unordered,
     frozenset: _Encoder.unordered,
     collections.deque: _Encoder.deque,
-    collections.OrderedDict: _Encoder.counted,
-    collections.Counter: _Encoder.counted,
+    collections.OrderedDict: _Encoder.tagged_pairs,
+    collections.Counter: _Encoder.tagged_pairs,
     collections.defaultdict: _Encoder.defaultdict,
     complex: _Encoder.complex,
     bytes: _Encoder.bytes,
     bytearray: _Encoder.bytes,
     range: _Encoder.slices,
     slice: _Encoder.slices,
-    datetime.datetime: _Encoder.moment,
-    datetime.date: _Encoder.moment,
-    datetime.time: _Encoder.moment,
+    datetime.datetime: _Encoder.date_or_time,
+    datetime.date: _Encoder.date_or_time,
+    datetime.time: _Encoder.date_or_time,
     datetime.timedelta: _Encoder.duration,
     argparse.Namespace: _Encoder.attributes,
     pytypes.SimpleNamespace: _Encoder.attributes,
     torch.Generator: _Encoder.generator,
-    **dict.fromkeys(_TEXTS, _Encoder.text),
+    **dict.fromkeys(_SAVED_BY_NAME, _Encoder.by_name),
 }
-_BASES: tuple[tuple[type, Callable[[_Encoder, Any, KeyPath], Any]], ...] = (
+"""Encoders for exactly these types."""
+_BASE_ENCODERS: tuple[tuple[type, Callable[[_Encoder, Any, KeyPath], Any]], ...] = (
     (enum.Enum, _Encoder.enumeration),
     (Tensor, _Encoder.tensor),
     (pathlib.PurePath, _Encoder.path),
 )
+"""Encoders for these types and their subclasses."""
 _NUMPY_KINDS = frozenset("biufcSUMm")
 _NUMPY_AS_TENSOR = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"})
 
@@ -389,7 +399,7 @@ class _Decoder:
             return {key: self.decode(item, depth + 1) for key, item in value.items()}
         build = _BUILDERS.get(value[_TAG])
         if build is None:
-            raise CheckpointError(self._where, f"holds the unknown kind {value[_TAG]!r}. A newer Leyden may read it.")
+            raise CheckpointError(self._where, f"holds the unknown type {value[_TAG]!r}. A newer Leyden may read it.")
         return build(self, value, depth + 1)
 
     def items(self, value: Any, depth: int) -> list[Any]:
@@ -402,16 +412,17 @@ class _Decoder:
         return {name: self.decode(item, depth) for name, item in value["fields"].items()}
 
     def class_named(self, name: str, base: type | None) -> type | None:
-        found = self._known.get(name)
-        if found is None:
+        """Returns the known class of a saved name, if it is a subclass of `base`; otherwise None."""
+        known = self._known.get(name)
+        if known is None:
             # A script's own classes are `__main__.X` when it runs, and `train.X` when it is imported.
-            same = [
+            matches = [
                 cls
                 for cls in self._known.values()
                 if name.endswith(f".{cls.__qualname__}") and "__main__" in (cls.__module__, name.split(".")[0])
             ]
-            found = same[0] if len(same) == 1 else None
-        return found if found is not None and (base is None or issubclass(found, base)) else None
+            known = matches[0] if len(matches) == 1 else None
+        return known if known is not None and (base is None or issubclass(known, base)) else None
 
     def enumeration(self, value: Any, depth: int) -> Any:
         plain = self.decode(value["value"], depth)
@@ -431,7 +442,7 @@ class _Decoder:
         cls = self.class_named(value["type"], None)
         if cls is None or not dataclasses.is_dataclass(cls):
             return pytypes.SimpleNamespace(**saved)
-        # As with copy and pickle, __init__ is not called: it has already made the fields from its arguments.
+        # Like copy and pickle, do not call __init__: the saved fields are its result, not its arguments.
         rebuilt = cls.__new__(cls)
         for field in dataclasses.fields(cls):
             if field.name in saved:
@@ -477,7 +488,7 @@ class _Decoder:
         if "shape" not in value:
             return array.astype(dtype, copy=False)
         if dtype.itemsize == 0:
-            # Empty strings take no bytes in the file.
+            # Empty strings take no bytes in the file, so the file's size does not limit the shape.
             if math.prod(value["shape"]) > MAX_EMPTY:
                 raise ValueError(f"an array of {math.prod(value['shape'])} empty strings")
             return numpy.zeros(value["shape"], dtype)
@@ -492,12 +503,14 @@ def _numpy_dtype(text: str) -> Any:
     return numpy.dtype(text)
 
 
-def _text_table(kind: type) -> dict[str, Any]:
-    return {str(value): value for value in vars(torch).values() if type(value) is kind}
+def _torch_constant(kind: type) -> Callable[[_Decoder, Any, int], Any]:
+    """Returns a decoder for torch's constants of a type, such as `torch.float32`, from their names."""
 
+    def decode_name(decoder: _Decoder, value: Any, depth: int) -> Any:
+        constants = {str(constant): constant for constant in vars(torch).values() if type(constant) is kind}
+        return constants[value["value"]]
 
-def _from_table(kind: type) -> Callable[[_Decoder, Any, int], Any]:
-    return lambda decoder, value, depth: _text_table(kind)[value["value"]]
+    return decode_name
 
 
 _BUILDERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
@@ -527,9 +540,9 @@ _BUILDERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "dataclass": _Decoder.dataclass,
     "enum": _Decoder.enumeration,
     "namedtuple": _Decoder.namedtuple,
-    "dtype": _from_table(torch.dtype),
-    "layout": _from_table(torch.layout),
-    "memory_format": _from_table(torch.memory_format),
+    "dtype": _torch_constant(torch.dtype),
+    "layout": _torch_constant(torch.layout),
+    "memory_format": _torch_constant(torch.memory_format),
     "device": lambda decoder, value, depth: torch.device(value["value"]),
     "tensor": _Decoder.tensor,
     "generator": _Decoder.generator,
@@ -540,7 +553,7 @@ _BUILDERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
 
 
 def class_names(encoded: Any) -> set[str]:
-    """Returns the classes of Enums, dataclasses and namedtuples in what `encode` returned, by name without module."""
+    """Returns the classes of the Enums, dataclasses and namedtuples in an encoded tree, by name without module."""
     found: set[str] = set()
     pending = [encoded]
     while pending:
@@ -555,11 +568,11 @@ def class_names(encoded: Any) -> set[str]:
 
 
 def known_classes(like: Any, types: Classes | None) -> dict[str, type]:
-    """Returns the classes as which values of a tree may be restored, by their names in a checkpoint.
+    """Returns the classes that saved values may be restored as, by their names in a checkpoint.
 
     Args:
-        like: a live tree, whose classes are used.
-        types: further classes.
+        like: the current tree; its classes are used.
+        types: more classes.
     """
     given = types.values() if isinstance(types, Mapping) else types or ()
     known = {name_of(cls): cls for cls in given}
@@ -568,7 +581,7 @@ def known_classes(like: Any, types: Classes | None) -> dict[str, type]:
     pending, seen = [like], set()
     while pending:
         value = pending.pop()
-        if type(value) in _ASIS or id(value) in seen:
+        if type(value) in _UNCHANGED or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, enum.Enum):

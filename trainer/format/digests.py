@@ -1,10 +1,11 @@
-"""The file of a run's digests: which tensors its module has, and a digest of each after a step, in lines of JSON.
+"""The file of a run's digests, in JSON lines: the names of the module's tensors, and after each step their digests.
 
     {"format": 1, "algorithm": "xxh3_64", "tensors": {"layer.weight": "float32 (4, 2)", "layer.bias": "float32 (4,)"}}
     {"step": 0, "digests": ["5d1cf4a1e9d6d0c9", "2d06800538d394c2"]}
     {"step": 1, "digests": ["9a6e2ae6a4a3bd4f", "47b55c2b1f7f8c6e"]}
 
-The digests of a line belong to the tensors above it, in their order. The tensors are named again where they change.
+A line's digests are in the order of the tensors in the last line that lists them. Tensors are listed again if they
+change.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from leyden.trainer.format.manifest import XXH3, digest_of
 FORMAT = 1
 FIRST = "digests.jsonl"
 NAMES = re.compile(r"digests(-v[1-9]\d*)?\.jsonl")
-"""A run that finds another one's file in its folder takes the next of these names."""
+"""The names of such files. A run that finds another run's file in its folder takes the next name."""
 _PIECE = 1024 * 1024
 
 
 class DigestsError(LeydenError):
-    """A file of digests that is missing, damaged, or that cannot be compared with another one."""
+    """Raised if a file of digests is missing or damaged, or cannot be compared with another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class Digest:
     """The digest of a tensor.
 
     Attributes:
-        form: dtype and shape, and how the tensor is cut into shards; digests compare only where these are the same.
-        value: in hexadecimal.
+        form: the dtype, the shape and the sharding as a string. Only digests of the same form can be compared.
+        value: the digest in hexadecimal.
     """
 
     form: str
@@ -47,13 +48,13 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far a file has been written. A checkpoint holds it, and a resume cuts the file to it.
+    """The end of the file at some moment. A checkpoint holds it, and a resume truncates the file to it.
 
     Attributes:
-        file: its name; "" before there is one.
-        size: bytes.
-        sum: the digest of these bytes, by which a resume knows the file of its own run.
-        step: of the last line; -1 before the first.
+        file: the file's name; "" before a file exists.
+        size: the file's size in bytes.
+        sum: the digest of these bytes, by which a resume recognizes its own run's file.
+        step: the step of the last line; -1 before the first line.
     """
 
     file: str = ""
@@ -66,28 +67,28 @@ class Place:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Place:
-        """The place that `to_dict` has returned.
+        """Returns the place from its `to_dict`.
 
         Raises:
-            StateError: if it cannot have.
+            StateError: if `to_dict` cannot have returned the state.
         """
         saved = SavedState(state)
         place = cls(
             saved.text("file"), saved.integer("size", least=0), saved.text("sum"), saved.integer("step", least=-1)
         )
         if place.file and not NAMES.fullmatch(place.file):
-            raise StateError("file", f"is {place.file!r}, which is no name of a file of digests")
+            raise StateError("file", f"is {place.file!r}, which is not the name of a file of digests")
         return place
 
 
 class DigestFile:
-    """The file of a run, while it is written.
+    """The file of a run's digests, open for appending.
 
     Args:
-        path: of the file, which is there.
-        place: how far it is written.
-        forms: the tensors that it has named last.
-        hasher: has read what is written.
+        path: the path of an existing file.
+        place: the current end of the file.
+        forms: the tensors that the file listed last, by name.
+        hasher: a hasher that has been updated with the file's bytes.
     """
 
     def __init__(self, path: Path, place: Place, forms: dict[str, str], hasher: Any) -> None:
@@ -97,7 +98,7 @@ class DigestFile:
 
     @classmethod
     def begin(cls, folder: Path) -> DigestFile:
-        """Makes a file in a folder, under the first name that is free."""
+        """Creates a file in a folder, under the first free name."""
         folder.mkdir(parents=True, exist_ok=True)
         version = 0
         while True:
@@ -110,39 +111,39 @@ class DigestFile:
 
     @classmethod
     def resume(cls, folder: Path, place: Place) -> DigestFile | None:
-        """Cuts a file to where it was, and goes on with it; None if it is not in the folder, or is another run's."""
-        path, named, hasher, left = folder / place.file, b"", digest_of(XXH3)(), place.size
+        """Truncates a file to a place and opens it. Returns None if the folder has no such file of the same run."""
+        path, header, hasher, remaining = folder / place.file, b"", digest_of(XXH3)(), place.size
         if not place.file or not path.is_file():
             return None
         with path.open("rb") as file:
-            while left and (line := file.readline(left)):
+            while remaining and (line := file.readline(remaining)):
                 hasher.update(memoryview(line))
-                left -= len(line)
-                named = line if line.startswith(b'{"format"') else named
-        if left or hasher.hexdigest() != place.sum:
+                remaining -= len(line)
+                header = line if line.startswith(b'{"format"') else header
+        if remaining or hasher.hexdigest() != place.sum:
             return None
         os.truncate(path, place.size)
-        return cls(path, place, json.loads(named)["tensors"] if named else {}, hasher)
+        return cls(path, place, json.loads(header)["tensors"] if header else {}, hasher)
 
     @property
     def place(self) -> Place:
-        """How far it is written."""
+        """The current end of the file."""
         return Place(self.path.name, self._size, self._hasher.hexdigest(), self._step)
 
     @property
     def step(self) -> int:
-        """The step of the last line; -1 before the first."""
+        """The step of the last line; -1 before the first line."""
         return self._step
 
     def append(self, step: int, digests: Mapping[str, Digest]) -> None:
-        """Writes a line. It outlives this process, and after `flush` the machine.
+        """Writes a line. It survives the end of this process, and after `flush` also a power failure.
 
         Raises:
-            DigestsError: if it cannot be written.
+            DigestsError: if the line cannot be written.
         """
         lines = []
         forms = {name: digest.form for name, digest in digests.items()}
-        # dicts of other orders are equal, too.
+        # Compare as lists, because dicts are equal whatever their order.
         if list(forms.items()) != list(self._forms.items()):
             lines.append({"format": FORMAT, "algorithm": XXH3, "tensors": forms})
         lines.append({"step": step, "digests": [digest.value for digest in digests.values()]})
@@ -157,25 +158,26 @@ class DigestFile:
         self._step, self._forms = step, forms
 
     def go_back(self, step: int) -> None:
-        """Cuts the lines after those of a step."""
-        hasher, size, last, forms = digest_of(XXH3)(), 0, -1, {}
-        naming, named = b"", {}
+        """Truncates the file after the line of a step, if it has later ones."""
+        hasher, size, last_step, forms = digest_of(XXH3)(), 0, -1, {}
+        # A header is kept only if a line of digests that is kept follows it.
+        header, header_forms = b"", {}
         with self.path.open("rb") as file:
             for line in file:
                 entry = json.loads(line)
                 if "tensors" in entry:
-                    naming, named = line, entry["tensors"]
+                    header, header_forms = line, entry["tensors"]
                     continue
                 if entry["step"] > step:
                     break
-                hasher.update(memoryview(naming + line))
-                size, last, forms = size + len(naming) + len(line), entry["step"], named
-                naming = b""
+                hasher.update(memoryview(header + line))
+                size, last_step, forms = size + len(header) + len(line), entry["step"], header_forms
+                header = b""
         os.truncate(self.path, size)
-        self._hasher, self._size, self._step, self._forms = hasher, size, last, forms
+        self._hasher, self._size, self._step, self._forms = hasher, size, last_step, forms
 
     def flush(self) -> None:
-        """Brings what is written to the disk."""
+        """Flushes the file to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -184,20 +186,20 @@ class DigestFile:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A line of a file: the digests after a step, by the names of the tensors."""
+    """A line of a file: the digests after a step, by tensor name."""
 
     step: int
     digests: Mapping[str, Digest]
 
 
 def read_digests(path: Path) -> Iterator[Record]:
-    """Reads the lines of a file, one at a time. The rest of a line that was being written is passed over.
+    """Yields the lines of a file. Ignores an incomplete last line.
 
     Raises:
-        DigestsError: if it is not a file of digests, or is damaged.
+        DigestsError: if this is not a file of digests, or it is damaged.
     """
     forms: dict[str, str] | None = None
-    before = -1
+    previous_step = -1
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -207,24 +209,24 @@ def read_digests(path: Path) -> Iterator[Record]:
                 if "format" in entry:
                     forms = _forms(entry)
                     continue
-                record = _record(entry, forms, before)
+                record = _record(entry, forms, previous_step)
             except (ValueError, RecursionError) as error:
-                raise DigestsError(f"{path}, line {number}: is no line of digests ({error}).") from error
+                raise DigestsError(f"{path}, line {number}: is not a line of digests ({error}).") from error
             yield record
-            before = record.step
+            previous_step = record.step
 
 
 def _forms(entry: SavedState) -> dict[str, str]:
     if entry.integer("format") != FORMAT or entry.text("algorithm") != XXH3:
-        raise StateError("format", "is not one that this version of Leyden knows")
+        raise StateError("format", "is not a format that this version of Leyden can read")
     tensors = entry.nested("tensors")
     return {name: tensors.text(name) for name in tensors.entries}
 
 
-def _record(entry: SavedState, forms: Mapping[str, str] | None, before: int) -> Record:
-    step, values = entry.integer("step", least=before + 1), [str(value) for value in entry.items("digests")]
+def _record(entry: SavedState, forms: Mapping[str, str] | None, previous_step: int) -> Record:
+    step, values = entry.integer("step", least=previous_step + 1), [str(value) for value in entry.items("digests")]
     if forms is None or len(values) != len(forms):
-        raise StateError("digests", f"are {len(values)}, and the tensors above are {len(forms or ())}")
+        raise StateError("digests", f"has {len(values)} entries for {len(forms or ())} tensors")
     return Record(step, {name: Digest(form, value) for (name, form), value in zip(forms.items(), values, strict=True)})
 
 

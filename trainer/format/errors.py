@@ -9,7 +9,7 @@ from pathlib import Path
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
 
-# Errors that code raises for unexpected input. LeydenError is a subclass of one, and already says what is wrong.
+# Errors that code raises on unexpected input. LeydenError is a subclass of one of them, but already explains itself.
 _MISFITS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError)
 
 
@@ -18,11 +18,11 @@ class CheckpointError(LeydenError):
 
     Args:
         path: the file or folder.
-        reason: what is wrong, and what to do, in a sentence that follows the path.
+        reason: the problem and how to fix it, worded to follow the path.
 
     Attributes:
-        path: the same, as a `Path`.
-        reason: the same.
+        path: the file or folder, as a `Path`.
+        reason: the argument of that name.
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
@@ -32,11 +32,11 @@ class CheckpointError(LeydenError):
 
 
 class NoCheckpointError(CheckpointError):
-    """Raised for a folder that never was a checkpoint, as opposed to a damaged one."""
+    """Raised for a folder that never was a checkpoint, as opposed to a damaged checkpoint."""
 
 
 class OtherRankError(CheckpointError):
-    """Raised if another rank could not do its part of a checkpoint; that rank's own error has the cause."""
+    """Raised if another rank failed to do its part of a checkpoint. That rank's own error shows the cause."""
 
     of_another_rank = True
 
@@ -46,12 +46,12 @@ class UnsupportedStateError(ConfigurationError, TypeError):
 
     Args:
         where: the key path, such as `callbacks['Queue']['items'][3]`.
-        kind: what is there.
-        hint: what to do about it.
+        kind: a description of the object at that path.
+        hint: what to save instead.
 
     Attributes:
-        where: the same.
-        kind: the same.
+        where: the argument of that name.
+        kind: the argument of that name.
     """
 
     def __init__(self, where: str, kind: str, hint: str = "Save tensors, numbers, strings or nests of them.") -> None:
@@ -62,7 +62,7 @@ class UnsupportedStateError(ConfigurationError, TypeError):
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A ConfigurationError in the block, about state that does not fit the run, names the file it is from."""
+    """Adds the file's path to a ConfigurationError in the block, which is about state that does not fit the run."""
     try:
         yield
     except ConfigurationError as error:
@@ -71,11 +71,11 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
-    """Turns any error that state from a file provokes in this block into a CheckpointError that names file and entry.
+    """Turns any error that a file's content causes in the block into a CheckpointError that names file and entry.
 
     Args:
         path: the file.
-        where: the entry that is read or restored; "" for the whole file.
+        where: the entry that is being read or restored; "" for the whole file.
 
     Example:
         >>> with blame("run/user.json", "order"):
@@ -87,7 +87,7 @@ def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
     try:
         yield
     except StateError as error:
-        # An owner that puts its name before its entries is not named twice.
+        # If the owner's keys already start with its name, do not repeat the name.
         key = error.key if not where or error.key.startswith(where) else f"{where}: {error.key}"
         raise CheckpointError(path, f"{key} {error.reason}.") from error
     except LeydenError:

@@ -1,4 +1,4 @@
-"""The manifest, which lists a checkpoint's files with their checksums; a folder without one is not a checkpoint."""
+"""The manifest, which lists a checkpoint's files with their checksums. A folder without one is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,34 +20,38 @@ OPTIMIZERS = "optimizer.json"
 PROGRESS = "progress.json"
 # Entries of a state dict that are not tensors, from `get_extra_state`.
 EXTRA = "model-extra"
-# An entry beside the owners of hyperparameters: what was left out of them, and which argument held them.
+# An entry alongside the hyperparameters' owners: which arguments were left out, and which one argument held them all.
 KEPT = "kept"
 
-# Version 2 has `data_ranks`, version 3 files whose checksums are not SHA-256. What does without both is written as
-# version 1, which older versions of Leyden read.
+# Version 2 adds `data_ranks`, version 3 files whose checksums are not SHA-256. A manifest with neither is written as
+# version 1, which older versions of Leyden can read.
 FORMAT, SHARED_RANKS, FIRST_FORMAT = 3, 2, 1
 SHA256, XXH3 = "sha256", "xxh3_64"
 CHUNK = 64 * 1024 * 1024
 MIN_CHUNK = 4 * 1024
-# A manifest takes at most 70 bytes per 64 MiB chunk: this is enough for 60 TB.
+# A manifest takes at most 70 bytes per 64 MiB chunk, so this is enough for 60 TB.
 _MAX_MANIFEST = 64 * 1024 * 1024
 _KIND = "leyden checkpoint"
 
 
 class Hasher(Protocol):
-    """The part of hashlib's and xxhash's objects that is used."""
+    """The interface of hashlib's and xxhash's objects that Leyden uses."""
 
     def update(self, data: memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
-# XXH3 takes a tenth of SHA-256's time, and misses one damaged chunk in 2**64. A checksum proves no author: who forges a
-# file can forge its checksum, whatever the algorithm.
+# XXH3 takes a tenth of SHA-256's time, and misses one damaged chunk in 2**64. SHA-256 would be no safer against
+# forgery, since an attacker who changes a file can change its checksum too.
 ALGORITHMS = (SHA256, XXH3)
 
 
 def digest_of(algorithm: str) -> Callable[[], Hasher]:
-    """Returns what makes the digests of one of ALGORITHMS."""
+    """Returns the constructor of an algorithm's hasher.
+
+    Args:
+        algorithm: one of ALGORITHMS.
+    """
     if algorithm == SHA256:
         return hashlib.sha256
     from xxhash import xxh3_64
@@ -56,7 +60,10 @@ def digest_of(algorithm: str) -> Callable[[], Hasher]:
 
 
 def _digest_whole(algorithm: str) -> Callable[[memoryview], str]:
-    """Returns what makes the digest of bytes that are all there, in one call for XXH3: chunks are small and many."""
+    """Returns a function that computes the digest of bytes in one go.
+
+    For XXH3 this is one C call instead of three, which matters because chunks are small and many.
+    """
     if algorithm == SHA256:
         return lambda data: hashlib.sha256(data).hexdigest()
     from xxhash import xxh3_64_hexdigest
@@ -66,7 +73,7 @@ def _digest_whole(algorithm: str) -> Callable[[memoryview], str]:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The size of a file and the checksum of each of its chunks, in hexadecimal; an empty file has no chunks."""
+    """The size of a file and the checksums of its chunks, in hexadecimal. An empty file has no chunks."""
 
     size: int
     sums: tuple[str, ...]
@@ -75,14 +82,16 @@ class FileEntry:
 
 
 class ChunkHasher:
-    """Computes the checksums of a file's chunks from its bytes, in order."""
+    """Computes the checksums of a file's chunks from the file's bytes, passed in order."""
 
     def __init__(self, chunk: int = CHUNK, algorithm: str = SHA256) -> None:
-        self._chunk, self._algorithm, self._begin = chunk, algorithm, digest_of(algorithm)
+        self._chunk, self._algorithm, self._new_hasher = chunk, algorithm, digest_of(algorithm)
         self._digest_whole = _digest_whole(algorithm)
         self._size = 0
-        self._done: list[str] = []
-        self._digest = self._begin()
+        self._sums: list[str] = []
+        """Checksums of the chunks that are complete."""
+        self._hasher = self._new_hasher()
+        """Hashes the chunk that is not complete."""
 
     def update(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
@@ -91,16 +100,16 @@ class ChunkHasher:
             self._size += len(piece)
             view = view[len(piece) :]
             if len(piece) == self._chunk:
-                self._done.append(self._digest_whole(piece))
+                self._sums.append(self._digest_whole(piece))
                 continue
-            self._digest.update(piece)
+            self._hasher.update(piece)
             if self._size % self._chunk == 0:
-                self._done.append(self._digest.hexdigest())
-                self._digest = self._begin()
+                self._sums.append(self._hasher.hexdigest())
+                self._hasher = self._new_hasher()
 
     def entry(self) -> FileEntry:
-        open_chunk = [self._digest.hexdigest()] if self._size % self._chunk else []
-        return FileEntry(self._size, (*self._done, *open_chunk), self._chunk, self._algorithm)
+        last_sum = [self._hasher.hexdigest()] if self._size % self._chunk else []
+        return FileEntry(self._size, (*self._sums, *last_sum), self._chunk, self._algorithm)
 
 
 @dataclass(frozen=True)
@@ -108,14 +117,14 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Attributes:
-        files: every other file of the folder, by its relative name.
-        save_counter: 1 for the first checkpoint in its parent folder; the newest has the highest.
-        saved_at: when it was saved, in UTC, ISO 8601.
-        progress: epoch and global_step.
-        world_size: the number of ranks that wrote it.
-        strategy: the name of the strategy that wrote it.
+        files: all other files of the checkpoint, by their relative names.
+        save_counter: the checkpoint's number in its parent folder, from 1; the newest has the highest.
+        saved_at: the time of the save, in UTC, ISO 8601.
+        progress: the run's epoch and global_step.
+        world_size: the number of ranks that wrote the checkpoint.
+        strategy: the name of the run's strategy.
         versions: the versions of leyden and torch.
-        data_ranks: the data rank of each rank that wrote it, where several shared one; else empty.
+        data_ranks: the data rank of each rank, if several ranks shared one; otherwise empty.
     """
 
     files: Mapping[str, FileEntry]
@@ -135,7 +144,7 @@ class Manifest:
         return SHARED_RANKS if self.data_ranks else FIRST_FORMAT
 
     def to_bytes(self) -> bytes:
-        """Returns the file's bytes. The first line holds the digest of the rest, so that any change is detected."""
+        """Returns the file's bytes. The first line holds the digest of the rest, which reveals any change."""
         rest: dict[str, Any] = {
             "kind": _KIND,
             "format": self.format,
@@ -156,10 +165,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Reads and checks what `to_bytes` wrote.
+        """Parses and checks the bytes that `to_bytes` returned.
 
         Raises:
-            ValueError: if a bit differs, or it is not a manifest; says why.
+            ValueError: if a bit differs, or this is not a manifest; says which.
         """
         if not data.startswith(_HEAD):
             raise ValueError("it is not a manifest")
@@ -171,7 +180,7 @@ class Manifest:
             if parsed["kind"] != _KIND or int(parsed["format"]) > FORMAT:
                 raise ValueError(f"its format {parsed['format']} is newer than this Leyden: update leyden to read it")
             files = {str(name): _entry(str(name), entry) for name, entry in parsed["files"].items()}
-            found = cls(
+            manifest = cls(
                 files=files,
                 save_counter=int(parsed["save_counter"]),
                 saved_at=str(parsed["saved_at"]),
@@ -183,15 +192,15 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from error
-        if set(found.data_ranks) != set(range(len(set(found.data_ranks)))):
-            raise ValueError(f"it lists the data ranks {list(found.data_ranks)}, which leave one out")
-        for name, entry in found.files.items():
+        if set(manifest.data_ranks) != set(range(len(set(manifest.data_ranks)))):
+            raise ValueError(f"it lists the data ranks {list(manifest.data_ranks)}, of which one is missing")
+        for name, entry in manifest.files.items():
             reason = unsafe(name)
             if reason:
                 raise ValueError(f"it lists the file {name!r}, {reason}")
             if entry.size < 0 or entry.chunk < 1 or len(entry.sums) != -(-entry.size // entry.chunk):
                 raise ValueError(f"it lists {name!r} with {entry.size} bytes and {len(entry.sums)} checksums")
-        return found
+        return manifest
 
 
 def _entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
@@ -219,7 +228,7 @@ def parts_in(data: bytes) -> int:
 
 
 def unsafe(name: str) -> str | None:
-    """Returns why a file of that name must not be opened, or None if it may be."""
+    """Returns the reason why a file of this name must not be opened, or None if it may be opened."""
     if name.startswith("/") or ":" in name or "\\" in name or "\0" in name:
         return "which is not a plain relative name"
     if any(part in ("", ".", "..") for part in name.split("/")):
@@ -228,10 +237,10 @@ def unsafe(name: str) -> str | None:
 
 
 def open_inside(folder: Path, name: str) -> tuple[int, int]:
-    """Opens a regular file inside a folder; returns its descriptor and its size.
+    """Opens a regular file inside a folder. Returns its descriptor and its size.
 
     Raises:
-        CheckpointError: if it is missing, not a regular file, or reached through a link that leaves the folder.
+        CheckpointError: if the file is missing, is not a regular file, or is a link to a file outside the folder.
     """
     path = folder / name
     reason = unsafe(name)
@@ -240,7 +249,7 @@ def open_inside(folder: Path, name: str) -> tuple[int, int]:
     try:
         real = path.resolve(strict=True)
         if not real.is_relative_to(folder.resolve()):
-            raise CheckpointError(path, "is a link that leaves the checkpoint's folder. Copy the file into it.")
+            raise CheckpointError(path, "is a link to a file outside the checkpoint. Copy that file into it.")
         # Without O_NONBLOCK, opening a FIFO would hang.
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(real, flags)
@@ -259,7 +268,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: if it is missing or damaged.
+        CheckpointError: if the manifest is missing or damaged.
     """
     descriptor, size = open_inside(folder, MANIFEST)
     with os.fdopen(descriptor, "rb") as file:

@@ -1,6 +1,6 @@
-"""Writes and reads safetensors files in one pass over their bytes, which are hashed on the way.
+"""Writes and reads safetensors files, hashing the bytes in the same pass.
 
-The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
+The format is specified at https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
 header, then the tensors' bytes without gaps.
 """
 
@@ -29,20 +29,21 @@ from leyden.trainer.format.unflushed import Unflushed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The limit of the safetensors library itself.
+# The safetensors library's own limit.
 MAX_HEADER = 100_000_000
-# What is read or written at once: it stays in a CPU's cache between the copy and the checksum.
+# Bytes per read or write: few enough to stay in the CPU's cache between the copy and the checksum.
 _PIECE = 512 * 1024
-# Bytes after which the system starts writing to the disk.
-_AHEAD = 8 * 1024 * 1024
-# The most bytes of a tensor that are copied at a time, where it cannot be written as it is.
+# Bytes after which the kernel is asked to start writing to disk.
+_WRITEBACK = 8 * 1024 * 1024
+# Bytes to copy at a time, if a tensor cannot be written in place.
 _COPIED = 16 * 1024 * 1024
-# A thread's share of a read, a multiple of any chunk; the fewest bytes that are worth threads; their number.
+# Bytes per thread of a read, a multiple of any chunk.
 _STRETCH = CHUNK // 4
-_IN_THREADS = 2 * 1024 * 1024
+# The fewest bytes that are worth starting threads for.
+_MIN_THREADED = 2 * 1024 * 1024
 _THREADS = 4
-# The system's limit for one call, which is 1024 on Linux and macOS.
-_VIEWS = 512
+# Buffers per preadv call. The system's limit is 1024 on Linux and macOS.
+_MAX_VIEWS = 512
 _BY_NAME = {name: dtype for dtype, name in NATIVE.items()}
 
 
@@ -53,14 +54,14 @@ def write_file(
     algorithm: str = SHA256,
     unflushed: Unflushed | None = None,
 ) -> FileEntry:
-    """Writes a new file and returns its entry for the manifest.
+    """Writes a new file and returns its manifest entry.
 
     Args:
-        path: of a file that does not exist yet.
-        pieces: its bytes.
+        path: the path of the new file.
+        pieces: the file's bytes.
         chunk: the number of bytes per checksum.
-        algorithm: of the checksums.
-        unflushed: takes over the file, and flushes it later; None to flush it to disk now.
+        algorithm: the algorithm of the checksums.
+        unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
 
     Raises:
         OSError: if the file exists or cannot be written.
@@ -68,15 +69,15 @@ def write_file(
     hasher = ChunkHasher(chunk, algorithm)
     file: BinaryIO = open(path, "xb", buffering=_PIECE // 2)  # noqa: SIM115
     try:
-        begun = written = 0
+        started = written = 0
         for piece in (part for whole in pieces for part in _pieces(memoryview(whole))):
-            # Hashed first, which leaves it in the CPU's cache for the copy.
+            # Hash before writing, which leaves the piece in the CPU's cache for the copy.
             hasher.update(piece)
             file.write(piece)
             written += len(piece)
-            if written - begun >= _AHEAD:
-                _start_writing(file, begun, written)
-                begun = written
+            if written - started >= _WRITEBACK:
+                _start_writeback(file, started, written)
+                started = written
         file.flush()
         if unflushed is not None:
             unflushed.add(path.name, file)
@@ -89,15 +90,15 @@ def write_file(
     return hasher.entry()
 
 
-def _start_writing(file: BinaryIO, begin: int, end: int) -> None:
-    """Has the system start to write bytes to the disk, so that it works while the rest is still being copied."""
+def _start_writeback(file: BinaryIO, begin: int, end: int) -> None:
+    """Asks the kernel to start writing bytes to disk, so that the disk works while later bytes are copied."""
     if hasattr(os, "posix_fadvise"):
-        # Linux starts to write what is dirty, and keeps it in memory as it is not clean yet.
+        # Linux starts to write back dirty pages, and cannot drop them from memory while they are dirty.
         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Returns the manifest's entry of an existing file, which is flushed to disk."""
+    """Returns the manifest entry of an existing file, and flushes the file to disk."""
     hasher = ChunkHasher(CHUNK, XXH3)
     with path.open("rb+") as file:
         while data := file.read(_PIECE):
@@ -117,16 +118,16 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     unflushed: Unflushed | None = None,
 ) -> FileEntry:
-    """Writes plain dense tensors to one safetensors file. Contiguous ones on the CPU are not copied.
+    """Writes plain dense tensors to one safetensors file, without copying contiguous CPU tensors.
 
     Args:
-        path: a file that does not exist yet.
-        tensors: dense tensors of safetensors' own dtypes, by key.
+        path: the path of the new file.
+        tensors: dense tensors of dtypes that safetensors has, by key.
         metadata: strings for the header.
-        unflushed: takes over the file, and flushes it later; None to flush it to disk now.
+        unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return write_stream(path, forms, lambda name: tensors[name].detach(), metadata, unflushed)
@@ -139,20 +140,20 @@ def write_stream(
     metadata: Mapping[str, str] | None = None,
     unflushed: Unflushed | None = None,
 ) -> FileEntry:
-    """Writes tensors to one safetensors file, with only one of them in memory at a time.
+    """Writes tensors to one safetensors file, holding only one of them in memory at a time.
 
     Args:
-        path: a file that does not exist yet.
-        forms: dtype and shape of each tensor, by key.
-        fetch: returns a tensor of that form.
+        path: the path of the new file.
+        forms: the dtype and shape of each tensor, by key.
+        fetch: returns the tensor of a key.
         metadata: strings for the header.
-        unflushed: takes over the file, and flushes it later; None to flush it to disk now.
+        unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in forms.items()}
-    # Wide dtypes first, so that every tensor is aligned to its own element size.
+    # Wide dtypes come first, so that every tensor is aligned to its element size.
     names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -170,18 +171,18 @@ def write_stream(
         for name in names:
             fetched = fetch(name)
             yield from _bytes_of(fetched)
-            # Freed before the next one is fetched.
+            # Free this tensor before the next one is fetched.
             del fetched
 
     return write_file(path, pieces(), _chunk_of(max(sizes.values(), default=0), end), XXH3, unflushed)
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in order; what needs a copy is copied in parts of up to `_COPIED` bytes."""
+    """Yields the bytes of a tensor in order. If they must be copied, copies parts of up to `_COPIED` bytes."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield memory_of(tensor)
         return
-    # XLA would compile a program for each part.
+    # On XLA, copy in one go: XLA would compile a program for each part.
     if tensor.nbytes <= _COPIED or tensor.device.type == "xla":
         part = tensor.to("cpu").contiguous()
         yield memory_of(part)
@@ -196,8 +197,8 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
 def _chunk_of(largest: int, total: int) -> int:
     """Returns the number of bytes per checksum.
 
-    Reading a part of a tensor reads the chunks at its ends in full, so chunks are small compared with large tensors, of
-    which ranks read parts; but there are at most 131,072 in a file.
+    Reading a part of a tensor reads the chunks at its ends in full. Since ranks read parts of large tensors, chunks are
+    small compared with the largest tensor. But a file has at most 131,072 chunks.
     """
     wanted = max(MIN_CHUNK, largest // 128, total >> 16)
     return int(min(CHUNK, 1 << (wanted.bit_length() - 1)))
@@ -212,16 +213,16 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class CheckedFile:
-    """A file of a checkpoint that is verified as it is read: every chunk that is touched is read in full and checked.
+    """A checkpoint's file that is verified as it is read: every chunk that a read touches is read in full and checked.
 
     Args:
-        folder: the checkpoint.
-        name: the file in it.
-        entry: its entry in the manifest; None for a file without a manifest, which is not verified.
-        verified: the numbers of chunks that have been found whole, to which reading adds.
+        folder: the checkpoint's folder.
+        name: the name of the file in it.
+        entry: the file's manifest entry. None for a file without a manifest, which is not verified.
+        verified: the indices of chunks that have been verified. Reads add to this set.
 
     Raises:
-        CheckpointError: if it cannot be opened or has another size.
+        CheckpointError: if the file cannot be opened or has the wrong size.
     """
 
     def __init__(self, folder: Path, name: str, entry: FileEntry | None, verified: set[int] | None = None) -> None:
@@ -231,13 +232,13 @@ class CheckedFile:
         self._entry = entry
         self._chunk = CHUNK if entry is None else entry.chunk
         self._verified = set[int]() if verified is None else verified
-        # Where a read cannot name its place, seeking and reading are one act.
-        self._seeking = threading.Lock()
+        # Without preadv, a seek and the read after it must not be interrupted by another thread.
+        self._seek_lock = threading.Lock()
         if entry is not None and entry.size != self.size:
             self._file.close()
             raise CheckpointError(
                 self.path,
-                f"has {self.size} bytes instead of {entry.size}. It was cut short or changed: use another one.",
+                f"has {self.size} bytes instead of {entry.size}. It was truncated or changed: use another checkpoint.",
             )
 
     def __enter__(self) -> Self:
@@ -247,15 +248,15 @@ class CheckedFile:
         self._file.close()
 
     def verify(self, begin: int = 0, end: int | None = None, unread: bool = False) -> None:
-        """Verifies the chunks that begin at byte `begin` or later and before `end`.
+        """Verifies the chunks whose first byte is in a range.
 
         Args:
-            begin: a byte of the file.
-            end: another; None for the end of the file.
-            unread: leave out chunks that have been read and found whole.
+            begin: the first byte of the range.
+            end: the end of the range, exclusive; None for the end of the file.
+            unread: skip chunks that have already been verified.
 
         Raises:
-            CheckpointError: if a byte differs.
+            CheckpointError: if a chunk does not match its checksum.
         """
         stretches: list[_Stretch] = []
         for number in range(-(-begin // self._chunk), -(-(self.size if end is None else end) // self._chunk)):
@@ -270,32 +271,35 @@ class CheckedFile:
         self._read(stretches)
 
     def read(self, limit: int) -> bytes:
-        """Returns all bytes of the file, which must not be longer than `limit`."""
+        """Returns all bytes of the file. Raises CheckpointError if it has more than `limit` bytes."""
         if self.size > limit:
-            raise CheckpointError(self.path, f"has {self.size} bytes, more than such a file can have ({limit}).")
+            raise CheckpointError(self.path, f"has {self.size} bytes, more than the {limit} allowed.")
         data = bytearray(self.size)
         self.fill([(0, memoryview(data))])
         return bytes(data)
 
     def head(self, tail_of: int = 8) -> tuple[int, bytes]:
-        """Returns length and bytes of a safetensors header; the length is checked before memory is allocated."""
+        """Returns the length and bytes of a safetensors header. Checks the length before allocating memory."""
         first = bytearray(min(tail_of, self.size))
-        self._exactly([memoryview(first)], 0)
+        self._read_exactly([memoryview(first)], 0)
         length = int.from_bytes(first, "little")
         if self.size < tail_of or length > MAX_HEADER or length > self.size - tail_of:
             raise CheckpointError(
                 self.path,
-                f"is not a safetensors file: it asks for a header of {length} bytes in a file of {self.size}.",
+                f"is not a safetensors file: its header would have {length} bytes in a file of {self.size}.",
             )
         data = bytearray(tail_of + length)
         self.fill([(0, memoryview(data))])
         return tail_of + length, bytes(data[tail_of:])
 
     def fill(self, targets: list[tuple[int, memoryview]]) -> None:
-        """Reads into buffers, each with its offset in the file. They must not overlap.
+        """Reads into buffers.
+
+        Args:
+            targets: for each buffer its offset in the file, and the buffer. The ranges must not overlap.
 
         Raises:
-            CheckpointError: if a chunk that they touch differs from the manifest, or ends early.
+            CheckpointError: if a chunk in these ranges does not match its checksum, or the file ends early.
         """
         stretches: list[_Stretch] = []
         size = max(_STRETCH, self._chunk) // self._chunk * self._chunk
@@ -311,28 +315,28 @@ class CheckedFile:
         self._read(stretches)
 
     def _read(self, stretches: list[_Stretch]) -> None:
-        """Reads stretches of the file, of which each is checked by itself: reading and hashing leave others running."""
+        """Reads and verifies stretches of the file, in threads if they are large: reads and hashes release the GIL."""
         try:
-            if sum(stretch.end - stretch.begin for stretch in stretches) < _IN_THREADS or len(stretches) == 1:
+            if sum(stretch.end - stretch.begin for stretch in stretches) < _MIN_THREADED or len(stretches) == 1:
                 for stretch in stretches:
-                    self._stretch(stretch)
+                    self._read_stretch(stretch)
                 return
             with ThreadPoolExecutor(min(_THREADS, len(stretches))) as pool:
-                for _ in pool.map(self._stretch, stretches):
+                for _ in pool.map(self._read_stretch, stretches):
                     pass
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read ({error}).") from error
 
-    def _stretch(self, stretch: _Stretch) -> None:
-        """Reads the pieces of a stretch into their buffers, and what is between them only for the checksums."""
+    def _read_stretch(self, stretch: _Stretch) -> None:
+        """Reads the pieces of a stretch into their buffers. Bytes between them are read only for the checksums."""
         if self._entry is None:
             for offset, view in stretch.pieces:
-                self._exactly([view], offset)
+                self._read_exactly([view], offset)
             return
         hasher = ChunkHasher(self._chunk, self._entry.algorithm)
         position = stretch.begin
         for views in stretch.batches():
-            self._exactly(views, position)
+            self._read_exactly(views, position)
             for view in views:
                 hasher.update(view)
                 position += len(view)
@@ -347,64 +351,72 @@ class CheckedFile:
                 )
         self._verified.update(range(first, -(-stretch.end // self._chunk)))
 
-    def _exactly(self, views: list[memoryview], offset: int) -> None:
-        """Fills buffers one after the other with the bytes from `offset` on."""
-        wanted = sum(map(len, views))
-        while wanted:
-            count = self._some(views, offset)
+    def _read_exactly(self, views: list[memoryview], offset: int) -> None:
+        """Fills consecutive buffers with the bytes from `offset` on."""
+        remaining = sum(map(len, views))
+        while remaining:
+            count = self._read_some(views, offset)
             if not count:
-                raise CheckpointError(self.path, "ends before its size: it was cut short. Use another checkpoint.")
-            offset, wanted = offset + count, wanted - count
-            if wanted:
-                views = _after(views, count)
+                raise CheckpointError(self.path, "was cut short: it ends before its size. Use another checkpoint.")
+            offset, remaining = offset + count, remaining - count
+            if remaining:
+                views = _unfilled(views, count)
 
-    def _some(self, views: list[memoryview], offset: int) -> int:
+    def _read_some(self, views: list[memoryview], offset: int) -> int:
+        """Reads at least one byte into the first buffers, unless the file has ended. Returns the number of bytes."""
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), views, offset)
-        with self._seeking:
+        with self._seek_lock:
             self._file.seek(offset)
             return int(self._file.readinto(views[0]) or 0)  # type: ignore[attr-defined]
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """Returns what is left of buffers of which the first `count` bytes are filled."""
-    left: list[memoryview] = []
+def _unfilled(views: list[memoryview], count: int) -> list[memoryview]:
+    """Returns the rest of consecutive buffers, after their first `count` bytes."""
+    rest: list[memoryview] = []
     for view in views:
-        taken = min(count, len(view))
-        count -= taken
-        if taken < len(view):
-            left.append(view[taken:])
-    return left
+        filled = min(count, len(view))
+        count -= filled
+        if filled < len(view):
+            rest.append(view[filled:])
+    return rest
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Whole chunks that are read one after the other, with the buffers of the pieces that are wanted of them."""
+    """A run of consecutive whole chunks, with the pieces of it that are wanted.
+
+    Attributes:
+        begin: the first byte in the file.
+        end: the end in the file, exclusive.
+        pieces: the wanted pieces: the offset in the file, and the buffer to read into.
+    """
 
     begin: int
     end: int
     pieces: list[tuple[int, memoryview]] = field(default_factory=list)
 
     def batches(self) -> Iterator[list[memoryview]]:
-        """Yields the buffers for all bytes from begin to end, as many as are read at once."""
-        spare = memoryview(b"")
+        """Yields buffers that cover all bytes from `begin` to `end`, in batches to be read by one call each."""
+        # Takes the bytes of gaps, which are only hashed.
+        scratch = memoryview(b"")
         batch: list[memoryview] = []
         size = position = 0
         for view in self._views():
             if isinstance(view, int):
-                if not len(spare):
-                    spare = memoryview(bytearray(min(_PIECE, self.end - self.begin)))
-                view = spare[size : size + view]
+                if not len(scratch):
+                    scratch = memoryview(bytearray(min(_PIECE, self.end - self.begin)))
+                view = scratch[size : size + view]
             batch.append(view)
             size, position = size + len(view), position + len(view)
-            if position % _PIECE == 0 or len(batch) >= _VIEWS:
+            if position % _PIECE == 0 or len(batch) >= _MAX_VIEWS:
                 yield batch
                 batch, size = [], 0
         if batch:
             yield batch
 
     def _views(self) -> Iterator[memoryview | int]:
-        """Yields parts of the wanted pieces, and the sizes of parts between them, none across a multiple of _PIECE."""
+        """Yields the wanted pieces, and the sizes of the gaps between them, both split at multiples of _PIECE."""
         position = self.begin
         for offset, view in [*self.pieces, (self.end, memoryview(b""))]:
             while position < offset:
@@ -423,23 +435,23 @@ def read_tensors(file: CheckedFile) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if the file is damaged, or is not a safetensors file.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     targets = []
     for key, (dtype, shape, offset) in read_header(file).items():
-        found[key] = room(shape, dtype)
-        targets.append((offset, memory_of(found[key])))
+        tensors[key] = room(shape, dtype)
+        targets.append((offset, memory_of(tensors[key])))
     file.fill(targets)
-    return found
+    return tensors
 
 
 def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-    """Returns dtype, shape and offset of each tensor, after a check that they fill the file without gap or overlap.
+    """Returns the dtype, shape and offset of each tensor. Checks that they fill the file without gap or overlap.
 
     Raises:
         CheckpointError: if the header breaks a rule of the format.
     """
-    begin, parsed = _parsed(file)
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
+    begin, parsed = _parse_header(file)
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
     spans = []
     try:
         for name, entry in parsed.items():
@@ -450,13 +462,13 @@ def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
             if not all(type(number) is int and 0 <= number < 2**62 for number in (*shape, start, end)):
                 raise ValueError(f"the tensor {name!r} has shape {shape} and offsets {start}, {end}")
             if end - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"the tensor {name!r} of {dtype} {shape} is given {end - start} bytes")
-            found[name] = (dtype, shape, begin + start)
+                raise ValueError(f"the tensor {name!r} of {dtype} {shape} has {end - start} bytes")
+            tensors[name] = (dtype, shape, begin + start)
             spans.append((start, end))
         position = 0
         for start, end in sorted(spans):
             if start != position:
-                raise ValueError(f"there is a gap or an overlap at byte {start}")
+                raise ValueError(f"its tensors have a gap or overlap at byte {start}")
             position = end
         if begin + position != file.size:
             raise ValueError(f"its tensors end at byte {begin + position} of {file.size}")
@@ -464,13 +476,14 @@ def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
         raise CheckpointError(
             file.path, f"is not a valid safetensors file ({type(error).__name__}: {error})."
         ) from error
-    return found
+    return tensors
 
 
-def _parsed(file: CheckedFile) -> tuple[int, dict[str, Any]]:
+def _parse_header(file: CheckedFile) -> tuple[int, dict[str, Any]]:
+    """Returns the offset of the tensors' bytes, and the header."""
     begin, text = file.head()
     try:
-        parsed = json.loads(text, object_pairs_hook=_without_repeats)
+        parsed = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             file.path, f"is not a safetensors file: its header is not valid JSON ({error})."
@@ -480,8 +493,8 @@ def _parsed(file: CheckedFile) -> tuple[int, dict[str, Any]]:
     return begin, parsed
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("it names a tensor twice")
-    return found
+    return entries

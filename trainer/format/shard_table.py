@@ -1,7 +1,7 @@
-"""Locates the shards of stored tensors in a checkpoint, and reads just the parts that are wanted.
+"""Locates the shards of stored tensors in a checkpoint, and reads only the parts that are wanted.
 
 A checkpoint has a *table* for every stored tensor: `{"dtype": …, "shape": […], "shards": [[file, key, offsets, sizes],
-…]}`. Offsets say where a shard begins in the whole tensor; a shard that is the whole tensor has no sizes.
+…]}`. The offsets are those of the shard in the whole tensor. Sizes are left out if the shard is the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from leyden.trainer.format.tensors import DTYPES, dtype_named
 
 Table: TypeAlias = dict[str, Any]
 Sizes: TypeAlias = tuple[int, ...]
-# Replicated tensors of fewer bytes in total go to one file, which rank 0 writes.
+# Tensors of fewer bytes in total go into one file, which rank 0 writes.
 SPREAD_FROM = 64 * 1024 * 1024
-# Bytes that are read into temporary memory at a time.
+# Bytes to read into temporary memory at a time.
 _BATCH = 64 * 1024 * 1024
 
 
@@ -39,16 +39,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def file_name(stem: str, number: int, count: int) -> str:
-    """Returns the name of file `number` of `count`, as in transformers; a single file has no number."""
+    """Returns the name of file `number` of `count`, as transformers names it. A single file has no number."""
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) -> dict[str, int]:
-    """Decides which rank writes each tensor: all ranks write about as many bytes, or rank 0 everything if it is little.
+    """Decides which rank writes each tensor, so that all ranks write about the same number of bytes.
+
+    If the tensors have few bytes in total, rank 0 writes all of them.
 
     Args:
-        tensors: the tensors by key, which all ranks have.
-        movable: keys of tensors that are the same on all ranks; rank 0 writes the others.
+        tensors: the tensors by key. Every rank has all of them.
+        movable: keys of tensors that are identical on all ranks, so that any rank may write them. Rank 0 writes the
+            others.
         ranks: the number of ranks.
 
     Example:
@@ -113,11 +116,11 @@ def _check_sizes(where: str, sizes: Any) -> None:
 # reading --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
-    """A part of a stored tensor, and the tensor that it is read into.
+    """A part of a stored tensor to read, and the tensor to read it into.
 
     Attributes:
-        table: the table of the stored tensor.
-        offsets: where the part begins in it.
+        table: the stored tensor's table.
+        offsets: the part's offsets in the stored tensor.
         target: a tensor of the part's shape, on any device.
     """
 
@@ -128,7 +131,15 @@ class Want:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """The piece of a part that one shard has: rows of the shard, and their place in the target."""
+    """The intersection of a wanted part with one shard.
+
+    Attributes:
+        key: the shard's name in its file.
+        want: the wanted part.
+        begin: the piece's offsets in the shard.
+        sizes: the piece's sizes.
+        target: the view of the part's target that the piece fills.
+    """
 
     key: str
     want: Want
@@ -138,11 +149,15 @@ class _Piece:
 
 
 def fill(open_file: Callable[[str], CheckedFile], wants: Iterable[Want]) -> None:
-    """Reads parts of tensors into their targets; reads only the shards, and only the rows of these, that are needed.
+    """Reads parts of tensors into their targets. Reads only the necessary rows of the necessary shards.
+
+    Args:
+        open_file: opens a file of the checkpoint by name.
+        wants: the parts.
 
     Raises:
         CheckpointError: if a file is damaged or lacks a tensor.
-        ValueError: if tables and files contradict each other; also KeyError and TypeError.
+        ValueError: if a table is invalid. KeyError and TypeError are raised too.
     """
     by_file: dict[str, list[_Piece]] = {}
     for want in wants:
@@ -155,62 +170,64 @@ def fill(open_file: Callable[[str], CheckedFile], wants: Iterable[Want]) -> None
             except (ValueError, RuntimeError, TypeError) as error:
                 if isinstance(error, CheckpointError):
                     raise
-                raise CheckpointError(file.path, f"does not hold what the checkpoint says ({error}).") from error
+                raise CheckpointError(file.path, f"contradicts the rest of the checkpoint ({error}).") from error
 
 
 def _pieces(want: Want) -> list[tuple[str, _Piece]]:
+    """Returns the pieces of a wanted part, each with the file that has it."""
     shape, sizes = tuple(want.table["shape"]), tuple(want.target.shape)
     if len(shape) != len(want.offsets) or any(
         start < 0 or start + size > end for start, size, end in zip(want.offsets, sizes, shape, strict=True)
     ):
-        raise ValueError(f"a part of {sizes} at {want.offsets} is wanted of a tensor of shape {shape}")
-    found = []
+        raise ValueError(f"a tensor of shape {shape} has no part of {sizes} at {want.offsets}")
+    pieces = []
     boxes = []
     for name, key, offsets, *rest in want.table["shards"]:
         extent = tuple(rest[0]) if rest else shape
         if not all(type(number) is int and number >= 0 for number in (*offsets, *extent)):
-            raise ValueError(f"a shard of {extent} lies at {offsets}")
+            raise ValueError(f"a shard has the sizes {extent} and the offsets {offsets}")
         begin = tuple(max(a, b) for a, b in zip(offsets, want.offsets, strict=True))
         end = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, extent, want.offsets, sizes, strict=True))
         if any(stop <= start for start, stop in zip(begin, end, strict=True)):
             continue
-        common = tuple(stop - start for start, stop in zip(begin, end, strict=True))
-        place = want.target
-        for dim, (start, base, size) in enumerate(zip(begin, want.offsets, common, strict=True)):
-            place = place.narrow(dim, start - base, size)
-        inside = tuple(start - base for start, base in zip(begin, offsets, strict=True))
+        piece_sizes = tuple(stop - start for start, stop in zip(begin, end, strict=True))
+        target = want.target
+        for dim, (start, base, size) in enumerate(zip(begin, want.offsets, piece_sizes, strict=True)):
+            target = target.narrow(dim, start - base, size)
+        in_shard = tuple(start - base for start, base in zip(begin, offsets, strict=True))
         boxes.append((begin, end))
-        found.append((name, _Piece(key, want, inside, common, place)))
-    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel() or overlap(boxes):
-        # Overlapping shards leave as many elements unread, and these would hold arbitrary memory.
+        pieces.append((name, _Piece(key, want, in_shard, piece_sizes, target)))
+    if sum(math.prod(piece.sizes) for _, piece in pieces) != want.target.numel() or overlap(boxes):
+        # If shards overlapped, the count could be right and still leave elements unread, with arbitrary values.
         raise ValueError(f"the shards of a tensor of shape {shape} do not fill a part of {sizes} at {want.offsets}")
-    return found
+    return pieces
 
 
 def overlap(boxes: list[tuple[Sizes, Sizes]]) -> bool:
-    """Returns True if two boxes, each given by begin and end, have an element in common."""
-    open_ones: list[tuple[Sizes, Sizes]] = []
+    """Returns True if two of the boxes overlap. A box is given by its begin and its end, exclusive."""
+    candidates: list[tuple[Sizes, Sizes]] = []
     for begin, end in sorted(boxes):
-        # Only boxes that reach into the rows where this one begins: few, since most shards are split by rows.
-        open_ones = [box for box in open_ones if not begin or box[1][0] > begin[0]]
-        for other_begin, other_end in open_ones:
+        # Keep only boxes that reach the row where this one begins. They are few, since most tensors are split by rows.
+        candidates = [box for box in candidates if not begin or box[1][0] > begin[0]]
+        for other_begin, other_end in candidates:
             if all(max(a, b) < min(c, d) for a, b, c, d in zip(begin, other_begin, end, other_end, strict=True)):
                 return True
-        open_ones.append((begin, end))
+        candidates.append((begin, end))
     return False
 
 
 def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
+    """Reads the pieces of one file: directly into their targets if possible, otherwise through temporary memory."""
     header = read_header(file)
     for piece in pieces:
         if piece.key not in header:
-            raise ValueError(f"there is no tensor {piece.key!r}, which the checkpoint lists")
+            raise ValueError(f"it has no tensor {piece.key!r}, which the checkpoint lists")
     targets: list[tuple[int, memoryview]] = []
-    aside: list[tuple[Tensor, _Piece]] = []
+    temporaries: list[tuple[Tensor, _Piece]] = []
     size = 0
     for piece in sorted(pieces, key=lambda piece: header[piece.key][2]):
         dtype, shape, offset = header[piece.key]
-        # A shard may be one of the matrices that the stored tensor stacks.
+        # A shard may have fewer dimensions: in a folder of transformers, it is one matrix of the stacked tensor.
         shape = (1,) * (len(piece.sizes) - len(shape)) + shape
         if dtype != dtype_named(piece.want.table["dtype"]) or len(shape) != len(piece.sizes):
             raise ValueError(f"{piece.key!r} is stored as {dtype} {shape}")
@@ -218,33 +235,36 @@ def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
             raise ValueError(f"{piece.key!r} of shape {shape} has no part of {piece.sizes} at {piece.begin}")
         dim, first = _rows(shape, piece)
         target = piece.target.detach()
-        # Rows that are wanted in full width have the same layout in the file and in memory.
-        spans = tuple(shape[dim + 1 :]) == piece.sizes[dim + 1 :]
-        if not (spans and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()):
+        # Whole rows have the same layout in the file and in memory.
+        whole_rows = tuple(shape[dim + 1 :]) == piece.sizes[dim + 1 :]
+        if not (whole_rows and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()):
             target = torch.empty((*piece.sizes[: dim + 1], *shape[dim + 1 :]), dtype=dtype)
-            aside.append((target, piece))
+            temporaries.append((target, piece))
             size += target.numel() * target.element_size()
         targets.append((offset + first * dtype.itemsize, memory_of(target)))
         if size >= _BATCH:
-            _flush(file, targets, aside)
+            _read_batch(file, targets, temporaries)
             size = 0
-    _flush(file, targets, aside)
+    _read_batch(file, targets, temporaries)
 
 
 def _rows(shape: Sizes, piece: _Piece) -> tuple[int, int]:
-    """Returns the dimension whose rows are read, the first one with more than one row, and their first element."""
+    """Returns the first dimension in which a piece has several rows, and the index of its first element."""
     dim = next((dim for dim, size in enumerate(piece.sizes) if size != 1), max(len(shape) - 1, 0))
     first = sum(start * math.prod(shape[at + 1 :]) for at, start in enumerate(piece.begin[: dim + 1]))
     return dim, first
 
 
-def _flush(file: CheckedFile, targets: list[tuple[int, memoryview]], aside: list[tuple[Tensor, _Piece]]) -> None:
+def _read_batch(
+    file: CheckedFile, targets: list[tuple[int, memoryview]], temporaries: list[tuple[Tensor, _Piece]]
+) -> None:
+    """Reads into the targets, copies from temporary memory to the pieces' targets, and clears both lists."""
     file.fill(targets)
-    for rows, piece in aside:
+    for rows, piece in temporaries:
         part = rows
         for dim, size in enumerate(piece.sizes):
             if part.shape[dim] != size:
                 part = part.narrow(dim, piece.begin[dim], size)
         piece.target.detach().copy_(part)
     targets.clear()
-    aside.clear()
+    temporaries.clear()

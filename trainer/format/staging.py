@@ -1,4 +1,4 @@
-"""Temporary folders beside a checkpoint that is written or deleted, which are cleared when their process is gone."""
+"""Temporary siblings of a checkpoint that is being written or deleted. They are cleared once their process is gone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from leyden.strategies.launch.processes import place, runs, started
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import MANIFEST, read_manifest
 
-# tmp: being written; old: moved aside by an unfinished overwrite; del: being deleted.
+# tmp: being written. old: moved aside by an unfinished overwrite. del: being deleted.
 Kind = Literal["tmp", "old", "del"]
 BEAT = 30.0
 """Seconds between two heartbeats of a writer."""
 SILENT = 3600.0
-"""Seconds without a heartbeat after which a writer on another host counts as gone. If it wakes up later, its folder is
-missing, and it raises."""
+"""Seconds without a heartbeat after which a writer on another host counts as gone.
+
+If the writer wakes up later, its folder is missing, and it raises.
+"""
 _PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d+)-(?P<start>\d+)-(?P<host>\w+)-[0-9a-f]{8}")
 
 
@@ -33,16 +35,16 @@ def sibling(target: Path, kind: Kind) -> Path:
 
 
 def sweep(folder: Path, now: float | None = None) -> None:
-    """Clears what killed processes left in a folder, and restores what an overwrite had moved aside.
+    """Clears the leftovers of killed processes from a folder, and restores checkpoints that an overwrite moved aside.
 
-    The leftovers of a process on this host are cleared as soon as it is gone. Those of another host or container, whose
-    processes are not visible from here, are cleared after `SILENT` seconds without a heartbeat. What cannot be cleared
-    stays: readers ignore it, and the next writer tries again.
+    Leftovers of a process on this host are cleared once the process is gone. The processes of other hosts and
+    containers are not visible, so their leftovers are cleared after `SILENT` seconds without a heartbeat. Leftovers
+    that cannot be cleared stay. Readers ignore them, and the next writer tries again.
 
     Args:
         folder: a folder of checkpoints.
-        now: the time on the clock of the folder's file system, as in `FolderHeartbeat.began`; None leaves what other
-            hosts wrote.
+        now: the time on the clock of the folder's file system, as in `FolderHeartbeat.began`. None skips the leftovers
+            of other hosts.
     """
     try:
         names = os.listdir(folder)
@@ -52,16 +54,16 @@ def sweep(folder: Path, now: float | None = None) -> None:
         match = _PATTERN.fullmatch(name)
         if match is None or _is_alive(folder / name, match, now):
             continue
-        left, target = folder / name, folder / match["name"]
-        if match["kind"] == "old" and (left / MANIFEST).is_file() and not os.path.lexists(target):
+        leftover, target = folder / name, folder / match["name"]
+        if match["kind"] == "old" and (leftover / MANIFEST).is_file() and not os.path.lexists(target):
             with contextlib.suppress(OSError):
-                os.rename(left, target)
+                os.rename(leftover, target)
             continue
-        if left.is_symlink() or left.is_file():
+        if leftover.is_symlink() or leftover.is_file():
             with contextlib.suppress(OSError):
-                left.unlink()
+                leftover.unlink()
             continue
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def clock_of(folder: Path) -> float | None:
@@ -77,65 +79,66 @@ def clock_of(folder: Path) -> float | None:
 
 
 def _is_alive(path: Path, match: re.Match[str], now: float | None) -> bool:
-    """Returns True unless it is certain that no process writes or deletes it any more."""
+    """Returns True unless it is certain that no process is writing or deleting the folder."""
     if match["host"] == place():
         return runs(int(match["pid"]), match["start"])
     return now is None or now - _last_sign(path) < SILENT
 
 
 def _last_sign(path: Path) -> float:
-    """Returns when a folder or an entry in it last changed: a write, a rename, a heartbeat."""
+    """Returns when a folder or an entry in it last changed, by a write, a rename or a heartbeat."""
     signs = []
     with contextlib.suppress(OSError):
         for entry in [path, *(path.iterdir() if path.is_dir() and not path.is_symlink() else ())]:
             status = entry.lstat()
             signs.append(max(status.st_mtime, status.st_ctime))
-    # An entry that has just vanished shows that its process is at work.
+    # If the folder vanished meanwhile, its process is at work.
     return max(signs, default=math.inf)
 
 
 class FolderHeartbeat:
-    """Touches a temporary folder every `BEAT` seconds until it is stopped, so that other hosts know it is being
-    written.
+    """Touches a temporary folder every `BEAT` seconds, to tell other hosts that the folder is still being written.
 
     Args:
-        folder: the folder, which was just made.
+        folder: the folder, which was just created.
 
     Attributes:
-        began: when it was made, on the clock of its file system.
+        began: the time of its creation, on the clock of its file system.
     """
 
     def __init__(self, folder: Path) -> None:
         self.began = folder.stat().st_mtime
         self._folder = folder
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="leyden-heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT):
+        while not self._stopped.wait(BEAT):
             try:
                 os.utime(self._folder)
             except OSError:
                 return
 
     def stop(self) -> None:
-        """Stops the heartbeat, before the folder is renamed or removed."""
-        self._over.set()
+        """Stops the heartbeat. Called before the folder is renamed or removed."""
+        self._stopped.set()
 
 
 def standing(path: Path) -> Path:
-    """Finds where a checkpoint can be read: at its path, or aside if an overwrite is unfinished or was killed.
+    """Returns the path at which a checkpoint can be read now.
+
+    This is a temporary name if an overwrite that is unfinished, or was killed, has moved the checkpoint aside.
 
     Args:
         path: a checkpoint, or a link to one.
 
     Returns:
-        The path itself if it exists, or if there is nothing aside either.
+        The temporary name; or `path` itself if it exists, or if no checkpoint was moved aside.
     """
     if path.is_dir():
         return path
-    # This also covers a link such as "last" that points to nothing now.
+    # This also covers a link such as "last" whose target was moved aside.
     target = Path(os.path.realpath(path))
     sweep(target.parent)
     if target.is_dir():
@@ -144,7 +147,7 @@ def standing(path: Path) -> Path:
 
 
 def set_aside(folder: Path) -> list[tuple[Path, str]]:
-    """Returns whole checkpoints that an overwrite moved aside and whose names are free, with those names."""
+    """Returns complete checkpoints that an overwrite moved aside, with their original names, if those are free."""
     found = []
     with contextlib.suppress(OSError):
         for name in _newest_first(folder, os.listdir(folder)):
@@ -157,9 +160,9 @@ def set_aside(folder: Path) -> list[tuple[Path, str]]:
 
 
 def _newest_first(folder: Path, names: list[str]) -> list[str]:
-    """Sorts names so that the newest of several checkpoints that were moved aside from one name comes first.
+    """Sorts names so that the newest comes first, if several checkpoints of one name were moved aside.
 
-    An earlier one is there if a power cut has undone its removal.
+    An older one exists if a power failure has undone its removal.
     """
 
     def counter(name: str) -> int:
@@ -174,12 +177,12 @@ def _newest_first(folder: Path, names: list[str]) -> list[str]:
 
 
 def is_staging(name: str) -> bool:
-    """Returns True for the name of a folder that is being written or deleted."""
+    """Returns True for the name of a temporary sibling, which is being written or deleted."""
     return _PATTERN.fullmatch(name) is not None
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes renames in a folder survive a power failure. Windows has no such call."""
+    """Flushes a folder, so that renames in it survive a power failure. A no-op on Windows, which lacks such a call."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -190,9 +193,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_above(folder: Path) -> None:
-    """Makes a folder survive a power failure that was made not long ago, with those above it on its file system.
+    """Flushes the parents of a new folder on its file system, so that the folder survives a power failure.
 
-    What cannot be flushed, such as a folder of somebody else, was there before.
+    Stops at a parent that cannot be flushed, such as another user's folder. It must have existed before.
     """
     with contextlib.suppress(OSError):
         device = folder.stat().st_dev

@@ -1,4 +1,4 @@
-"""Converts tensors of every kind to the plain dense ones that safetensors holds, and back."""
+"""Converts tensors of every kind to the plain dense tensors that safetensors can hold, and back."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ NATIVE: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-# Dtypes of one byte that most readers of safetensors do not know are stored as bytes.
+# One-byte dtypes that most readers of safetensors do not support; stored as uint8.
 _BYTES = tuple(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
-# Dtypes that are stored as another one.
+# Dtypes that are stored as another dtype.
 TRANSLATED = (*_REAL, *_BYTES)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NATIVE, *_REAL, *_BYTES)}
 _COMPRESSED = {
@@ -48,27 +48,27 @@ _COMPRESSED = {
 }
 
 
-# The number of elements that a tensor may repeat from fewer in memory, as `expand` does; using them takes memory for
-# all.
+# The most elements that a tensor may have if its memory holds fewer, as after `expand`. Using such a tensor may take
+# memory for all elements.
 MAX_REPEATED = 2**26
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Returns True for a DTensor or a Fragment, of which each rank holds a part."""
+    """Returns True for a DTensor or a Fragment, which is divided among ranks."""
     if isinstance(tensor, Fragment):
         return True
     return local_weights.is_dtensor(tensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Returns this rank's part of a tensor: a DTensor's shard, a Fragment's elements, else the tensor itself."""
+    """Returns this rank's part of a tensor: a DTensor's shard, a Fragment's elements, or a plain tensor itself."""
     if isinstance(tensor, Fragment):
         return tensor.flat
     return local_weights.local_part(tensor) if is_sharded(tensor) else tensor
 
 
 def address_of(tensor: Tensor) -> int:
-    """Returns where a tensor begins in memory. XLA tensors have no address, but a number that identifies the tensor."""
+    """Returns a tensor's memory address. XLA tensors have none, so a number that identifies the tensor is returned."""
     if tensor.device.type == "xla":
         from leyden.strategies.xla.moving import number
 
@@ -81,7 +81,7 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
 
     Args:
         tensor: any tensor.
-        where: its name in the error.
+        where: the tensor's name in the error.
         sharded: accept a DTensor or a Fragment.
 
     Raises:
@@ -95,7 +95,7 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
     if type(tensor) not in (Tensor, nn.Parameter) and not (sharded and is_sharded(tensor)):
         raise UnsupportedStateError(where, f"a tensor of the class {type(tensor).__name__}", hint)
     if tensor.is_meta:
-        raise UnsupportedStateError(where, "a tensor on the meta device, without data", "Materialise it first.")
+        raise UnsupportedStateError(where, "a tensor on the meta device, without data", "Materialize it first.")
     if tensor.is_quantized:
         raise UnsupportedStateError(where, f"a quantized tensor ({tensor.dtype})", "Save tensor.dequantize().")
     if tensor.is_nested:
@@ -113,13 +113,13 @@ def split(tensor: Tensor) -> tuple[Spec, dict[str, Tensor]]:
     """Splits a checked tensor into plain tensors.
 
     Returns:
-        A spec (dtype, shape, and strides or layout if they are unusual), and the plain tensors to store: one under ""
-        for a strided tensor, else indices and values by name.
+        A spec (dtype, shape, and strides or layout if they are unusual), and the plain tensors to store by name. For a
+        strided tensor this is one tensor under ""; for a sparse tensor its indices and values.
     """
     spec: Spec = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     if tensor.device.type != "cpu":
         spec["device"] = tensor.device.type
-    # The values of a sparse tensor share memory with it only once it is detached.
+    # Detach first: only then do a sparse tensor's values share memory with it.
     detached = tensor.detach()
     if is_sharded(tensor):
         return spec, {"": detached}
@@ -138,26 +138,26 @@ def split(tensor: Tensor) -> tuple[Spec, dict[str, Tensor]]:
 
 
 def part_names(spec: Spec) -> tuple[str, ...]:
-    """Returns the names of the parts that `split` makes for a spec."""
+    """Returns the names of the plain tensors into which `split` divides the tensor of a spec."""
     layout = spec.get("layout")
     return ("",) if layout is None else ("indices", "values") if layout == "coo" else ("compressed", "plain", "values")
 
 
 def part_key(key: str, part: str) -> str:
-    """Returns the name in the file of one part of the tensor `key`."""
+    """Returns the name under which one part of the tensor `key` is stored in the file."""
     return f"{key}::{part}" if part else key
 
 
 def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
-    """Joins the parts that `split` made.
+    """Rebuilds a tensor from the parts that `split` returned.
 
     Raises:
-        ValueError: if spec and parts contradict each other; also the errors of torch's own checks.
+        ValueError: if spec and parts contradict each other. torch's own checks may raise other errors.
     """
     dtype, shape = dtype_named(spec["dtype"]), _sizes(spec["shape"])
     layout = spec.get("layout")
     if "" in parts and is_sharded(parts[""]):
-        # It was read into its place, in the dtype and memory order of that place.
+        # A sharded tensor was read directly into its final memory, in the right dtype and memory order.
         return parts[""]
     if layout is None:
         tensor = _from_stored(parts[""], dtype, shape)
@@ -178,13 +178,13 @@ def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 class TensorCollector:
-    """Collects the tensors of a tree. Tensors that share memory are stored once, and share it again when read.
+    """Collects the tensors of a tree. Tensors that share memory are stored once, and share memory again when read.
 
-    This holds for tensors of one dtype and storage. Views that overlap but differ are stored as the stretch of memory
-    that they cover.
+    This applies to tensors of the same dtype and storage. Views that overlap but differ are stored as the stretch of
+    memory that they cover together.
 
     Args:
-        sharded: accept DTensors and Fragments, and keep them as they are.
+        sharded: accept DTensors and Fragments, and keep them sharded.
     """
 
     def __init__(self, sharded: bool = False) -> None:
@@ -197,14 +197,14 @@ class TensorCollector:
 
         Args:
             tensor: any tensor.
-            where: its key path, for errors.
-            key: its preferred name in the file.
+            where: the tensor's key path, for errors.
+            key: the tensor's preferred name in the file.
 
         Returns:
-            Its spec, a JSON object that `finish` fills.
+            The tensor's spec, a JSON object that `finish` fills in.
 
         Raises:
-            UnsupportedStateError: if it cannot be saved.
+            UnsupportedStateError: if the tensor cannot be saved.
         """
         check_tensor(tensor, where, self._sharded)
         spec: Spec = {}
@@ -212,7 +212,7 @@ class TensorCollector:
         return spec
 
     def finish(self) -> dict[str, Tensor]:
-        """Fills the specs and returns the plain tensors to store, by key."""
+        """Fills in the specs. Returns the plain tensors to store, by key."""
         stored: dict[str, Tensor] = {}
         for group in _shared_groups([tensor for tensor, _, _ in self._entries]):
             entries = [self._entries[index] for index in group]
@@ -221,26 +221,27 @@ class TensorCollector:
             if len(views) > 1 or (not is_sharded(first) and _repeats(first)):
                 self._store_stretch(entries, stored)
                 continue
-            shared, parts = split(first)
-            key = self._unique(entries[0][2])
+            shared_spec, parts = split(first)
+            key = self._unique_key(entries[0][2])
             stored.update({part_key(key, name): part for name, part in parts.items()})
             for tensor, spec, _ in entries:
-                spec.update(shared, key=key, **_flags(tensor))
+                spec.update(shared_spec, key=key, **_flags(tensor))
         return stored
 
     def _store_stretch(self, entries: list[tuple[Tensor, Spec, str]], stored: dict[str, Tensor]) -> None:
+        """Stores the stretch of memory that overlapping views cover, and describes each as a view of it."""
         tensors = [tensor for tensor, _, _ in entries]
         start = min(tensor.storage_offset() for tensor in tensors)
         end = max(_end(tensor) for tensor in tensors)
-        # Storages shared with NumPy begin at one address and differ in length: the longest contains all of them.
+        # Storages shared with NumPy may start at one address and differ in length. The longest contains the others.
         owner = max(tensors, key=lambda tensor: tensor.untyped_storage().nbytes()).detach()
-        key = self._unique(entries[0][2])
+        key = self._unique_key(entries[0][2])
         stored[key] = _to_stored(torch.as_strided(owner, (end - start,), (1,), start))
         for tensor, spec, _ in entries:
             spec.update(split(tensor)[0], strides=list(tensor.stride()), **_flags(tensor))
             spec.update(base=key, offset=tensor.storage_offset() - start, stretch=end - start)
 
-    def _unique(self, wanted: str) -> str:
+    def _unique_key(self, wanted: str) -> str:
         key, count = wanted or "value", 0
         while key in self._keys or key == "__metadata__":
             count += 1
@@ -250,25 +251,29 @@ class TensorCollector:
 
 
 class TensorSource:
-    """Returns tensors for the specs that a `TensorCollector` wrote.
+    """Supplies the tensors for the specs that a `TensorCollector` wrote.
 
     Args:
         stored: the plain tensors, by key.
-        device: the device of tensors that were not on the CPU when saved; the CPU by default.
+        device: the device for tensors that were not on the CPU when saved; the CPU by default.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], device: str | torch.device | None = None) -> None:
         self._stored = stored
         self._device = device
-        self._moved: dict[tuple[str, bool], Tensor] = {}
+        self._parts: dict[tuple[str, bool], Tensor] = {}
+        """Stored tensors on their device, by key and whether they were off the CPU."""
         self._plain: dict[tuple[Any, ...], Tensor] = {}
+        """Restored tensors by view, without `requires_grad` and not as parameters."""
         self._flagged: dict[tuple[Any, ...], Tensor] = {}
+        """Restored tensors with `requires_grad` or as parameters, by view and flags."""
 
     def get(self, spec: Spec) -> Tensor:
-        """Returns the tensor of a spec; the same object for the same view of the same memory.
+        """Returns the tensor of a spec. Specs of the same view of the same memory get the same object.
 
         Raises:
-            ValueError: if the spec does not fit what is stored; also KeyError, TypeError and torch's RuntimeError.
+            ValueError: if the spec does not fit the stored tensors. KeyError, TypeError and torch's RuntimeError are
+                raised too.
         """
         shape, strides = tuple(spec["shape"]), tuple(spec.get("strides", ()))
         view = (spec.get("key"), spec.get("base"), spec.get("offset"), shape, strides, spec["dtype"])
@@ -283,8 +288,8 @@ class TensorSource:
         return self._flagged[(view, flags)]
 
     def _whole(self, spec: Spec) -> Tensor:
-        away = "device" in spec
-        return join(spec, {name: self._part(part_key(spec["key"], name), away) for name in part_names(spec)})
+        off_cpu = "device" in spec
+        return join(spec, {name: self._part(part_key(spec["key"], name), off_cpu) for name in part_names(spec)})
 
     def _view(self, spec: Spec) -> Tensor:
         stored = self._part(spec["base"], "device" in spec)
@@ -295,21 +300,21 @@ class TensorSource:
         if type(offset) is not int or offset < 0 or (0 not in shape and last >= count):
             raise ValueError(f"a view of shape {shape} extends beyond its memory")
         if math.prod(shape) > max(count, MAX_REPEATED):
-            raise ValueError(f"a view shows the {count} elements of its memory as {math.prod(shape)}")
+            raise ValueError(f"a view expands the {count} elements of its memory to {math.prod(shape)}")
         return torch.as_strided(memory, shape, strides, offset)
 
-    def _part(self, key: str, away: bool) -> Tensor:
-        if (key, away) not in self._moved:
+    def _part(self, key: str, off_cpu: bool) -> Tensor:
+        if (key, off_cpu) not in self._parts:
             tensor = self._stored[key]
-            self._moved[(key, away)] = tensor.to(self._device) if away and self._device is not None else tensor
-        return self._moved[(key, away)]
+            self._parts[(key, off_cpu)] = tensor.to(self._device) if off_cpu and self._device is not None else tensor
+        return self._parts[(key, off_cpu)]
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype of a name.
+    """Returns the dtype of this name, such as "float32".
 
     Raises:
-        ValueError: if no saved tensor can have it.
+        ValueError: if saved tensors cannot have such a dtype.
     """
     if name not in DTYPES:
         raise ValueError(f"{name!r} is not a dtype that this Leyden knows")
@@ -318,6 +323,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _to_stored(tensor: Tensor) -> Tensor:
+    """Returns a view of a dense tensor in a dtype that the file can hold."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     if tensor.dtype in _BYTES:
@@ -326,7 +332,7 @@ def _to_stored(tensor: Tensor) -> Tensor:
 
 
 def stored_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Returns the dtype and shape of a dense tensor in the file."""
+    """Returns the dtype and shape with which a dense tensor is stored in the file."""
     if dtype in _REAL:
         return _REAL[dtype], (*shape, 2)
     return (torch.uint8 if dtype in _BYTES else dtype), shape
@@ -335,7 +341,7 @@ def stored_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype
 def _from_stored(stored: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None) -> Tensor:
     wanted, form = stored_form(dtype, shape if shape is not None else tuple(stored.shape))
     if stored.dtype != wanted or (shape is not None and tuple(stored.shape) != form):
-        raise ValueError(f"{stored.dtype} {tuple(stored.shape)} is stored where {dtype} {shape} was expected")
+        raise ValueError(f"{stored.dtype} {tuple(stored.shape)} is stored instead of {dtype} {shape}")
     if dtype in _REAL:
         return torch.view_as_complex(stored)
     return stored.view(dtype) if dtype in _BYTES else stored
@@ -357,7 +363,7 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         if stride != expected:
             return False
         expected *= size
-    # A dimension of size 1 may have any stride, which torch would allocate.
+    # A dimension of size 1 may have any stride, and torch would allocate memory for a large one.
     return all(stride <= expected for stride in strides)
 
 
@@ -367,6 +373,7 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def _end(tensor: Tensor) -> int:
+    """Returns the index in its storage just after a tensor's last element."""
     reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
     return start + reach + 1 if tensor.numel() else start
@@ -399,6 +406,7 @@ def _shared_groups(tensors: list[Tensor]) -> list[list[int]]:
 
 
 def _flags(tensor: Tensor) -> Spec:
+    """Returns the entries of a spec that mark a parameter, or a leaf that requires gradients."""
     if isinstance(tensor, nn.Parameter):
         return {"parameter": True, "requires_grad": tensor.requires_grad}
     return {"requires_grad": True} if tensor.requires_grad and tensor.is_leaf else {}

@@ -1,4 +1,4 @@
-"""Text that people read: columns that line up, lists, and sizes in bytes."""
+"""Formats text for people: aligned columns, lists, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ def aligned(rows: Sequence[Sequence[str]], gap: str = "  ", right: Collection[in
     """Returns a line for each row, with every column as wide as its longest cell.
 
     Args:
-        rows: the cells, as many in each row.
-        gap: text between two columns.
-        right: numbers of the columns that are aligned on the right.
+        rows: the cells. Each row has the same number of cells.
+        gap: the text between two columns.
+        right: the indices of the right-aligned columns.
 
     Example:
         >>> aligned([("calls", "total s"), ("9", "0.25")], right=[1])
@@ -28,7 +28,7 @@ def aligned(rows: Sequence[Sequence[str]], gap: str = "  ", right: Collection[in
 
 
 def listed(values: Sequence[object], most: int = 16) -> str:
-    """Lists values in one line, the first ones if there are many.
+    """Lists values in one line; at most the first `most`.
 
     Example:
         >>> listed([4, 0]), listed(range(5), most=3)
@@ -39,7 +39,7 @@ def listed(values: Sequence[object], most: int = 16) -> str:
 
 
 def size_of(count: float) -> str:
-    """Formats a number of bytes with the unit that suits it.
+    """Formats a number of bytes with a suitable unit.
 
     Example:
         >>> size_of(1536), size_of(3)

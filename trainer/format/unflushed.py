@@ -1,4 +1,4 @@
-"""Files that are written but not yet on the disk, which are flushed all at once."""
+"""Files that are written but not yet on disk, which are flushed together."""
 
 from __future__ import annotations
 
@@ -7,51 +7,56 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 _THREADS = 8
-# Descriptors that may stay open.
-_MOST = 128
+# Descriptors to keep open at most.
+_MAX_OPEN = 128
 
 
 class Unflushed:
     """Keeps written files open until they are flushed together.
 
-    The disk works on one file while the next is written, and fsyncs at the same time share the file system's journal:
-    a dozen small files take as long as one. The descriptors that wrote them are kept, since an error of the disk is
-    certain to be reported only to those.
+    The disk works on one file while the next is being written. Concurrent fsyncs share the file system's journal, so a
+    dozen small files take as long as one. The files stay open because only the descriptor that wrote a file is certain
+    to report the disk's errors.
     """
 
     def __init__(self) -> None:
         self._files: list[tuple[str, BinaryIO]] = []
 
     def add(self, name: str, file: BinaryIO) -> None:
-        """Takes over a file whose bytes have all been passed to the system, under the name that an error gives it."""
+        """Takes over a file whose bytes have all been passed to the system.
+
+        Args:
+            name: the file's name in errors.
+            file: the open file.
+        """
         self._files.append((name, file))
-        if len(self._files) >= _MOST:
+        if len(self._files) >= _MAX_OPEN:
             self.flush()
 
     def flush(self) -> None:
-        """Flushes all files to the disk and closes them.
+        """Flushes all files to disk and closes them.
 
         Raises:
-            OSError: of the first file that fails; `filename` is its name.
+            OSError: the error of the first file that fails, with the file's name as `filename`.
         """
         files, self._files = self._files, []
         if not files:
             return
         try:
             with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-                # Each is flushed and closed whatever becomes of the others; pool.map would cancel those that wait.
-                flushed = [pool.submit(_flush, named) for named in files]
+                # Every file is flushed and closed, even if another one fails; pool.map would cancel the rest.
+                results = [pool.submit(_flush, named) for named in files]
         except RuntimeError:
-            # The script is over while a last save goes on: Python starts no further thread.
+            # The script has ended while a last save is running, and Python no longer starts threads.
             for named in files:
                 if not named[1].closed:
                     _flush(named)
             return
-        for one in flushed:
-            one.result()
+        for result in results:
+            result.result()
 
     def close(self) -> None:
-        """Closes all files; what was not flushed is given up."""
+        """Closes all files without flushing them."""
         files, self._files = self._files, []
         for _, file in files:
             file.close()

@@ -98,13 +98,13 @@ def test_load_state_reads_optimizer_state_once_and_fills_the_weights_where_they_
     model, optimizer, loading = trained(1)
     places = [tensor.data_ptr() for tensor in model.state_dict().values()]
     read: Counter[str] = Counter()
-    exactly = CheckedFile._exactly
+    exactly = CheckedFile._read_exactly
 
     def counting(self: CheckedFile, views: list[memoryview], offset: int) -> None:
         read[self.path.name] += sum(map(len, views))
         exactly(self, views, offset)
 
-    monkeypatch.setattr(CheckedFile, "_exactly", counting)
+    monkeypatch.setattr(CheckedFile, "_read_exactly", counting)
     loading.load_state(path)
     for mine, theirs in zip(model.state_dict().values(), source.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)

@@ -148,7 +148,7 @@ def test_a_run_without_one_file_of_digests_is_refused(tmp_path: Path, here: Any)
     assert "version_0 has the digests of 2 runs. Give one of the files" in said(run, run)
     assert here("bisect", run / "digests.jsonl", run / "digests-v1.jsonl").returncode == 0
     (run / "digests.jsonl").write_text("nothing\n")
-    assert "digests.jsonl, line 1: is no line of digests" in said(run / "digests.jsonl", run / "digests-v1.jsonl")
+    assert "digests.jsonl, line 1: is not a line of digests" in said(run / "digests.jsonl", run / "digests-v1.jsonl")
     assert "Missing argument 'RUN_B'" in here("bisect", run).stderr
 
 

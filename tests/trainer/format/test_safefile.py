@@ -20,7 +20,13 @@ from leyden.trainer.format.unflushed import Unflushed
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few kilobytes take every path."""
-    for name, size in (("_PIECE", 1000), ("_STRETCH", 4000), ("_IN_THREADS", 3000), ("_VIEWS", 5), ("_COPIED", 600)):
+    for name, size in (
+        ("_PIECE", 1000),
+        ("_STRETCH", 4000),
+        ("_MIN_THREADED", 3000),
+        ("_MAX_VIEWS", 5),
+        ("_COPIED", 600),
+    ):
         monkeypatch.setattr(safefile, name, size)
 
 
@@ -71,7 +77,7 @@ def test_verify_may_leave_out_what_was_read(tmp_path: Path, monkeypatch: pytest.
     data = random.Random(1).randbytes(10_000)
     entry = write_file(tmp_path / "file", [data], 100, XXH3)
     read: list[tuple[int, int]] = []
-    exactly = CheckedFile._exactly
+    exactly = CheckedFile._read_exactly
 
     def noting(self: CheckedFile, views: list[memoryview], offset: int) -> None:
         read.append((offset, sum(map(len, views))))
@@ -79,7 +85,7 @@ def test_verify_may_leave_out_what_was_read(tmp_path: Path, monkeypatch: pytest.
 
     with CheckedFile(tmp_path, "file", entry) as file:
         file.fill([(250, memoryview(bytearray(300)))])
-        monkeypatch.setattr(CheckedFile, "_exactly", noting)
+        monkeypatch.setattr(CheckedFile, "_read_exactly", noting)
         file.verify(unread=True)
     assert sum(size for _, size in read) == 10_000 - 400
     assert not any(offset < 600 and offset + size > 200 for offset, size in read)
