@@ -392,8 +392,8 @@ def write_in_place() -> None:
             path.unlink()
         return self._target
 
-    CheckpointWriter._begin = begin  # type: ignore[method-assign]
-    CheckpointWriter._place = lambda self, anew: self._target  # type: ignore[method-assign]
+    CheckpointWriter._create_folder = begin  # type: ignore[method-assign]
+    CheckpointWriter._move_into_place = lambda self, same_name: self._target  # type: ignore[method-assign]
 
 
 def main() -> None:

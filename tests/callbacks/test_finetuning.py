@@ -391,7 +391,7 @@ def test_a_group_that_configure_optimizers_has_lost_is_refused(tmp_path: Path) -
             return SGD(self.head.parameters(), lr=0.1)
 
     fit(Two(), max_epochs=1).save_checkpoint(tmp_path / "two")
-    with pytest.raises(ConfigurationError, match=r"saved, but not here: backbone\.0\.bias"):
+    with pytest.raises(ConfigurationError, match=r"saved, but not in this optimizer: backbone\.0\.bias"):
         fit(One(), ckpt_path=tmp_path / "two")
 
 

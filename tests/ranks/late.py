@@ -34,8 +34,8 @@ class _Queue(deque[Any]):
         return copy
 
 
-class _Made(threading.Event):
-    """That everything is copied: who waits for it lets the thread go."""
+class _Copied(threading.Event):
+    """The event that all copies are made. Waiting for it releases the thread."""
 
     def __init__(self, let_go: threading.Event) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
         begin(copies)
         if copies._queue:
             let_go = threading.Event()
-            copies._queue, copies._made = _Queue(copies._queue, begun, let_go), _Made(let_go)
+            copies._queue, copies._copied = _Queue(copies._queue, begun, let_go), _Copied(let_go)
 
     def joined(save: PendingSave, timeout: float | None = None) -> None:
         queue = save._copies._queue

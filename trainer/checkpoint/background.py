@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the training: one at a time, by a thread."""
+"""Checkpoints written in the background while training continues: one at a time, by a thread."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.format.errors import CheckpointError
 
 _ABANDONED = 5.0
-"""Seconds in which a thread must end whose ranks are gone."""
+"""Seconds to wait for the thread of an abandoned save."""
 
 
 def is_possible(strategy: Strategy) -> bool:
-    """Returns False, with one warning, under a strategy whose checkpoints cannot be written beside its training."""
+    """Returns False, with one warning, for a strategy that does not support saving in the background."""
     reason = strategy.refusals.get("asynchronous")
     if reason is not None and strategy.ranks.is_global_zero:
-        # Python shows a warning of the same words once.
+        # Python shows identical warnings only once.
         warnings.warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.", stacklevel=5)
     return reason is None
 
 
 class PendingSave:
-    """A checkpoint that a thread writes.
+    """A checkpoint that a background thread is writing.
 
     Args:
-        writer: of the checkpoint, which has taken everything.
-        stack: closes the writer.
-        copies: that the thread makes first.
+        writer: the checkpoint's writer, which has been given all state.
+        stack: the context that closes the writer.
+        copies: the snapshot, whose copies the thread makes first.
         facts: arguments of the writer's `commit`.
-        holds_exit: the end of the process waits for it.
-        committed: called by the thread with the path of the committed checkpoint; None for nothing.
+        holds_exit: keep the process alive until the save ends.
+        committed: called by the thread with the path of the committed checkpoint, unless it is None.
 
     Attributes:
-        path: where the checkpoint is going to be; where it is, once it is committed.
-        error: what the thread raised, if it did.
+        path: the planned path of the checkpoint; its actual path once it is committed.
+        error: the exception that ended the thread; None if there was none.
     """
 
     def __init__(
@@ -61,37 +61,38 @@ class PendingSave:
         self._writer, self._stack, self._copies, self._facts = writer, stack, copies, facts
         self._committed = committed
         self._follower: Callable[[Path], None] | None = None
-        self._following = threading.Lock()
+        self._commit_lock = threading.Lock()
+        """Orders `follow` before or after the commit."""
         self._is_committed = False
         self._thread = threading.Thread(target=self._run, name="leyden-save", daemon=not holds_exit)
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """True once it is committed and followed, or has failed."""
+        """True once the thread has ended: the checkpoint is committed and `follow`'s function has run, or it failed."""
         return not self._thread.is_alive()
 
     @property
     def is_committed(self) -> bool:
-        """True once the checkpoint is where it is going to be."""
+        """True once the checkpoint is in place at `path`."""
         return self._is_committed
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes what all ranks have in common."""
+        """True on rank 0, which writes the state that all ranks share."""
         return self._writer.is_first
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the end of the thread. On several ranks, all call it."""
+        """Waits for the thread to end. With several ranks, every rank calls it."""
         self._thread.join(timeout)
 
     def follow(self, follower: Callable[[Path], None]) -> None:
-        """Has the thread call a function with the path of the committed checkpoint; here, if it is committed already.
+        """Schedules a call after the commit. The thread makes it, or this method if the commit has already happened.
 
         Args:
-            follower: deletes old checkpoints, say.
+            follower: called with the checkpoint's path; for instance, it deletes old checkpoints.
         """
-        with self._following:
+        with self._commit_lock:
             if not self._is_committed:
                 self._follower = follower
                 return
@@ -104,7 +105,7 @@ class PendingSave:
                 self._writer.write()
                 self._copies.confirm()
                 path = self._writer.commit(**self._facts)
-            with self._following:
+            with self._commit_lock:
                 self.path, self._is_committed = path, True
             if self._committed is not None:
                 self._committed(path)
@@ -115,50 +116,52 @@ class PendingSave:
 
 
 class BackgroundSaves:
-    """The saves of a run that are written beside it.
+    """The background saves of a run.
 
-    From the beginning of a save until its end is noticed, every optimizer has a hook before its step. It waits for the
-    copies, and raises what the thread raised. So does every hook of the user's own, before it is called. The first
-    save's hook may stay until the next save, since it also finds out what else writes. A run in which nothing is saved
-    has no hook at all.
+    From the start of a save until its result has been collected, every optimizer has a step pre-hook. It waits for the
+    copies, and raises the thread's error. So do the user's hooks that may change the weights. The first save's pre-hook
+    may stay until the next save, because it also finds tensors that something other than a step writes. A run that
+    saves nothing has no such hooks.
 
     Args:
-        holds_exit: the end of the process waits for the last save; False where something else does, as the end of fit.
+        holds_exit: keep the process alive until the last save ends. False if something else waits for it, such as the
+            end of fit.
     """
 
     def __init__(self, holds_exit: bool = False) -> None:
         self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
         self._written: set[Key] | None = None
-        """Names of what other things than steps write; None until the first save has been compared."""
+        """Names of tensors that something other than a step writes; None until the first save has been compared."""
         self._pending: PendingSave | None = None
         self._copies: Copies | None = None
-        """Those that are not known to be made yet."""
+        """The snapshot that may still be incomplete; None otherwise."""
         self._handles: list[RemovableHandle] = []
         self._hooks: Hooks | None = None
         self._is_over = False
 
     @property
     def is_over(self) -> bool:
-        """True once the run ends, so that no save is begun beside it any more."""
+        """True once the run ends. From then on no save starts in the background."""
         return self._is_over
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save that is not known to be done; None without one."""
+        """The save whose result has not been collected; None if there is none."""
         return self._pending
 
     def take(self, optimizers: Iterable[Optimizer]) -> Copies:
-        """Begins a save, once the one before is done.
+        """Starts a snapshot, after waiting for the previous save to end.
 
         Args:
-            optimizers: what they step is copied beside the run, and everything else at once.
+            optimizers: the optimizers whose parameters and state are copied in the background; everything else is
+                copied eagerly.
 
         Raises:
-            CheckpointError: if the save before failed.
+            CheckpointError: if the previous save failed.
         """
         self.wait()
-        self._forget()
+        self._clear()
         if self._memory is None:
             self._memory = HostMemory()
         stepped = addresses_of(optimizers)
@@ -174,16 +177,16 @@ class BackgroundSaves:
         hooks: Hooks | None,
         committed: Callable[[Path], None] | None = None,
     ) -> PendingSave:
-        """Starts the thread; the writer has taken everything.
+        """Starts the thread, after the writer has been given all state.
 
         Args:
-            writer: of the checkpoint.
-            stack: closes the writer.
-            copies: that `take` returned.
+            writer: the checkpoint's writer.
+            stack: the context that closes the writer.
+            copies: the snapshot from `take`.
             facts: arguments of the writer's `commit`.
-            optimizers: each of those whose step calls torch's hooks waits before it.
-            hooks: of the run, which wait too; None without any.
-            committed: see `PendingSave`.
+            optimizers: the optimizers that wait before a step, if their step calls torch's pre-hooks.
+            hooks: the run's hooks, which wait too; None if there are none.
+            committed: as for `PendingSave`.
         """
         copies.begin()
         self._copies, self._hooks = copies, hooks
@@ -196,10 +199,10 @@ class BackgroundSaves:
         return self._pending
 
     def finish_copies(self) -> None:
-        """Waits until everything is copied, before anything but a step changes it.
+        """Waits until all tensors are copied, so that the caller may change them.
 
         Raises:
-            CheckpointError: if something has changed it already.
+            CheckpointError: if something has already changed a tensor while it was being copied.
         """
         copies, pending = self._copies, self._pending
         if copies is None or pending is None:
@@ -210,10 +213,10 @@ class BackgroundSaves:
             copies.finish()
         except WrittenWhileCopied as error:
             pending.join(_ABANDONED)
-            self._forget()
+            self._clear()
             raise CheckpointError(pending.path, f"is not saved: {error}") from error
         except BaseException:
-            # Ctrl-C, say: nobody is going to wait for the copies again, and the thread must end.
+            # An interrupt, such as Ctrl-C: nothing will wait for the copies again, and the thread must end.
             copies.abandon()
             raise
         finally:
@@ -221,40 +224,40 @@ class BackgroundSaves:
                 self._copies = None
 
     def wait(self) -> None:
-        """Waits until nothing is pending.
+        """Waits until no save is pending.
 
         Raises:
-            CheckpointError: if the save failed; its cause is what the thread raised.
+            CheckpointError: if the save failed; its cause is the thread's exception.
         """
         self.finish_copies()
         pending = self._pending
         if pending is not None:
             pending.join()
-            self._settle(pending)
+            self._collect(pending)
 
     def end(self) -> None:
-        """Says that the run ends: what is saved from here on is saved at once."""
+        """Marks the run as ending. Later checkpoints are saved synchronously."""
         self._is_over = True
 
     def release(self) -> None:
-        """Waits, and frees the memory for copies."""
+        """Waits until no save is pending, and frees the host buffers."""
         self.wait()
-        self._forget()
+        self._clear()
         self._memory = self._written = None
 
     def close(self) -> None:
-        """Ends the run's saves after an error: one that cannot be finished, since other ranks are gone, is dropped."""
+        """Ends the run's saves after an error. A save that cannot finish, because other ranks are gone, is dropped."""
         pending, copies = self._pending, self._copies
         if copies is not None:
             copies.abandon()
-        self._forget()
+        self._clear()
         self._memory = self._written = None
         if pending is None:
             return
         pending.join(_ABANDONED)
         if not pending.is_committed and pending.is_first:
             warnings.warn(
-                f"{pending.path} was not saved, since the run ended by an error first; earlier checkpoints are whole.",
+                f"{pending.path} was not saved: the run ended with an error first. Earlier checkpoints are whole.",
                 stacklevel=2,
             )
 
@@ -264,27 +267,28 @@ class BackgroundSaves:
         if copies is not None and copies.is_first:
             self._written, self._copies = copies.changed(), None
         if pending is not None and pending.is_done and pending.error is not None:
-            self._settle(pending)
+            self._collect(pending)
 
-    def _settle(self, pending: PendingSave) -> None:
+    def _collect(self, pending: PendingSave) -> None:
+        """Forgets a save that has ended, and raises its error."""
         if pending.error is None and self._copies is not None and self._copies.is_first:
-            # It is done before the step at which it is found out what else writes.
-            self._drop_pending()
+            # A first save ended before the next step. The step pre-hook stays, to compare the copies.
+            self._clear_pending()
         else:
-            self._forget()
+            self._clear()
         if pending.error is not None:
             cause = f"{type(pending.error).__name__}: {pending.error}"
             raise CheckpointError(
                 pending.path, f"was not saved, and earlier checkpoints are whole: {cause}"
             ) from pending.error
 
-    def _forget(self) -> None:
-        self._drop_pending()
+    def _clear(self) -> None:
+        self._clear_pending()
         for handle in self._handles:
             handle.remove()
         self._handles, self._copies = [], None
 
-    def _drop_pending(self) -> None:
+    def _clear_pending(self) -> None:
         if self._hooks is not None:
             self._hooks.precede(None)
         self._hooks = self._pending = None

@@ -1,4 +1,4 @@
-"""The module's buffers in which ranks differ, such as batch norm's statistics: each rank adds its own batches."""
+"""Buffers that differ between ranks, such as batch norm's running statistics, which each rank updates on its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from leyden.trainer.format.tensors import is_sharded
 
 
 class Buffers:
-    """The buffers in which this rank differs from rank 0, whose are saved with the weights.
+    """The buffers of this rank that differ from rank 0's. Rank 0's buffers are saved with the weights.
 
     Args:
-        module: has them.
-        ranks: those that are compared. Every rank must call `state_dict`.
+        module: the module that has the buffers.
+        ranks: the ranks to compare. Every rank must call `state_dict`.
     """
 
     def __init__(self, module: nn.Module, ranks: CheckpointRanks) -> None:
@@ -30,11 +30,11 @@ class Buffers:
     def state_dict(self) -> dict[str, Tensor]:
         if self._ranks.size == 1:
             return {}
-        known = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         buffers = {
             name: value
             for name, value in self._module.state_dict().items()
-            if name not in known
+            if name not in parameters
             and isinstance(value, Tensor)
             and value.layout is torch.strided
             and not is_sharded(value)
@@ -45,21 +45,21 @@ class Buffers:
 
     def check_state_dict(self, state: Any) -> None:
         saved = SavedState(state, "buffers")
-        here = self._module.state_dict() if saved.entries else {}
+        current = self._module.state_dict() if saved.entries else {}
         for name, value in saved.entries.items():
-            if name in here and (not isinstance(value, Tensor) or value.shape != here[name].shape):
-                wanted = tuple(here[name].shape)
+            if name in current and (not isinstance(value, Tensor) or value.shape != current[name].shape):
+                wanted = tuple(current[name].shape)
                 raise StateError(saved.path(name), f"is {brief(value)}, and must be a tensor of {wanted}")
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        here = self._module.state_dict() if state else {}
+        current = self._module.state_dict() if state else {}
         for name, value in state.items():
-            if name in here:
-                here[name].copy_(value)
+            if name in current:
+                current[name].copy_(value)
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Tensor]:
-        """Other ranks see other samples: all of them continue with rank 0's buffers."""
+        """Returns no buffers: ranks of another layout see other samples, so all continue with rank 0's buffers."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Coordinates the ranks that write or read one checkpoint together, so that an error on one is raised on all."""
+"""Coordinates the ranks that write or read one checkpoint together, so that an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ T = TypeVar("T")
 class CheckpointRanks:
     """The ranks that work on one checkpoint: this process alone, or all ranks of a run in step.
 
-    Ranks have one kind of exchange, which carries a value or an error. So a rank that failed still answers the next
-    exchange of the others, no rank waits for one that has left, and all raise.
+    Every exchange between ranks is one all-gather that carries either a value or an error. A rank that fails therefore
+    still takes part in the others' next exchange: no rank waits for one that has left, and all ranks raise.
 
     Args:
         strategy: the run's strategy; None for a single process.
-        path: the checkpoint, for messages.
-        each_node: every machine keeps a whole checkpoint in its own folder; otherwise all see one folder.
+        path: the checkpoint's path, for messages.
+        each_node: each machine keeps a whole checkpoint in a folder of its own; otherwise all ranks see one folder.
 
     Attributes:
-        path: the checkpoint.
-        rank: the number of this process, from 0.
+        path: the checkpoint's path.
+        rank: this process's rank.
         size: the number of ranks.
-        share: the number of this rank, and the number of ranks, among those that see the same folder.
-        keeper: the rank that manages that folder: 0, or the first of this machine.
-        is_keeper: True on that rank.
+        share: this rank's index among the ranks that see the same folder, and their number.
+        keeper: the rank that manages the folder: rank 0, or with `each_node` the first rank of this machine.
+        is_keeper: True on the keeper.
         keepers: the keepers of all folders.
 
     Example:
@@ -48,20 +48,19 @@ class CheckpointRanks:
         together = strategy is not None and strategy.ranks.is_joined and strategy.ranks.world_size > 1
         self._ranks = strategy.ranks if strategy is not None and together else None
         self.path = Path(path)
-        self._over = False
+        self._failed = False
+        """An error has been reported, or could not be: exchange nothing more."""
         self.rank = 0 if self._ranks is None else self._ranks.global_rank
         self.size = 1 if self._ranks is None else self._ranks.world_size
-        local, here = self.rank, self.size
+        index, sharing = self.rank, self.size
         if self._ranks is not None and each_node:
-            local, here = self._ranks.local_rank, self.size // self._ranks.num_nodes
-        self.share = (local, here)
-        self.keeper, self.is_keeper = self.rank - local, local == 0
-        self.keepers = list(range(0, self.size, here))
+            index, sharing = self._ranks.local_rank, self.size // self._ranks.num_nodes
+        self.share = (index, sharing)
+        self.keeper, self.is_keeper = self.rank - index, index == 0
+        self.keepers = list(range(0, self.size, sharing))
 
     def beside(self) -> CheckpointRanks:
-        """Returns the same ranks for a thread beside the run: they have a process group of their own. Every rank calls
-        it.
-        """
+        """Returns the same ranks with a separate process group, for a background thread. Every rank calls it."""
         others = copy.copy(self)
         others._ranks = None if self._ranks is None else self._ranks.beside()
         return others
@@ -75,41 +74,41 @@ class CheckpointRanks:
         if self._ranks is None:
             return [value]
         try:
-            found: list[tuple[Any, str | None]] = self._ranks.all_gather_object((value, None))
+            answers: list[tuple[Any, str | None]] = self._ranks.all_gather_object((value, None))
         except BaseException:
             # A rank has died, so no error can be reported.
-            self._over = True
+            self._failed = True
             raise
-        for rank, (_, failure) in enumerate(found):
+        for rank, (_, failure) in enumerate(answers):
             if failure is not None:
-                self._over = True
+                self._failed = True
                 raise OtherRankError(self.path, f"rank {rank} could not do its part: {failure}")
-        return [value for value, _ in found]
+        return [value for value, _ in answers]
 
     def each(self, work: Callable[[], T]) -> list[T]:
-        """Calls `work` on every rank, and returns all results; an error on one is raised on all."""
+        """Calls `work` on every rank and returns all results. An error on one rank is raised on all."""
         return self.gather(self._reporting(work))
 
     def first(self, work: Callable[[], T]) -> T:
-        """Calls `work` on rank 0, and returns the result on every rank."""
-        found: list[Any] = self.gather(self._reporting(work) if self.rank == 0 else None)
-        result: T = found[0]
+        """Calls `work` on rank 0 and returns its result on every rank."""
+        results: list[Any] = self.gather(self._reporting(work) if self.rank == 0 else None)
+        result: T = results[0]
         return result
 
     def keep(self, work: Callable[[], T]) -> T:
-        """Calls `work` on the keeper of each folder, and returns the result on all ranks that see the folder."""
-        found: list[Any] = self.gather(self._reporting(work) if self.is_keeper else None)
-        result: T = found[self.keeper]
+        """Calls `work` on each folder's keeper and returns its result on all ranks that see that folder."""
+        results: list[Any] = self.gather(self._reporting(work) if self.is_keeper else None)
+        result: T = results[self.keeper]
         return result
 
     def send(self, value: T, source: int) -> T:
-        """Returns the value of rank `source` on every rank; an error waits for the next `gather`."""
+        """Returns rank `source`'s value on every rank. Errors are exchanged only by the next `gather`."""
         return value if self._ranks is None else self._ranks.broadcast(value, source)
 
     def report(self, error: BaseException) -> None:
-        """Reports an error to the other ranks, once, unless they know it already. The caller raises it."""
-        if self._ranks is not None and not self._over and isinstance(error, Exception):
-            self._over = True
+        """Reports an error to the other ranks, unless one has been reported already. The caller raises it."""
+        if self._ranks is not None and not self._failed and isinstance(error, Exception):
+            self._failed = True
             self._ranks.all_gather_object((None, f"{type(error).__name__}: {error}"))
 
     def _reporting(self, work: Callable[[], T]) -> T:

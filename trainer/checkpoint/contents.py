@@ -1,4 +1,4 @@
-"""What goes into a file of a checkpoint: text, or tensors."""
+"""The content of a checkpoint's file: text or tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from leyden.trainer.format.unflushed import Unflushed
 
 
 class Content(ABC):
-    """What one file will hold."""
+    """The content of one file, before it is written."""
 
     @abstractmethod
     def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
-        """Writes it to a new file, and returns the file's entry in the manifest.
+        """Writes the content to a new file and returns the file's manifest entry.
 
         Args:
-            path: of a file that does not exist yet.
-            unflushed: takes over the file, and flushes it later.
+            path: the path of the new file.
+            unflushed: takes over the open file, and flushes it later.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
 
 
@@ -46,7 +46,7 @@ class Tensors(Content):
 
     Attributes:
         tensors: plain dense tensors, by key.
-        metadata: strings for the header.
+        metadata: strings for the file's header.
     """
 
     tensors: Mapping[str, Tensor]

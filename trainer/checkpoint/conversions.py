@@ -1,7 +1,7 @@
-"""The weights of a transformers model as published folders name them, under the names that the model gives them.
+"""Maps the weights in a published folder to the parameter names of the transformers model that they belong to.
 
-A folder may have every expert's matrices by themselves, which the model holds in one tensor. `transformers` knows how
-they belong together; here that becomes a table of shards, so that a rank reads of each matrix no more than its part.
+A folder may store each expert's matrices separately, while the model holds them in one tensor. `transformers` knows the
+conversion. Here it becomes a table of shards, so that a rank reads only its part of each matrix.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from leyden.trainer.format.shard_table import Table
 
 STACKED = [("MergeModulelist", 0)]
 PACKED = [("MergeModulelist", 0), ("Concatenate", 1)]
-"""Operations, with their dimension, that put matrices side by side: (experts, rows, columns)."""
+"""The conversions of transformers that only stack matrices, as operation names with their dimension.
+
+The result has the shape (experts, rows, columns). STACKED takes one matrix of each expert; PACKED also
+concatenates the rows of several matrices of an expert.
+"""
 
 
 def is_model(module: nn.Module) -> bool:
-    """Returns True for a model of transformers."""
+    """Returns True for a transformers model."""
     library: Any = sys.modules.get("transformers")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def converted(model: Any, tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Returns the tables of a folder's weights under the names of the model's state dict.
+    """Returns the tables of a folder's weights under the names in the model's state dict.
 
     Raises:
-        ConfigurationError: if transformers computes a weight from those in the folder; names it.
+        ConfigurationError: if transformers computes a weight from the stored ones; names it.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -39,15 +43,15 @@ def converted(model: Any, tables: Mapping[str, Table]) -> dict[str, Table]:
     found: dict[str, Table] = {}
     stacks: dict[str, list[tuple[int, int, Table]]] = {}
     for key, table in tables.items():
-        name, converter, pattern = _renamed(key, transforms)
+        name, converter, pattern = _model_name(key, transforms)
         if converter is None:
             found[name] = table
             continue
         operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
         if operations not in (STACKED, PACKED):
             raise ConfigurationError(
-                f"transformers computes {name!r} from {key!r} by {', '.join(kind for kind, _ in operations)} as it "
-                "loads the folder, which only it can: build the model by from_pretrained in configure_model."
+                f"transformers computes {name!r} from {key!r} with {', '.join(kind for kind, _ in operations)}, which "
+                "Leyden cannot do. Build the model with from_pretrained in configure_model."
             )
         number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key)
         stacks.setdefault(name, []).append(
@@ -56,8 +60,11 @@ def converted(model: Any, tables: Mapping[str, Table]) -> dict[str, Table]:
     return found | {name: _stack(parts) for name, parts in stacks.items()}
 
 
-def _renamed(key: str, transforms: list[Any]) -> tuple[str, Any, str]:
-    """Returns the model's name for a stored key, and the transform and pattern that make one tensor of several."""
+def _model_name(key: str, transforms: list[Any]) -> tuple[str, Any, str]:
+    """Returns the model's name for a stored key, and the matching converter and pattern.
+
+    The converter merges several stored tensors into one. It is None if the tensor is stored as the model holds it.
+    """
     for transform in transforms:
         if not hasattr(transform, "operations"):
             key, _ = transform.rename_source_key(key)
@@ -73,15 +80,17 @@ def _stack(parts: list[tuple[int, int, Table]]) -> Table:
     """Returns the table of a tensor that stacks matrices.
 
     Args:
-        parts: which of the matrices that lie side by side each is, its number in the stack, and its own table.
+        parts: the matrices. Each is given by its position among those whose rows are concatenated, the index of its
+            expert, and its own table.
     """
     rows: dict[int, int] = {}
-    for place, _, table in sorted(parts, key=lambda part: part[0]):
-        rows.setdefault(place, table["shape"][0])
-    begins = {place: sum(size for other, size in rows.items() if other < place) for place in rows}
+    for position, _, table in parts:
+        rows.setdefault(position, table["shape"][0])
+    begins = {position: sum(size for other, size in rows.items() if other < position) for position in rows}
     columns, dtype = parts[0][2]["shape"][1], parts[0][2]["dtype"]
     shards = [
-        [*table["shards"][0][:2], [number, begins[place], 0], [1, *table["shape"]]] for place, number, table in parts
+        [*table["shards"][0][:2], [expert, begins[position], 0], [1, *table["shape"]]]
+        for position, expert, table in parts
     ]
-    count = 1 + max(number for _, number, _ in parts)
+    count = 1 + max(expert for _, expert, _ in parts)
     return {"dtype": dtype, "shape": [count, sum(rows.values()), columns], "shards": shards}

@@ -1,4 +1,4 @@
-"""Digests of a module's weights: what each rank holds of them, and those of all ranks together."""
+"""Digests of a module's weights: of the parts that each rank holds, and merged over all ranks."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from leyden.trainer.format.shard_table import Sizes
 from leyden.trainer.format.tensors import check_tensor, is_sharded, split
 
 Box: TypeAlias = tuple[Sizes, Sizes]
-"""Offsets in the whole tensor, and sizes."""
+"""A rectangle of a tensor: its offsets in the whole tensor, and its sizes."""
 Held: TypeAlias = tuple[str, dict[Box, str]]
-"""What a rank holds of a tensor: dtype and shape of the whole, and the digest of each of the rank's parts."""
+"""One rank's parts of a tensor: dtype and shape of the whole as a string, and the digest of each part."""
 
 
 class DigestReader:
-    """Reads digests of the tensors that a checkpoint of a module holds, under any strategy.
+    """Computes digests of the tensors that a checkpoint of a module would hold, under any strategy.
 
-    Tensors on the CPU are read where they are. Those of a GPU are copied to memory that is kept, as large as this
-    rank's part of the model, and the host waits once for all of them.
+    CPU tensors are read in place. Other tensors are copied to host buffers, which are reused between calls and are as
+    large as this rank's part of the model. The host waits once for all copies.
     """
 
     def __init__(self) -> None:
         self._memory = HostMemory()
 
     def held(self, strategy: Strategy, module: nn.Module, wanted: Callable[[str, Tensor], bool]) -> dict[str, Held]:
-        """Returns the digests of what this rank holds, in the module's order; all ranks call it.
+        """Returns the digests of this rank's parts, in the module's order. All ranks call it.
 
         Args:
-            strategy: under which the module trains.
-            module: between two steps.
-            wanted: by a tensor's name, and the tensor, whether this rank reads it.
+            strategy: the strategy under which the module trains.
+            module: the module, between two steps.
+            wanted: called with a tensor's name and the tensor; returns True if this rank should read it.
         """
-        taken = _Taken()
-        strategy.save(taken, module, None)
-        found: dict[str, tuple[str, dict[Box, list[Tensor]]]] = {}
-        for name, tensor in taken.tensors.items():
+        collector = _TensorCollector()
+        strategy.save(collector, module, None)
+        tensors: dict[str, tuple[str, dict[Box, list[Tensor]]]] = {}
+        for name, tensor in collector.tensors.items():
             if wanted(name, tensor):
                 check_tensor(tensor, name, sharded=True)
-                found[name] = (_form(tensor), _parts(tensor))
-        pieces = [piece for _, parts in found.values() for part in parts.values() for piece in part]
-        here = iter(self._on_host(pieces))
+                tensors[name] = (_form(tensor), _parts(tensor))
+        pieces = [piece for _, parts in tensors.values() for part in parts.values() for piece in part]
+        on_host = iter(self._on_host(pieces))
         known: dict[tuple[Any, ...], str] = {}
         return {
-            name: (form, {box: _digest([next(here) for _ in part], known) for box, part in parts.items()})
-            for name, (form, parts) in found.items()
+            name: (form, {box: _digest([next(on_host) for _ in part], known) for box, part in parts.items()})
+            for name, (form, parts) in tensors.items()
         }
 
     def _on_host(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         self._memory.begin()
-        here, devices = [], set[torch.device]()
+        on_host, devices = [], set[torch.device]()
         for number, piece in enumerate(pieces):
             if piece.device.type != "cpu":
-                room = self._memory.room(("", str(number)), piece)
-                here.append(room.copy_(piece, non_blocking=piece.is_cuda))
+                buffer = self._memory.room(("", str(number)), piece)
+                on_host.append(buffer.copy_(piece, non_blocking=piece.is_cuda))
                 devices |= {piece.device} if piece.is_cuda else set()
             else:
-                here.append(piece)
+                on_host.append(piece)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return here
+        return on_host
 
 
-class _Taken:
-    """Stands in for a checkpoint's writer, and keeps what it is given."""
+class _TensorCollector:
+    """Stands in for a checkpoint's writer, and keeps the tensors that a strategy passes to it."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -80,17 +80,17 @@ class _Taken:
         self.tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
 
     def optimizers(self, states: list[dict[str, Any]]) -> None:
-        """Nothing of them."""
+        """Ignores the optimizers' states."""
 
 
 def merged(found: Iterable[Mapping[str, Held]]) -> dict[str, Digest]:
-    """Merges what ranks hold into a digest for each tensor.
+    """Merges the digests of all ranks into one digest for each tensor.
 
-    That of a tensor that one rank holds whole is the digest of its bytes. That of a sharded one is the digest of its
-    shards' digests, whichever ranks hold them; of replicas the first rank's counts.
+    A tensor that is not sharded gets the digest of its bytes. A sharded tensor gets the digest of its shards' digests,
+    whichever ranks hold them. If several ranks hold the same shard, the first rank's digest counts.
 
     Args:
-        found: of each rank, in their order.
+        found: the result of `DigestReader.held` on each rank, in rank order.
     """
     forms: dict[str, str] = {}
     parts: dict[str, dict[Box, str]] = {}
@@ -104,7 +104,7 @@ def merged(found: Iterable[Mapping[str, Held]]) -> dict[str, Digest]:
 
 
 def combined(digests: Iterable[str]) -> str:
-    """Returns the digest of digests."""
+    """Returns a digest of digests."""
     digest = digest_of(XXH3)()
     digest.update(memoryview("".join(digests).encode()))
     return digest.hexdigest()
@@ -114,9 +114,9 @@ def _merged(form: str, parts: Mapping[Box, str]) -> Digest:
     if len(parts) == 1:
         return Digest(form, next(iter(parts.values())))
     boxes = sorted(parts)
-    # The cut is a part of the form: digests of other shards are others, whatever the weights.
-    cut = combined(map(repr, boxes))[:8]
-    return Digest(f"{form} in {len(boxes)} shards ({cut})", combined(parts[box] for box in boxes))
+    # The form includes how the tensor is sharded, because the combined digest depends on it, too.
+    sharding = combined(map(repr, boxes))[:8]
+    return Digest(f"{form} in {len(boxes)} shards ({sharding})", combined(parts[box] for box in boxes))
 
 
 def _form(tensor: Tensor) -> str:
@@ -124,7 +124,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> dict[Box, list[Tensor]]:
-    """Returns the dense tensors of each part that this rank holds of a tensor."""
+    """Returns this rank's parts of a tensor. A part is several dense tensors if, for instance, the tensor is sparse."""
     if not is_sharded(tensor):
         return {((0,) * tensor.dim(), tuple(tensor.shape)): list(split(tensor)[1].values())}
     from leyden.trainer.checkpoint.shards import held_parts
@@ -133,18 +133,18 @@ def _parts(tensor: Tensor) -> dict[Box, list[Tensor]]:
 
 
 def _digest(pieces: Sequence[Tensor], known: dict[tuple[Any, ...], str]) -> str:
-    """Returns the digest of dense tensors on the CPU, in the order of their elements.
+    """Returns the digest of dense CPU tensors, in the order of their elements.
 
     Args:
         pieces: the tensors.
-        known: the digests of tensors that have been read; tied ones are read once.
+        known: the digests so far, by memory. Tied tensors are read only once.
     """
-    place = tuple((piece.data_ptr(), piece.dtype, piece.shape, piece.stride()) for piece in pieces if piece.numel())
-    if place not in known or not place:
+    memory = tuple((piece.data_ptr(), piece.dtype, piece.shape, piece.stride()) for piece in pieces if piece.numel())
+    if memory not in known or not memory:
         digest = digest_of(XXH3)()
         for piece in pieces:
-            # Named, since it must outlive the view of its memory.
+            # A local variable, because the tensor must outlive the view of its memory.
             dense = piece.contiguous()
             digest.update(memory_of(dense))
-        known[place] = digest.hexdigest()
-    return known[place]
+        known[memory] = digest.hexdigest()
+    return known[memory]

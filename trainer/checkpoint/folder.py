@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 def newest(
     folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: CheckpointRanks | None = None
 ) -> Path | None:
-    """Returns the newest checkpoint whose bytes all match their checksums, and warns of damaged ones that it skips.
+    """Returns the newest checkpoint whose bytes all match their checksums. Skips damaged ones with a warning.
 
     Args:
         folder: the folder of the checkpoints.
         depth: the number of levels of folders below it that may also hold checkpoints.
         strict: raise if all checkpoints are damaged, instead of returning None.
-        ranks: the ranks that search together: rank 0 lists the checkpoints, and each rank verifies a part.
+        ranks: the ranks that search together. Rank 0 lists the checkpoints, and each rank verifies a part.
 
     Raises:
-        CheckpointError: if strict, and all checkpoints are damaged; names each.
+        CheckpointError: if `strict` is set and all checkpoints are damaged; names each.
 
     Example:
         >>> newest("no/such/folder") is None
         True
     """
-    found = newest_reader(folder, depth, strict, ranks)
-    return None if found is None else found.path
+    reader = newest_reader(folder, depth, strict, ranks)
+    return None if reader is None else reader.path
 
 
 def newest_reader(
@@ -48,7 +48,7 @@ def newest_reader(
     ranks: CheckpointRanks | None,
     ahead: Callable[[CheckpointReader], None] | None = None,
 ) -> CheckpointReader | None:
-    """Returns a reader of what `newest` finds.
+    """Returns a reader of the checkpoint that `newest` finds.
 
     Args:
         folder: as for `newest`.
@@ -79,7 +79,10 @@ def newest_reader(
 
 
 def _newest_first(folder: Path, depth: int) -> list[tuple[str, tuple[str, str] | None]]:
-    """Returns the names of possible checkpoints, newest first, each with the file and the reason if it is damaged."""
+    """Lists checkpoints, newest first: their names, and for an unreadable manifest the file and the reason.
+
+    The entries are plain strings, so that rank 0 can send them to the other ranks.
+    """
     return [
         (str(path.relative_to(folder)), (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
         for path, found in reversed(_ordered(folder, depth))
@@ -87,12 +90,12 @@ def _newest_first(folder: Path, depth: int) -> list[tuple[str, tuple[str, str] |
 
 
 def all_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Returns the checkpoints in a folder whose manifest can be read, oldest first."""
+    """Returns the checkpoints in a folder that have a readable manifest, oldest first."""
     return [path for path, found in _ordered(Path(folder)) if isinstance(found, Manifest)]
 
 
 def highest_counter(folder: Path, depth: int = 0) -> int:
-    """Returns the highest save counter in a folder and `depth` levels below it; 0 if there is no checkpoint."""
+    """Returns the highest save counter in a folder and `depth` levels below it, or 0 if there is no checkpoint."""
     return max((found.save_counter for _, found in _ordered(folder, depth) if isinstance(found, Manifest)), default=0)
 
 
@@ -103,7 +106,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def delete(path: str | os.PathLike[str]) -> None:
-    """Deletes a checkpoint. It is renamed first, so that a kill never leaves half of one that looks whole.
+    """Deletes a checkpoint. Renames it first, so that a kill never leaves a partial checkpoint that looks whole.
 
     Raises:
         CheckpointError: if the folder is not a checkpoint, or cannot be deleted.
@@ -111,46 +114,49 @@ def delete(path: str | os.PathLike[str]) -> None:
     path = Path(os.path.abspath(path))
     if not is_checkpoint(path):
         raise CheckpointError(path, "is not a checkpoint, and is not deleted.")
-    away = staging.sibling(path, "del")
+    doomed = staging.sibling(path, "del")
     try:
-        os.rename(path, away)
+        os.rename(path, doomed)
         staging.fsync_folder(path.parent)
-        shutil.rmtree(away)
+        shutil.rmtree(doomed)
     except OSError as error:
         raise CheckpointError(path, f"cannot be deleted: {error.strerror or error}.") from error
 
 
 def _ordered(folder: Path, depth: int = 0) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """Returns every checkpoint with its manifest, oldest first; those with an unreadable manifest come last, with the
-    error.
-    """
-    found = [entry for place in _levels(folder, depth) for entry in _entries(place)]
-    return [(path, manifest) for _, path, manifest in sorted(found, key=lambda entry: entry[0])]
+    """Returns every checkpoint with its manifest, oldest first. Unreadable ones come last, with the error."""
+    entries = [entry for level in _levels(folder, depth) for entry in _entries(level)]
+    return [(path, manifest) for _, path, manifest in sorted(entries, key=lambda entry: entry[0])]
 
 
 def _levels(folder: Path, depth: int) -> list[Path]:
     """Returns a folder, and the folders up to `depth` levels below it that are not checkpoints."""
-    found = level = [folder]
+    folders = level = [folder]
     for _ in range(depth):
         below: list[Path] = []
-        for place in level:
+        for parent in level:
             with suppress(OSError):
-                below += [path for path in sorted(place.iterdir()) if _may_hold_some(path)]
-        found, level = found + below, below
-    return found
+                below += [path for path in sorted(parent.iterdir()) if _may_hold_checkpoints(path)]
+        folders, level = folders + below, below
+    return folders
 
 
 def _sweep(folder: Path, depth: int) -> None:
-    for place in _levels(folder, depth):
-        staging.sweep(place)
+    for level in _levels(folder, depth):
+        staging.sweep(level)
 
 
-def _may_hold_some(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and not staging.is_staging(path.name) and not _looks_like_one(path)
+def _may_hold_checkpoints(path: Path) -> bool:
+    return (
+        path.is_dir()
+        and not path.is_symlink()
+        and not staging.is_staging(path.name)
+        and not _looks_like_checkpoint(path)
+    )
 
 
 def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]]:
-    """Returns the checkpoints directly in a folder, each after a key that orders them by age."""
+    """Returns the checkpoints directly in a folder, each preceded by a key that sorts them by age."""
     found: list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]] = []
     try:
         names = sorted(os.listdir(folder))
@@ -161,8 +167,8 @@ def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manife
         path = folder / name
         if staging.is_staging(name) and name not in aside:
             continue
-        # A link such as "last" points to a checkpoint that is listed by its own name.
-        if path.is_symlink() or not path.is_dir() or not _looks_like_one(path):
+        # A link such as "last" points to a checkpoint that is listed under its own name.
+        if path.is_symlink() or not path.is_dir() or not _looks_like_checkpoint(path):
             continue
         try:
             manifest = read_manifest(path)
@@ -172,13 +178,13 @@ def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manife
     return found
 
 
-def _looks_like_one(path: Path) -> bool:
-    # A checkpoint that has lost its manifest is damaged, which is worth a warning.
+def _looks_like_checkpoint(path: Path) -> bool:
+    # A checkpoint that has lost its manifest is listed too, so that the caller warns of the damage.
     return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))
 
 
 def identity(path: str | Path) -> str | None:
-    """Returns a text that differs between checkpoints of the same name; None if the manifest cannot be read."""
+    """Returns a string that tells checkpoints of the same name apart, or None if the manifest cannot be read."""
     try:
         manifest = read_manifest(Path(path))
     except CheckpointError:

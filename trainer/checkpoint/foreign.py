@@ -1,4 +1,4 @@
-"""Loads checkpoints of other trainers. A pickle is opened only here, and only if it is trusted."""
+"""Loads checkpoints of other trainers. Only this file opens pickles, and only if the caller trusts them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from leyden.trainer.format.safefile import CheckedFile, read_tensors
 
 VERSION = "pytorch-lightning_version"
 OPTIMIZERS = "optimizer_states"
-"""Entries of a Lightning file: of every one, and of one from which a run can be continued."""
+"""Entries of a Lightning file. Every file has VERSION; a file from which a run can continue also has OPTIMIZERS."""
 
 
 def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
-    """Loads a file that Leyden did not write: `.safetensors` always, a pickle (`.ckpt`, `.pt`, `.bin`) if trusted.
+    """Loads a file of another trainer: a `.safetensors` file, or with `trust` a pickle (`.ckpt`, `.pt`, `.bin`).
 
     Args:
         path: the file.
-        trust: open a pickle with torch's safe loader, and if that cannot read it, in full. This runs any code in the
-            file, so trust only files from people you trust.
+        trust: open a pickle, with torch's safe loader first. If that refuses it, unpickle it in full, which runs any
+            code in the file. Trust only files from people you trust.
 
     Raises:
-        CheckpointError: if it is a pickle and not trusted, or cannot be read.
+        CheckpointError: if the file is an untrusted pickle, or cannot be read.
     """
     path = Path(path)
     if not path.is_file():
@@ -50,22 +50,21 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
         return _loaded(path, weights_only=True)
     except pickle.UnpicklingError:
         warnings.warn(
-            f"{path} holds more than weights, and is unpickled in full because of trust=True: the code in it runs now.",
+            f"{path} holds more than weights, and is unpickled in full because of trust=True. Any code in it runs now.",
             stacklevel=2,
         )
     return _loaded(path, weights_only=False)
 
 
 def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
-    """Loads a file of another trainer with torch's safe loader, which reads tensors and plain containers and runs no
-    code.
+    """Loads a file of another trainer that holds only tensors and plain containers, without running any code.
 
     Args:
-        path: `.safetensors`, or a pickle.
-        trust: unpickle what the safe loader refuses in full, which runs any code in the file.
+        path: a `.safetensors` file, or a pickle, which torch's safe loader reads.
+        trust: if the safe loader refuses a pickle, unpickle it in full, which runs any code in the file.
 
     Raises:
-        CheckpointError: if it holds more and is not trusted, or cannot be read.
+        CheckpointError: if the file holds other objects and is not trusted, or cannot be read.
     """
     path = Path(path)
     if trust or path.suffix == ".safetensors" or not path.is_file():
@@ -75,13 +74,13 @@ def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> A
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             path,
-            "holds more than weights, and reading that would run the code in it. If you trust who wrote it, pass "
+            "holds more than weights, and reading it in full would run the code in it. If you trust who wrote it, pass "
             "trust=True (--trust).",
         ) from error
 
 
 def _loaded(path: Path, weights_only: bool) -> Any:
-    """Loads a pickle. The safe loader raises UnpicklingError for what it refuses."""
+    """Loads a pickle. With `weights_only`, raises UnpicklingError if torch's safe loader refuses it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except Exception as error:  # a damaged or hostile pickle may raise anything
@@ -95,9 +94,10 @@ class ForeignWeights:
 
     Args:
         path: the file.
-        trust: as of `load_foreign`.
-        weights_only: True reads it by torch's safe loader alone, False in full if need be.
-        loaded: what somebody else has read of it.
+        trust: as for `load_foreign`.
+        weights_only: True reads the file only with torch's safe loader, False in full if necessary. By default `trust`
+            decides.
+        loaded: the file's content, if the caller has already read it.
     """
 
     def __init__(self, path: Path, trust: bool, weights_only: bool | None = None, loaded: Any = None) -> None:
@@ -106,32 +106,33 @@ class ForeignWeights:
         if loaded is not None:
             self._loaded = loaded
             return
-        # torch's safe loader runs no code, trusted or not.
-        self._loaded = (
-            load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)
-        )
+        if weights_only:
+            # torch's safe loader runs no code, so the file need not be trusted.
+            self._loaded = load_weights_only(path)
+        else:
+            self._loaded = load_foreign(path, trust=trust or weights_only is False)
 
     def entry(self, name: str) -> Any:
-        """Returns an entry of the file beside the weights, such as Lightning's `hyper_parameters`; None without it."""
+        """Returns an entry alongside the weights, such as Lightning's `hyper_parameters`; None if there is none."""
         return self._loaded.get(name) if isinstance(self._loaded, Mapping) and "state_dict" in self._loaded else None
 
     @property
     def loaded(self) -> Any:
-        """What the file holds."""
+        """The file's content."""
         return self._loaded
 
     @property
     def is_lightning(self) -> bool:
-        """True for a file of Lightning."""
+        """True for a Lightning file."""
         return self.entry(VERSION) is not None or self.holds_run
 
     @property
     def holds_run(self) -> bool:
-        """True for a file of Lightning that has the state of its optimizers, too."""
+        """True for a Lightning file that also has the states of its optimizers."""
         return isinstance(self.entry(OPTIMIZERS), list)
 
     def take_weights(self, entry: str) -> None:
-        """Reads the weights from another entry than `state_dict`."""
+        """Makes `model` read the weights from another entry than `state_dict`."""
         self._weights = entry
 
     def names(self) -> list[str]:
@@ -139,18 +140,18 @@ class ForeignWeights:
         return list(self.model())
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies weights into existing tensors; only this rank's part of DTensors."""
+        """Copies weights into existing tensors. Of sharded tensors, copies this rank's part."""
         from leyden.trainer.checkpoint.shards import copy_part
 
-        found = self.model()
+        weights = self.model()
         for name, target in targets.items():
-            copy_part(name, found[name], target)
+            copy_part(name, weights[name], target)
 
     def model(self, names: Any = None, device: Any = "cpu") -> dict[str, Tensor]:
-        """Returns the weights: the file's own dict, or its entry `state_dict`."""
-        found = self._loaded.get(self._weights, self._loaded) if isinstance(self._loaded, Mapping) else None
-        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        """Returns the weights: the file's entry `state_dict`, or without one the file's own dict."""
+        weights = self._loaded.get(self._weights, self._loaded) if isinstance(self._loaded, Mapping) else None
+        if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
             raise CheckpointError(
                 self.path, "holds no dict of tensors, neither at the top level nor under 'state_dict'."
             )
-        return dict(found)
+        return dict(weights)

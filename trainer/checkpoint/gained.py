@@ -1,5 +1,6 @@
-"""Parameter groups that an optimizer gained during a run: a resume adds them again before it loads their state, and a
-run that goes back to a checkpoint without them drops them.
+"""Parameter groups that an optimizer gained during a run.
+
+A resume adds them again before it loads their state. A run that rolls back to a checkpoint without them drops them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from torch.optim import Optimizer
 
 
 def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Module) -> None:
-    """Adds the groups that a saved optimizer has beyond those it was made with.
+    """Adds the groups that the saved optimizer gained after it was created.
 
-    Their options are the first group's until the state is loaded. Nothing is added where the state does not fit: if
-    the optimizer was made with another number of groups, or a parameter has left the module or has a group already.
-    `check_named` then names the difference.
+    Until the state is loaded, they have the first group's options. If the state does not fit, no group is added: the
+    optimizer was created with a different number of groups, or a parameter has left the module or is in a group
+    already. `check_named` then names the difference.
 
     Args:
-        optimizer: as `configure_optimizers` made it.
-        saved: its state, as `to_named` returned it.
-        made: how many groups the saved optimizer was made with.
-        module: that has the parameters.
+        optimizer: the optimizer from `configure_optimizers`.
+        saved: the saved state, as `to_named` returned it.
+        made: the number of groups with which the saved optimizer was created.
+        module: the module that has the parameters.
 
     Example:
         >>> from torch.optim import SGD
@@ -50,7 +51,7 @@ def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Mo
 
 
 def _are_free(names: Sequence[str], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> bool:
-    """Each name is that of another parameter, which no group of the optimizer has."""
+    """Returns True if the names are distinct, and no named parameter is in a group of the optimizer."""
     taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return len(set(names)) == len(names) and all(
         name in parameters and id(parameters[name]) not in taken for name in names
@@ -58,7 +59,7 @@ def _are_free(names: Sequence[str], parameters: Mapping[str, nn.Parameter], opti
 
 
 def names_gained(optimizer: Optimizer, saved: Any, module: nn.Module) -> list[str]:
-    """The parameters of the groups that an optimizer has and its saved state has not; arguments as above."""
+    """Returns the parameters' names in the groups that an optimizer has but its saved state lacks."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     gained = optimizer.param_groups[len(saved["param_groups"]) :]
     return [
@@ -67,7 +68,7 @@ def names_gained(optimizer: Optimizer, saved: Any, module: nn.Module) -> list[st
 
 
 def drop_gained_groups(optimizer: Optimizer, saved: Any) -> None:
-    """Drops the groups that an optimizer has and its saved state has not, with the state of their parameters."""
+    """Drops the groups that an optimizer has but its saved state lacks, along with their parameters' state."""
     count = len(saved["param_groups"])
     for group in optimizer.param_groups[count:]:
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""Reads the weights in a folder of transformers, or any other that holds `model.safetensors` or its index."""
+"""Reads weights from a folder of transformers, or any other folder with `model.safetensors` or its index."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MAX_INDEX = 2**28
 
 
 class HuggingFaceFolder:
-    """The weights in a folder that `save_pretrained` wrote. Of sharded tensors each rank reads its own part alone.
+    """The weights in a folder that `save_pretrained` wrote. Each rank reads only its own part of sharded tensors.
 
     Args:
         path: the folder.
-        tables: of its weights, by name; read from its files if left out.
+        tables: the tables of the weights by name; read from the folder's files if left out.
 
     Raises:
-        CheckpointError: if a file is missing or invalid; names it.
+        CheckpointError: if a file is missing or invalid; names the file.
 
     Example:
         >>> import tempfile
@@ -48,21 +48,21 @@ class HuggingFaceFolder:
     def __init__(self, path: str | Path, tables: Mapping[str, Table] | None = None) -> None:
         self.path = Path(path)
         self.weights_file = self.path / (INDEX if (self.path / INDEX).is_file() else WHOLE)
-        self._tables = self._read() if tables is None else tables
+        self._tables = self._read_tables() if tables is None else tables
 
-    def _read(self) -> dict[str, Table]:
-        found: dict[str, Table] = {}
+    def _read_tables(self) -> dict[str, Table]:
+        tables: dict[str, Table] = {}
         for name in self._files():
             with self._open(name) as file:
                 for key, (dtype, shape, _) in read_header(file).items():
-                    found[key] = whole_table(torch.empty(shape, dtype=dtype, device="meta"), name, key)
-        return found
+                    tables[key] = whole_table(torch.empty(shape, dtype=dtype, device="meta"), name, key)
+        return tables
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Returns True for such a folder; a checkpoint of Leyden's, whole or damaged, may have the same files."""
-        ours = any((path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS))
-        return not ours and any((path / name).is_file() for name in (WHOLE, INDEX))
+        """Returns True for such a folder. Returns False for Leyden's checkpoints, which may have the same files."""
+        is_leydens = any((path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS))
+        return not is_leydens and any((path / name).is_file() for name in (WHOLE, INDEX))
 
     def _files(self) -> list[str]:
         if self.weights_file.name == WHOLE:
@@ -78,7 +78,7 @@ class HuggingFaceFolder:
         return list(self._tables)
 
     def fill(self, targets: Mapping[str, Tensor | DTensor]) -> None:
-        """Reads weights into existing tensors, in their dtype; only this rank's part of sharded ones.
+        """Reads weights into existing tensors, in their dtype. Of sharded tensors, reads this rank's part.
 
         Raises:
             ConfigurationError: if a shape differs.
@@ -89,8 +89,8 @@ class HuggingFaceFolder:
             shape = tuple(self._tables[name]["shape"])
             if shape != tuple(target.shape):
                 raise ConfigurationError(
-                    f"the weights of {self.path} do not fit: {name!r} has shape {shape} there, and "
-                    f"{tuple(target.shape)} here. Build the model with the folder's config.json."
+                    f"the weights of {self.path} do not fit: {name!r} has shape {shape} in the folder, and "
+                    f"{tuple(target.shape)} in the model. Build the model with the folder's config.json."
                 )
         wants = [
             Want(self._tables[name], offsets, part)
@@ -104,8 +104,8 @@ class HuggingFaceFolder:
         """Reads whole tensors.
 
         Args:
-            names: read only these; all by default.
-            device: the device to put them on.
+            names: the names to read; all by default.
+            device: the device for the tensors.
         """
         chosen = list(self._tables) if names is None else list(names)
         unknown = next((name for name in chosen if name not in self._tables), None)
@@ -121,23 +121,24 @@ class HuggingFaceFolder:
         return {name: want.target.to(device) for name, want in wants.items()}
 
     def within(self, module: nn.Module) -> HuggingFaceFolder:
-        """The same weights under the names that they have in a module, of which the folder's model may be a part.
+        """Returns the same weights under their names in a module. The folder's model may be a submodule of it.
 
         Raises:
-            ConfigurationError: if they fit several parts of it alike.
+            ConfigurationError: if the weights fit several submodules equally well.
         """
-        here = set(module.state_dict())
-        fitting: dict[str, dict[str, Table]] = {}
-        for name, part in module.named_modules():
-            own = converted(part, self._tables) if is_model(part) else self._tables
-            fitting[name] = {f"{name}.{key}" if name else key: table for key, table in own.items()}
-        counts = {name: len(here & tables.keys()) for name, tables in fitting.items()}
-        best = [name for name, count in counts.items() if count == max(counts.values())]
-        if not max(counts.values()):
+        wanted = set(module.state_dict())
+        candidates: dict[str, dict[str, Table]] = {}
+        for name, submodule in module.named_modules():
+            own = converted(submodule, self._tables) if is_model(submodule) else self._tables
+            candidates[name] = {f"{name}.{key}" if name else key: table for key, table in own.items()}
+        counts = {name: len(wanted & tables.keys()) for name, tables in candidates.items()}
+        most = max(counts.values())
+        if not most:
             return self
+        best = [name for name, count in counts.items() if count == most]
         if len(best) > 1:
-            names = ", ".join(best)
             raise ConfigurationError(
-                f"the weights of {self.path} fit {names} alike: load them in configure_model, by from_pretrained."
+                f"the weights of {self.path} fit several submodules ({', '.join(best)}). Load them in configure_model, "
+                "with from_pretrained."
             )
-        return HuggingFaceFolder(self.path, fitting[best[0]])
+        return HuggingFaceFolder(self.path, candidates[best[0]])

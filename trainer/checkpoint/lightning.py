@@ -1,4 +1,4 @@
-"""What a `.ckpt` of Lightning says of a run: where it stood, and the states of its optimizers by parameter names."""
+"""Reads a run's position and its optimizers' states, keyed by parameter name, from a Lightning `.ckpt`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from leyden.trainer.format.tensors import is_sharded
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run of Lightning stood.
+    """The position at which a Lightning run was saved.
 
     Attributes:
-        progress: as Leyden counts it.
-        window_start: index in the epoch of the first batch of the window that was closed last, where the file does not
-            say whether a validation was to follow it; else None.
-        owes_plateau: the file is from an epoch's end, before schedulers stepped on the epoch's values.
-        is_known: False for a file without loops, which says neither.
-        begun: batches of an open accumulation window, which are before it.
+        progress: the position as Leyden counts it.
+        window_start: the index in the epoch of the first batch of the last closed accumulation window, if the file does
+            not record whether a validation should follow that window; otherwise None.
+        owes_plateau: True if the file was saved at an epoch's end, before schedulers stepped on the epoch's metrics.
+        is_known: False if the file does not record the position within its epoch.
+        begun: the number of batches of an open accumulation window, which the resumed run repeats.
     """
 
     progress: Progress
@@ -39,7 +39,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """One of Lightning's counters, of batches or epochs."""
+    """One of Lightning's progress counters, for batches or epochs."""
 
     ready: int
     started: int
@@ -55,23 +55,25 @@ class _Counts:
 def position_of(
     loaded: Mapping[str, Any], window: Callable[[Progress], int], steps: Callable[[int, int], int]
 ) -> Position:
-    """Reads where a run stood.
+    """Reads the position of a run.
 
-    A checkpoint inside an accumulation window stands at the window's start: Lightning saves no gradients.
+    For a checkpoint inside an accumulation window, the position is the window's start, since Lightning saves no
+    gradients.
 
     Args:
-        loaded: the file.
-        window: the batches of an accumulation window, by where the run stands.
-        steps: `global_step` as Leyden counts it, from Lightning's and the number of batches in all epochs.
+        loaded: the file's content.
+        window: returns the number of batches in an accumulation window at a given position.
+        steps: converts Lightning's `global_step` and the number of batches in all epochs to Leyden's `global_step`.
 
     Raises:
-        StateError: if Lightning cannot have written an entry; names it.
+        StateError: if Lightning cannot have written an entry; names the entry.
     """
     saved = SavedState(loaded)
     step = saved.integer("global_step", 0, least=0, most=2**62)
     loop = SavedState(loaded.get("loops") or {}, "loops").nested("fit_loop", {})
     epochs, batches = _Counts.read(loop, "epoch_progress"), _Counts.read(loop, "epoch_loop.batch_progress")
     if not epochs.ready:
+        # The file has no loops, so the position within the epoch is unknown.
         epoch = saved.integer("epoch", 0, least=0, most=2**62)
         return Position(Progress(epoch=epoch, global_step=step, stepped=step), is_known=not (epoch or step))
     total = _Counts.read(loop, "epoch_loop.batch_progress", "total").processed
@@ -79,17 +81,20 @@ def position_of(
     step = steps(step, total)
     progress = Progress(epoch=epochs.ready - 1, global_step=step, stepped=step, batches=total)
     if epochs.started < epochs.ready:
+        # The epoch has not started.
         return Position(progress)
     done, length = batches.processed, window(progress)
     progress = dataclasses.replace(progress, batch=done, phase="settled", ended=is_last)
     begun = 0 if is_last else done % length
     if begun:
+        # Go back to the start of the open window.
         return Position(dataclasses.replace(progress, batch=done - begun, batches=total - begun), begun=begun)
     if epochs.processed == epochs.ready:
         owes = is_last and epochs.completed < epochs.processed
         return Position(dataclasses.replace(progress, phase="epoch_end" if is_last else "paused"), owes_plateau=owes)
     validated = _Counts.read(loop, "epoch_loop.val_loop.batch_progress")
     if done and (batches.completed < done or validated.completed < validated.ready):
+        # The window's step is done, but perhaps not the validation after it.
         start = (done - 1) // length * length
         return Position(dataclasses.replace(progress, phase="stepped"), window_start=start)
     after_validation = done and batches.ready == done
@@ -104,55 +109,57 @@ def named_optimizer(
     parts: Mapping[str, Tensor],
     group_names: list[list[str]] | None = None,
 ) -> dict[str, Any]:
-    """Returns the state of one of torch's optimizers as `to_named` does, by the order of its parameters.
+    """Converts the `state_dict` of one of torch's optimizers to the form of `to_named`, matching parameters by order.
 
     Args:
-        state: what its `state_dict` returned.
-        optimizer: that is to take it, with its parameters in the same order.
-        names: of the parameters.
-        weights: that were saved with it, for their dtypes.
-        parts: the tensors by name that state belongs to; of one that is sharded, only this rank's part is kept.
-        group_names: of the parameters in each of the saved groups, where they are known.
+        state: the saved `state_dict`.
+        optimizer: the optimizer that will load the state, with its parameters in the same order.
+        names: the parameters' names.
+        weights: the weights in the same file, for their dtypes.
+        parts: the tensors that the state belongs to, by name. For a sharded tensor, only this rank's part of the state
+            is kept.
+        group_names: the parameters' names in each of the saved groups, if known.
 
     Raises:
-        StateError: if it has other groups than the optimizer, or is no optimizer's state.
+        StateError: if the groups differ from the optimizer's, or this is not an optimizer's state.
     """
     saved = SavedState(state)
     groups = [SavedState(group, f"param_groups[{i}]") for i, group in enumerate(saved.items("param_groups"))]
     flat = group_names or flat_names(optimizer, names)
     _check_groups([len(group.items("params")) for group in groups], [len(own) for own in flat])
-    by_place = {
-        place: name
+    name_by_index = {
+        index: name
         for group, own in zip(groups, flat, strict=True)
-        for place, name in zip(group.items("params"), own, strict=True)
+        for index, name in zip(group.items("params"), own, strict=True)
     }
     states = saved.nested("state")
     entries = {
-        by_place[place]: _parts_of(by_place[place], own, parts)
-        for place, own in states.entries.items()
-        if place in by_place
+        name_by_index[index]: _own_parts(name_by_index[index], own, parts)
+        for index, own in states.entries.items()
+        if index in name_by_index
     }
-    dtypes = {name: weights[name].dtype for name in by_place.values() if name in weights}
+    dtypes = {name: weights[name].dtype for name in name_by_index.values() if name in weights}
     return {
         "state": entries,
         "param_groups": [{**group.entries, "params": own} for group, own in zip(groups, flat, strict=True)],
-        "other": {place: own for place, own in states.entries.items() if place not in by_place},
+        "other": {index: own for index, own in states.entries.items() if index not in name_by_index},
         "dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32},
         "extra": {key: value for key, value in saved.entries.items() if key not in ("state", "param_groups")},
     }
 
 
-def _check_groups(there: list[int], here: list[int]) -> None:
-    """Refuses groups of other numbers of parameters than the optimizer has."""
-    if there != here:
+def _check_groups(saved: list[int], current: list[int]) -> None:
+    """Raises if the saved groups and the optimizer's differ in their numbers of parameters."""
+    if saved != current:
         raise StateError(
             "param_groups",
-            f"has groups of {there} parameters, and the optimizer here of {here}: build the same optimizer, or leave "
-            "'optimizers' out of restore",
+            f"has groups of {saved} parameters, and this optimizer has groups of {current}: build the same optimizer, "
+            "or leave 'optimizers' out of restore",
         )
 
 
-def _parts_of(name: str, entries: Any, parts: Mapping[str, Tensor]) -> Any:
+def _own_parts(name: str, entries: Any, parts: Mapping[str, Tensor]) -> Any:
+    """Returns a parameter's state; if the parameter is sharded, with only this rank's part of each tensor."""
     like = parts.get(name)
     if like is None or not is_sharded(like) or not isinstance(entries, Mapping):
         return entries

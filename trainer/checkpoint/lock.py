@@ -1,4 +1,4 @@
-"""A run that continues by itself holds its folder alone: the lock that keeps a second one out."""
+"""The lock on the folder of a run that resumes automatically, which keeps a second run out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from leyden.trainer.format.errors import CheckpointError
 
 NAME = ".leyden-lock"
 BEAT = 10.0
-"""Seconds between two signs of life of an owner."""
+"""Seconds between two heartbeats of an owner."""
 SILENT = 60.0
-"""Seconds without one after which an owner on another host counts as gone."""
+"""Seconds without a heartbeat after which an owner on another host counts as gone."""
 PAUSE = 0.1
-"""Seconds between two looks at a lock that may be given up."""
+"""Seconds to wait while another process is taking over an abandoned lock."""
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -38,15 +38,15 @@ class Owner:
     """The process that holds a folder.
 
     Attributes:
-        token: differs between all that ever held one.
-        pid: its number.
-        start: when it began, by which a reused number is recognised.
-        place: the host since its boot, or the container, within which the number counts.
-        host: name of the host.
-        user: whose it is.
-        script: what it runs.
-        job: its job of SLURM; "" without one.
-        since: when it took the folder.
+        token: a random string that is unique to each acquisition.
+        pid: the process ID.
+        start: the start time of the process, which tells a reused process ID apart.
+        place: an identifier of the booted host or the container, within which the process ID is unique.
+        host: the host's name.
+        user: the user's name.
+        script: the script that the process runs.
+        job: the process's SLURM job ID; "" outside of SLURM.
+        since: the time at which it took the folder.
     """
 
     token: str = ""
@@ -61,10 +61,10 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        """This process."""
+        """Returns an owner for this process, with a new token."""
         pid, user = os.getpid(), "?"
         with contextlib.suppress(KeyError, OSError):
-            # A container may run a number that has no name.
+            # In a container, the user ID may have no name.
             user = getpass.getuser()
         script, job = os.path.basename(sys.argv[0]) or "python", os.environ.get("SLURM_JOB_ID", "")
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -72,18 +72,18 @@ class Owner:
 
     @classmethod
     def read(cls, content: bytes) -> Owner:
-        """The owner that wrote a lock; one without a place if it is half written or somebody else's file."""
+        """Returns the owner that wrote a lock file. Partial or foreign content returns an owner without a place."""
         try:
             found = json.loads(content)
             values = {field.name: found[field.name] for field in dataclasses.fields(cls)}
         except (ValueError, KeyError, TypeError):
             return cls()
-        sound = all(isinstance(value, int if name == "pid" else str) for name, value in values.items())
-        return cls(**values) if sound else cls()
+        is_valid = all(isinstance(value, int if name == "pid" else str) for name, value in values.items())
+        return cls(**values) if is_valid else cls()
 
     @property
     def is_here(self) -> bool:
-        """True if this host can tell whether it runs."""
+        """True if this process can check whether the owner is running."""
         return self.place == place()
 
     def __str__(self) -> str:
@@ -92,17 +92,18 @@ class Owner:
 
 
 class FolderLock:
-    """The lock of a folder of checkpoints: a file with its owner, which the owner touches every few seconds.
+    """The lock on a folder of checkpoints: a file that names its owner, who touches it every few seconds.
 
-    The file appears by a hard link, which is atomic on network file systems too; where there are no links, by O_EXCL.
-    An owner on this host is gone as soon as its process is. One on another host, or in another container, is gone when
-    it has not touched the file for `silent` seconds, by the file system's own clock or while this process watched.
+    The file is created by a hard link, which is atomic on network file systems too, or with O_EXCL if the file system
+    has no links. An owner on this host is gone as soon as its process is. An owner on another host, or in another
+    container, is gone when it has not touched the file for `silent` seconds, by the file system's clock or while this
+    process watched.
 
     Args:
-        folder: the folder; it is made if it is not there.
-        beat: seconds between two signs of life.
-        silent: seconds without one after which an owner elsewhere counts as gone.
-        elsewhere: how a run gets a folder of its own, for the one that is refused.
+        folder: the folder, which is created if it does not exist.
+        beat: seconds between two heartbeats.
+        silent: seconds without a heartbeat after which an owner elsewhere counts as gone.
+        elsewhere: the arguments that give a run a folder of its own, for the error of a refused run.
     """
 
     def __init__(
@@ -115,57 +116,58 @@ class FolderLock:
         self.path = Path(folder) / NAME
         self._beat, self._silent, self._elsewhere = beat, silent, elsewhere
         self._content: bytes | None = None
-        """What this process wrote; None while it does not hold the folder."""
-        self._over = threading.Event()
+        """The lock file's content while this process holds the folder; None otherwise."""
+        self._released = threading.Event()
 
     # for a run --------------------------------------------------------------------------------------------------------
     def acquire(self) -> None:
-        """Takes the folder, waiting for at most `silent` seconds where only silence shows that its owner is gone.
+        """Takes the folder. Waits up to `silent` seconds if only missing heartbeats can show that its owner is gone.
+
+        In a read-only folder, it warns and holds no lock.
 
         Raises:
-            LeydenError: if another run holds it; names the owner.
-            CheckpointError: if the file cannot be written, unless the folder is read-only: then nothing is held, with a
-                warning.
+            LeydenError: if another run holds the folder; names the owner.
+            CheckpointError: if the lock file cannot be written for another reason.
         """
         content = json.dumps(dataclasses.asdict(Owner.here())).encode()
         try:
             os.makedirs(self.path.parent, exist_ok=True)
             while not self._create(self.path, content):
-                before = self._await_end()
-                if before is not None and self._replace(before, content):
+                abandoned = self._await_owner_end()
+                if abandoned is not None and self._take_over(abandoned, content):
                     break
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise CheckpointError(self.path, f"cannot be written: {error.strerror or error}.") from error
             warnings.warn(
-                f"{self.path.parent} cannot be written to ({error.strerror}), so nothing keeps a second run out of it.",
+                f"{self.path.parent} is not writable ({error.strerror}), so nothing keeps a second run out of it.",
                 stacklevel=2,
             )
             return
         self._content = content
-        threading.Thread(target=self._touch, name="leyden-lock", daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="leyden-lock", daemon=True).start()
 
     def check_free(self) -> None:
-        """Raises if another run holds the folder; takes nothing."""
-        self._await_end()
+        """Raises if another run holds the folder. Does not take the folder."""
+        self._await_owner_end()
 
     def check_held(self) -> None:
-        """Raises if another run has taken the folder since, for instance while this process slept."""
+        """Raises if another run has taken the folder over, for instance while this process was suspended."""
         found = None if self._content is None else self._read()
         if found is not None and found != self._content:
             raise LeydenError(
-                f"{self.path.parent} was taken over by {Owner.read(found)}, since this process gave no sign of life "
-                f"for {self._silent:g} s. That run continues from the last checkpoint, and this one saves no more: end "
-                "it, or give it a folder of its own."
+                f"{self.path.parent} was taken over by {Owner.read(found)}, because this process gave no sign of life "
+                f"for {self._silent:g} s. That run continues from the last checkpoint, and this one saves no more. End "
+                "this run, or give it a folder of its own."
             )
 
     def release(self) -> None:
-        """Gives the folder up, if this process holds it."""
-        self._over.set()
+        """Releases the folder, if this process holds it."""
+        self._released.set()
         self.drop()
 
     def drop(self) -> None:
-        """The same for a finalizer, which must wait for nothing: the thread ends with its next sign of life."""
+        """Releases the folder from a finalizer, without waiting. The heartbeat's thread ends at its next beat."""
         content, self._content = self._content, None
         if content is not None and self._read() == content:
             with contextlib.suppress(OSError):
@@ -173,22 +175,23 @@ class FolderLock:
 
     # the file ---------------------------------------------------------------------------------------------------------
     def _create(self, path: Path, content: bytes) -> bool:
-        """Makes a file with its content at once; False if there is one."""
+        """Creates a file atomically with its content. Returns False if the file exists."""
         if os.path.lexists(path):
             return False
-        written = self._written(content)
+        temporary = self._write_temporary(content)
         try:
             try:
-                os.link(written, path)
+                os.link(temporary, path)
             except FileExistsError:
                 pass
             except OSError:
                 return self._create_without_link(path, content)
-            # An answer of NFS may get lost, and the repeated request finds the link there.
-            return written.stat().st_nlink == 2
+            # NFS may lose the reply to a request that succeeded. The retry then fails with FileExistsError, so only the
+            # link count tells whether this process created the file.
+            return temporary.stat().st_nlink == 2
         finally:
             with contextlib.suppress(OSError):
-                written.unlink()
+                temporary.unlink()
 
     def _create_without_link(self, path: Path, content: bytes) -> bool:
         try:
@@ -199,42 +202,47 @@ class FolderLock:
             stream.write(content)
         return True
 
-    def _written(self, content: bytes) -> Path:
-        """A temporary file with this content, which a later save clears if this process is killed here."""
-        written = staging.sibling(self.path, "tmp")
-        written.write_bytes(content)
-        return written
+    def _write_temporary(self, content: bytes) -> Path:
+        """Writes a temporary file. If this process is killed before removing it, a later save clears it."""
+        temporary = staging.sibling(self.path, "tmp")
+        temporary.write_bytes(content)
+        return temporary
 
-    def _replace(self, before: bytes, content: bytes) -> bool:
-        """Takes the file over from an owner that is gone; False if another process has been quicker.
+    def _take_over(self, abandoned: bytes, content: bytes) -> bool:
+        """Takes the lock file over from an owner that is gone. Returns False if another process was quicker.
 
-        Whoever makes the claim alone may replace the file, and only while it still holds what the claim is for.
+        A process must first create the claim file for the abandoned content. It may then replace the lock file, if that
+        still has the abandoned content.
         """
-        claims = self._claim(before, content)
+        claims = self._claim(abandoned, content)
         if not claims:
             time.sleep(PAUSE)
             return False
-        # Those of the killed go once the file is replaced: before that, another process could claim the first again.
-        over = claims[-1:]
+        # Claims of killed processes are removed only after the lock file is replaced. Before that, another process
+        # could create the first claim again.
+        removable = claims[-1:]
         try:
-            if self._read() != before:
+            if self._read() != abandoned:
                 return False
-            os.replace(self._written(content), self.path)
-            over = claims
+            os.replace(self._write_temporary(content), self.path)
+            removable = claims
             return True
         finally:
-            for claim in over:
+            for claim in removable:
                 with contextlib.suppress(OSError):
                     claim.unlink()
 
-    def _claim(self, before: bytes, content: bytes) -> list[Path]:
-        """Makes the claim for what the file holds; returns it and those that were left, nothing if another has it.
+    def _claim(self, abandoned: bytes, content: bytes) -> list[Path]:
+        """Creates the claim file for the abandoned content.
 
-        A claim whose maker was killed is not removed, as two processes might do so at once, and the second one remove
-        the claim of the first: the claim that counts is then the one for its content.
+        A claim whose creator was killed is not removed here: two processes might do so at the same time, and the second
+        would remove the first one's new claim. Instead, a claim on the dead claim's content is created, and so on.
+
+        Returns:
+            The chain of claims, this process's own last. Empty if a live process holds a claim.
         """
         claims: list[Path] = []
-        claimed = before
+        claimed = abandoned
         while True:
             claims.append(self.path.with_name(f"{NAME}-{hashlib.sha256(claimed).hexdigest()[:16]}"))
             if self._create(claims[-1], content):
@@ -244,18 +252,22 @@ class FolderLock:
                     claimed, since = file.read(1 << 16), os.fstat(file.fileno()).st_mtime
             except FileNotFoundError:
                 return []
-            maker = Owner.read(claimed)
+            claimant = Owner.read(claimed)
             now = staging.clock_of(self.path.parent)
             is_silent = now is not None and now - since >= self._silent
-            if runs(maker.pid, maker.start) if maker.is_here else not is_silent:
+            is_alive = runs(claimant.pid, claimant.start) if claimant.is_here else not is_silent
+            if is_alive:
                 return []
 
     def _read(self) -> bytes | None:
-        found = self._look()
+        found = self._read_with_time()
         return None if found is None else found[0]
 
-    def _look(self) -> tuple[bytes, float] | None:
-        """The file's content and time, both as new as an open brings them on NFS; None without a file."""
+    def _read_with_time(self) -> tuple[bytes, float] | None:
+        """Returns the lock file's content and modification time, or None without a file.
+
+        Both are as fresh as NFS allows, which revalidates a file on open.
+        """
         try:
             with open(self.path, "rb") as file:
                 return file.read(1 << 16), os.fstat(file.fileno()).st_mtime
@@ -263,14 +275,17 @@ class FolderLock:
             return None
 
     # its owner --------------------------------------------------------------------------------------------------------
-    def _await_end(self) -> bytes | None:
-        """Returns what the file holds when its owner is known to be gone, None if it is gone itself.
+    def _await_owner_end(self) -> bytes | None:
+        """Waits until the lock file's owner is known to be gone.
+
+        Returns:
+            The content that the owner left in the lock file, or None if there is no lock file.
 
         Raises:
-            LeydenError: if the owner lives.
+            LeydenError: if the owner is alive.
         """
-        first, began, announced = self._look(), time.monotonic(), False
-        while (found := self._look()) is not None and first is not None:
+        first, began, announced = self._read_with_time(), time.monotonic(), False
+        while (found := self._read_with_time()) is not None and first is not None:
             owner = Owner.read(found[0])
             if owner.is_here:
                 if runs(owner.pid, owner.start):
@@ -285,8 +300,8 @@ class FolderLock:
             if not announced and owner.place:
                 announced = True
                 print(
-                    f"leyden: {self.path.parent} was left by {owner}, or is still in use: this is known in at most "
-                    f"{self._silent - silence:.0f} s.",
+                    f"leyden: {self.path.parent} was left by {owner}, or is still in use. Waiting up to "
+                    f"{self._silent - silence:.0f} s to find out.",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -296,23 +311,24 @@ class FolderLock:
     def _refusal(self, owner: Owner) -> LeydenError:
         mine = owner.pid == os.getpid() and owner.is_here
         return LeydenError(
-            f"{self.path.parent} belongs to a run that is under way: {'this very process' if mine else owner}. One run "
-            "continues there, and a second one would continue the same: wait for its end, or stop it. A run of another "
-            f"kind needs a folder of its own: {self._elsewhere}."
+            f"{self.path.parent} belongs to a run that is under way: {'this very process' if mine else owner}. A "
+            "second run would resume from the same checkpoints. Wait for the first run or stop it, or give this run a "
+            f"folder of its own: {self._elsewhere}."
         )
 
-    def _touch(self) -> None:
-        while not self._over.wait(self._beat):
+    def _keep_alive(self) -> None:
+        """Touches the lock file at every beat, until the folder is released or another process has taken it."""
+        while not self._released.wait(self._beat):
             content = self._content
             if content is None:
                 return
-            # What fails now may work next time, and silence only matters elsewhere.
+            # A beat that fails now may succeed next time, and only other hosts depend on beats.
             with contextlib.suppress(OSError):
                 found = self._read()
                 if found == content:
                     os.utime(self.path)
                 elif found is None:
-                    # Somebody has cleaned up.
+                    # The lock file was deleted, so create it again.
                     self._create(self.path, content)
                 else:
                     return

@@ -1,4 +1,4 @@
-"""Merges the shards of a checkpoint's weights into one file that safetensors and transformers can load."""
+"""Merges a checkpoint's sharded weights into one file that safetensors and transformers can load."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from leyden.trainer.format.tensors import TRANSLATED, dtype_named
 
 
 def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_prefix: str | None = None) -> Path:
-    """Writes the weights of a checkpoint to one safetensors file, with one tensor at a time in memory.
+    """Writes a checkpoint's weights to one safetensors file, holding one tensor at a time in memory.
 
-    Tied weights are stored once, under the first of their names; the header lists the others. Entries from
+    Tied weights are stored once, under the first of their names. The header lists the other names. Entries from
     `get_extra_state` are not weights, and are left out.
 
     Args:
         path: the checkpoint.
-        out: the file to write, which ends with `.safetensors`, or a folder for `model.safetensors`: an existing one, or
-            one whose name ends with `/`. An existing file is replaced.
+        out: the file to write, with the suffix `.safetensors`. Or a folder in which to write `model.safetensors`: an
+            existing folder, or a path that ends with `/`. An existing file is replaced.
         module_prefix: write only this submodule's weights, without its name: with "net", `net.weight` becomes `weight`.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         CheckpointError: if the checkpoint is damaged, or has a tensor that safetensors cannot store.
-        ConfigurationError: if no name begins with the prefix, or `out` is a file with another ending.
+        ConfigurationError: if no name begins with the prefix, or `out` is a file with another suffix.
 
     Example:
         >>> import tempfile, torch
@@ -46,8 +46,8 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
     if target.is_dir() or os.fspath(out).endswith(("/", os.sep)):
         target = target / "model.safetensors"
     if target.suffix != ".safetensors":
-        raise ConfigurationError(f"{target} would hold safetensors under another name: end it with .safetensors.")
-    tables, aliases = _named(reader, module_prefix)
+        raise ConfigurationError(f"{target} would be a safetensors file with another suffix. Use .safetensors.")
+    tables, aliases = _chosen_tables(reader, module_prefix)
     forms = {name: (dtype_named(table["dtype"]), tuple(table["shape"])) for name, table in tables.items()}
     new = staging.sibling(target, "tmp")
     try:
@@ -62,31 +62,31 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
     return target
 
 
-def _named(reader: CheckpointReader, module_prefix: str | None) -> tuple[dict[str, Table], dict[str, str]]:
-    """Returns the tables of the weights by their new names, and the aliases of tied ones."""
-    start = "" if not module_prefix else module_prefix.rstrip(".") + "."
+def _chosen_tables(reader: CheckpointReader, module_prefix: str | None) -> tuple[dict[str, Table], dict[str, str]]:
+    """Returns the tables of the weights by their new names, and the aliases of tied weights."""
+    prefix = "" if not module_prefix else module_prefix.rstrip(".") + "."
     layout = reader.layout()
-    chosen = [name for name in layout if name.startswith(start)]
+    chosen = [name for name in layout if name.startswith(prefix)]
     if not chosen:
         raise ConfigurationError(
-            f"no weight of {reader.path} begins with {start!r}. "
-            f"{nearest(start, sorted({n.split('.')[0] for n in layout}))}"
+            f"no weight of {reader.path} begins with {prefix!r}. "
+            f"{nearest(prefix, sorted({n.split('.')[0] for n in layout}))}"
         )
     tables: dict[str, Table] = {}
     aliases: dict[str, str] = {}
-    first: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     for name in chosen:
         owner = layout[name].get("alias_of", name)
-        short = name[len(start) :]
-        if owner in first:
-            aliases[short] = first[owner]
+        short_name = name[len(prefix) :]
+        if owner in first_names:
+            aliases[short_name] = first_names[owner]
             continue
-        first[owner] = short
+        first_names[owner] = short_name
         spec = layout[owner]
         if list(spec["parts"]) != [""] or dtype_named(spec["dtype"]) in TRANSLATED:
             kind = spec.get("layout", spec["dtype"])
             raise CheckpointError(
-                reader.path, f"has {name!r} as {kind}, which safetensors cannot store: convert it first."
+                reader.path, f"has {name!r} as {kind}, which safetensors cannot store. Convert it first."
             )
-        tables[short] = spec["parts"][""]
+        tables[short_name] = spec["parts"][""]
     return tables, aliases

@@ -1,4 +1,4 @@
-"""Builds a module or a DataModule from a checkpoint: its hyperparameters, then its weights or its state."""
+"""Builds a module or a DataModule from a checkpoint: from its hyperparameters, then its weights or its state."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ D = TypeVar("D", bound="DataModule")
 
 @dataclass(frozen=True, slots=True)
 class SavedArguments:
-    """The arguments that a module or a DataModule was made with, as a checkpoint records them.
+    """The arguments of a module's or DataModule's `__init__`, as a checkpoint records them.
 
     Attributes:
-        values: hyperparameters by name.
-        argument: name and kind of the single argument that held all of them; None if each is an argument.
-        skipped: arguments that checkpoints cannot hold, each with a description.
+        values: the hyperparameters by name.
+        argument: the name and kind of the one argument that held all hyperparameters; None if each is an argument.
+        skipped: the arguments that a checkpoint cannot hold, each with a description.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def load_module(
     arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
 ) -> M:
     """Implements `TrainModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
-    reader = _opened(path, trust, weights_only)
+    reader = _open(path, trust, weights_only)
     saved = _saved_arguments(reader, cls, "module", hparams_file)
     module = cls(**arguments_for(cls, saved, given))
     module.configure_model()
@@ -78,7 +78,7 @@ def load_datamodule(
     arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
 ) -> D:
     """Implements `DataModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
-    reader = _opened(path, trust, weights_only)
+    reader = _open(path, trust, weights_only)
     datamodule = cls(**arguments_for(cls, _saved_arguments(reader, cls, "datamodule", hparams_file), given))
     if isinstance(reader, ForeignWeights):
         state = reader.entry(cls.__qualname__)
@@ -89,13 +89,13 @@ def load_datamodule(
     return datamodule
 
 
-def _opened(path: str | Path, trust: bool, weights_only: bool | None) -> CheckpointReader | ForeignWeights:
+def _open(path: str | Path, trust: bool, weights_only: bool | None) -> CheckpointReader | ForeignWeights:
     path = Path(os.path.expanduser(path))
     return ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
 
 
 def _device(map_location: Any) -> Any:
-    """Returns the device that torch.load's `map_location` means for CPU tensors; None to leave them there."""
+    """Returns the device to which torch.load's `map_location` maps CPU tensors; None if they stay on the CPU."""
     if callable(map_location):
         storage = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if storage is None else storage.device
@@ -114,30 +114,31 @@ def _recorded_arguments(reader: CheckpointReader | ForeignWeights, cls: type, ow
         return _arguments_of_lightning(reader, owner)
     if not reader.has("hparams"):
         return SavedArguments()
-    # The classes of Enums and dataclasses come from the defaults of the arguments, never from the file.
+    # Enums and dataclasses are restored with the classes of the arguments' defaults. The file never names a class.
     defaults = [
         p.default for p in inspect.signature(cls).parameters.values() if p.default is not inspect.Parameter.empty
     ]
     state = reader.state("hparams", like=_encodable_only(defaults))
     values, kept = state.get(owner, {}), state.get(KEPT, {}).get(owner, {})
     argument, skipped = kept.get("argument"), kept.get("skipped", {})
-    whole = argument is None or (isinstance(argument, tuple) and [type(part) for part in argument] == [str, str])
-    if not isinstance(values, dict) or not isinstance(skipped, dict) or not whole:
+    is_valid = argument is None or (isinstance(argument, tuple) and [type(part) for part in argument] == [str, str])
+    if not isinstance(values, dict) or not isinstance(skipped, dict) or not is_valid:
         raise CheckpointError(reader.path / "hparams.json", f"does not hold the hyperparameters of a {owner}.")
     return SavedArguments(values, argument, skipped)
 
 
 def _arguments_of_lightning(reader: ForeignWeights, owner: str) -> SavedArguments:
-    """The hyperparameters in a `.ckpt` of Lightning. A class that its command line names there is not imported."""
-    before = "" if owner == "module" else "datamodule_"
-    found, name = reader.entry(f"{before}hyper_parameters"), reader.entry(f"{before}hparams_name")
-    if not isinstance(found, Mapping):
+    """Returns the hyperparameters in a Lightning `.ckpt`. Does not import the class that LightningCLI records there."""
+    prefix = "" if owner == "module" else "datamodule_"
+    entries, name = reader.entry(f"{prefix}hyper_parameters"), reader.entry(f"{prefix}hparams_name")
+    if not isinstance(entries, Mapping):
         return SavedArguments()
-    values = {str(key): value for key, value in found.items() if key not in ("_class_path", "_instantiator")}
+    values = {str(key): value for key, value in entries.items() if key not in ("_class_path", "_instantiator")}
     return SavedArguments(values, (name, "mapping") if isinstance(name, str) else None)
 
 
 def _encodable_only(values: list[Any]) -> list[Any]:
+    """Returns the values that a checkpoint can hold."""
     from leyden.trainer.format.codec import check_encodable
 
     kept = []
@@ -152,18 +153,18 @@ def _encodable_only(values: list[Any]) -> list[Any]:
 
 def _read_hparams(path: Path) -> dict[str, Any]:
     path = path.expanduser()
-    kind, read = ("YAML", _yaml) if path.suffix in (".yaml", ".yml") else ("JSON", json.loads)
+    kind, parse = ("YAML", _yaml) if path.suffix in (".yaml", ".yml") else ("JSON", json.loads)
     try:
-        found = read(path.read_text(encoding="utf-8"))
+        values = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(path, f"is not a {kind} file of hyperparameters: {error}.") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(path, f"is not a {kind} file of hyperparameters by name.")
-    return found
+    return values
 
 
 def _yaml(text: str) -> Any:
-    """Parses YAML; no object is made, and nothing run, that it names."""
+    """Parses YAML safely: constructs no Python objects and runs no code."""
     with needs("pyyaml", None, "load_from_checkpoint(hparams_file='….yaml')"):
         import yaml
 

@@ -1,4 +1,4 @@
-"""Saves and loads optimizer state by parameter names, in the dtype in which it was saved."""
+"""Saves and loads optimizer state keyed by parameter name, in the dtype in which it was saved."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.fragment import Fragment
 from leyden.strategies.saved_state import SavedState, brief
 
-# Full parameter names, or the module that has them.
+# Full names by parameter, or the module that has the parameters.
 Names: TypeAlias = "Mapping[nn.Parameter, str] | Mapping[Tensor, str] | nn.Module"
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    """Returns the full name of every parameter; the first name of a tied one."""
+    """Returns the full name of every parameter; for a tied parameter, its first name."""
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """Returns the state of an optimizer, keyed by parameter names and never by index.
+    """Returns the state of an optimizer, keyed by parameter name and never by index.
 
     Args:
         optimizer: any optimizer with torch's `state_dict`.
-        names: parameter → full name, or the module. Parameters outside it are named `__extra__.<group>.<place>`.
+        names: parameter → full name, or the module. Parameters outside the module are named
+            `__extra__.<group>.<position>`.
 
     Returns:
-        `state` by name; `param_groups` with names under `params`; `other` for state that belongs to no parameter;
-        `host` for the entries that are on the CPU although their parameter is not; and `dtypes` for the parameters that
-        the optimizer steps in another dtype than float32. Tensors are the optimizer's own, not copies.
+        A dict of `state` by name; `param_groups` with names under `params`; `other` for state that belongs to no
+        parameter; `host` for entries on the CPU whose parameter is on another device; `dtypes` for parameters that the
+        optimizer does not step in float32; and `extra` for all other entries of the optimizer's state dict. Tensors are
+        the optimizer's own, not copies.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -58,44 +60,44 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
             host[name] = [
                 entry
                 for entry, value in entries.items()
-                # An engine decides itself where its offloaded memory is.
+                # For Fragments, the engine decides where its offloaded memory is.
                 if isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, Fragment)
             ]
     groups = [{**group, "params": list(own)} for group, own in zip(plain["param_groups"], flat, strict=True)]
-    known = {"state", "param_groups"}
-    extra = {key: value for key, value in plain.items() if key not in known}
-    # An engine that steps copies of the parameters has their dtypes.
+    extra = {key: value for key, value in plain.items() if key not in ("state", "param_groups")}
+    # An engine that steps copies of the parameters reports the copies' dtypes.
     master_dtypes: Mapping[Tensor, torch.dtype] = getattr(optimizer, "dtypes", {})
     dtypes = {name: master_dtypes.get(parameter, parameter.dtype) for name, parameter in parameters.items()}
-    lower = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
+    not_float32 = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
     return {
         "state": state,
         "param_groups": groups,
         "other": other,
         "host": host,
-        "dtypes": lower,
+        "dtypes": not_float32,
         "extra": extra,
     }
 
 
 def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> None:
-    """Loads what `to_named` returned. The optimizer takes over the tensors without copying them.
+    """Loads a state from `to_named`. The optimizer takes over the tensors without copying them.
 
-    torch's `load_state_dict` casts state to the dtype of its parameter. Here state keeps the dtype in which it was
-    saved; otherwise NAdam and others would continue with different numbers if parameters are bf16. If the parameter
-    itself had another dtype, as under another precision, state of its shape and dtype is cast with it.
+    torch's `load_state_dict` casts state to the dtype of its parameter. This function keeps the dtype in which the
+    state was saved, because NAdam and others would otherwise continue with different numbers if parameters are bf16. If
+    the parameter itself had another dtype when saved, as under another precision, state of the parameter's shape and
+    dtype is cast along with it.
 
     Args:
-        optimizer: of the same class, with the same parameter groups.
+        optimizer: an optimizer of the same class, with the same parameter groups.
         saved: the state, with tensors on any device.
         names: as for `to_named`.
 
     Raises:
-        ConfigurationError: if groups differ, or a parameter is missing or new; names it.
+        ConfigurationError: if groups differ, or a parameter is missing or new; names the parameter.
     """
     check_named(optimizer, saved, names)
     flat = flat_names(optimizer, names)
-    index = {name: place for place, name in enumerate(name for group in flat for name in group)}
+    index = {name: position for position, name in enumerate(name for group in flat for name in group)}
     plain = {
         **saved.get("extra", {}),
         "state": {**{index[name]: entries for name, entries in saved["state"].items()}, **saved.get("other", {})},
@@ -105,16 +107,16 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
         ],
     }
     rates = [group.get("lr") for group in optimizer.param_groups]
-    # Read before loading, since loading adds to the defaults. An engine's stand-in for its optimizer has none.
+    # Read before loading, since loading adds to the defaults. An engine's stand-in for an optimizer has no defaults.
     defaults = set(getattr(optimizer, "defaults", ()))
     needed = [defaults.intersection(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(plain)
     pairs = zip(needed, optimizer.param_groups, strict=True)
-    lacking = sorted({key for keys, group in pairs for key in keys if key not in group})
-    if lacking:
+    missing = sorted({key for keys, group in pairs for key in keys if key not in group})
+    if missing:
         raise ConfigurationError(
             f"the checkpoint's optimizer was of another class than {type(optimizer).__name__}: it has no "
-            f"{', '.join(lacking)}. Build the same optimizer, or leave 'optimizers' out of restore."
+            f"{', '.join(missing)}. Build the same optimizer, or leave 'optimizers' out of restore."
         )
     _restore_dtypes(optimizer, saved, flat)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -123,13 +125,13 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
 
 
 # Entries of torch's optimizers that have the shape of the parameter.
-_BY_ELEMENT = {
+_PARAMETER_SHAPED = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum"),
     *("exp_inf", "prev", "ax"),
 }
 
 
-# Entries that a step of torch's optimizers needs if there is any state for a parameter.
+# Entries that a step of torch's optimizers needs for any parameter that has state.
 _NEEDED = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
     "Adamax": ("step", "exp_avg", "exp_inf"),
@@ -141,7 +143,7 @@ _NEEDED = {
 
 
 def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
-    """Raises if `from_named` cannot load a state; changes nothing.
+    """Raises if `from_named` could not load a state. Changes nothing.
 
     Args:
         optimizer: as for `from_named`.
@@ -149,35 +151,39 @@ def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
         names: as for `to_named`.
 
     Raises:
-        ConfigurationError: if groups differ, or a parameter is missing or new; names it.
-        StateError: if `to_named` cannot have returned an entry; names it.
+        ConfigurationError: if groups differ, or a parameter is missing or new; names the parameter.
+        StateError: if an entry cannot be from `to_named`; names the entry.
     """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         raise ConfigurationError(
-            "this is not the state of an optimizer by name: give what to_named or the reader returned."
+            "this is not the state of an optimizer by name. Pass the result of to_named or of the reader."
         )
     entries, flat = SavedState(saved), flat_names(optimizer, names)
     groups = [
         SavedState(group, f"param_groups[{number}]") for number, group in enumerate(entries.items("param_groups"))
     ]
-    there = [group.items("params") for group in groups]
-    for group, own in zip(groups, there, strict=True):
+    saved_names = [group.items("params") for group in groups]
+    for group, own in zip(groups, saved_names, strict=True):
         if not all(isinstance(name, str) for name in own):
             raise StateError(group.path("params"), "must be names of parameters")
-    _check_groups(optimizer, there, flat)
-    index = _by_name(optimizer, flat)
+    _check_groups(optimizer, saved_names, flat)
+    parameters = _by_name(optimizer, flat)
     state = entries.nested("state")
-    unknown = [name for name in state.entries if name not in index]
+    unknown = [name for name in state.entries if name not in parameters]
     if unknown:
-        raise ConfigurationError(f"the saved optimizer has state for {unknown[0]!r}. {nearest(str(unknown[0]), index)}")
+        raise ConfigurationError(
+            f"the saved optimizer has state for {unknown[0]!r}. {nearest(str(unknown[0]), parameters)}"
+        )
     for part in ("other", "host", "dtypes", "extra"):
         entries.nested(part, {})
     for group, now in zip(groups, optimizer.param_groups, strict=True):
         _check_options(group, now)
-    own_loading = not type(optimizer).__module__.startswith("torch.optim.")
-    for group, now in zip(groups, optimizer.param_groups, strict=True) if not own_loading else ():
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        # Only the ranges and entries of torch's own optimizers are known.
+        return
+    for group, now in zip(groups, optimizer.param_groups, strict=True):
         _check_ranges(type(optimizer), group, now)
-    for name, parameter in index.items() if not own_loading else ():
+    for name, parameter in parameters.items():
         if name in state:
             _check_moments(state.nested(name), parameter, type(optimizer).__name__)
 
@@ -204,7 +210,7 @@ def _check_options(saved: SavedState, now: Mapping[str, Any]) -> None:
 
 
 def _check_ranges(kind: Any, saved: SavedState, now: Mapping[str, Any]) -> None:
-    """Raises for numbers among the options that torch's optimizer refuses, or could not compute a step with."""
+    """Raises if torch's optimizer refuses a number among the saved options, or could not compute a step with it."""
     for key, present in now.items():
         value = saved.entries.get(key, present)
         numbers = value if isinstance(value, (tuple, list)) else (value,)
@@ -213,7 +219,7 @@ def _check_ranges(kind: Any, saved: SavedState, now: Mapping[str, Any]) -> None:
         largest = max(numbers, key=abs, default=0)
         if abs(largest) > torch.finfo(torch.float32).max:
             raise StateError(saved.path(key), f"is {brief(largest)}, which float32 cannot hold")
-        # A schedule may end a rounding error below zero.
+        # A schedule may end slightly below zero, by a rounding error.
         if key in ("lr", "initial_lr", "weight_decay"):
             continue
         try:
@@ -221,17 +227,18 @@ def _check_ranges(kind: Any, saved: SavedState, now: Mapping[str, Any]) -> None:
         except ValueError as error:
             raise StateError(saved.path(key), f"cannot be: {error}") from error
         except TypeError:
-            # It is no argument: somebody else keeps it in the groups.
+            # Not an argument of the optimizer: something else keeps this entry in the groups.
             continue
 
 
 def _check_moments(saved: SavedState, parameter: Tensor, kind: str) -> None:
+    """Raises if a parameter's state lacks an entry, or if an entry has the wrong shape."""
     for key in _NEEDED.get(kind, ()) if saved.entries else ():
         saved.value(key)
     for key, value in saved.entries.items():
         fits = isinstance(value, (Tensor, Fragment))
-        if key in _BY_ELEMENT:
-            # SGD without momentum has none.
+        if key in _PARAMETER_SHAPED:
+            # SGD without momentum saves None.
             fits = (fits and value.shape == parameter.shape) or (value is None and key == "momentum_buffer")
         elif key == "step":
             fits = (fits and value.numel() == 1) or (kind == "SparseAdam" and type(value) is int)
@@ -243,7 +250,7 @@ def _check_moments(saved: SavedState, parameter: Tensor, kind: str) -> None:
 
 
 def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[list[str]]) -> None:
-    """Replaces the tensors that `load_state_dict` cast by the saved ones."""
+    """Replaces the tensors that `load_state_dict` has cast with the saved ones."""
     own_loading = type(optimizer).load_state_dict is not Optimizer.load_state_dict
     groups = {name: group for group, own in zip(optimizer.param_groups, flat, strict=True) for name in own}
     for name, parameter in _by_name(optimizer, flat).items():
@@ -253,22 +260,27 @@ def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[l
             continue
         on_host = saved.get("host", {}).get(name)
         # Checkpoints of earlier versions do not record dtypes.
-        before = saved["dtypes"].get(name, torch.float32) if "dtypes" in saved else parameter.dtype
+        saved_dtype = saved["dtypes"].get(name, torch.float32) if "dtypes" in saved else parameter.dtype
         for key, value in entries.items():
             if key not in loaded or (own_loading and not _only_cast(value, loaded[key])):
                 continue
-            follows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == before
-            if follows and before != parameter.dtype and key != "step":
+            follows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == saved_dtype
+            if follows and saved_dtype != parameter.dtype and key != "step":
                 continue
-            stays = key in on_host if on_host is not None else key == "step" and not _steps_on_device(groups[name])
-            loaded[key] = value if stays else map_tensors(value, partial(Tensor.to, device=parameter.device))
+            if on_host is None:
+                stays_on_host = key == "step" and not _steps_on_device(groups[name])
+            else:
+                stays_on_host = key in on_host
+            loaded[key] = value if stays_on_host else map_tensors(value, partial(Tensor.to, device=parameter.device))
 
 
 def _only_cast(saved: Any, loaded: Any) -> bool:
+    """Returns True if loading changed at most the dtype and device of a tensor, not its shape."""
     return isinstance(saved, Tensor) and isinstance(loaded, Tensor) and saved.shape == loaded.shape
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
+    """Returns True if the optimizer keeps this group's "step" on the device."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
@@ -277,13 +289,13 @@ def flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:
     known: Mapping[Any, str] = parameter_names(names) if isinstance(names, nn.Module) else names
     name_of: Callable[[Any, str], str] = known.get
     flat = [
-        [name_of(parameter, f"__extra__.{number}.{place}") for place, parameter in enumerate(group["params"])]
+        [name_of(parameter, f"__extra__.{number}.{position}") for position, parameter in enumerate(group["params"])]
         for number, group in enumerate(optimizer.param_groups)
     ]
-    everything = [name for group in flat for name in group]
-    if len(set(everything)) != len(everything):
-        twice = next(name for name in everything if everything.count(name) > 1)
-        raise ConfigurationError(f"two parameters of an optimizer are called {twice!r}. Give each its own name.")
+    all_names = [name for group in flat for name in group]
+    if len(set(all_names)) != len(all_names):
+        duplicate = next(name for name in all_names if all_names.count(name) > 1)
+        raise ConfigurationError(f"two parameters of an optimizer are called {duplicate!r}. Give each its own name.")
     return flat
 
 
@@ -301,8 +313,8 @@ def _check_groups(optimizer: Optimizer, saved: list[list[str]], current: list[li
     now = {name for group in current for name in group}
     if before != now:
         gone, new = sorted(before - now), sorted(now - before)
-        parts = [f"saved, but not here: {', '.join(gone)}"] if gone else []
-        parts += [f"here, but not saved: {', '.join(new)}"] if new else []
+        parts = [f"saved, but not in this optimizer: {', '.join(gone)}"] if gone else []
+        parts += [f"in this optimizer, but not saved: {', '.join(new)}"] if new else []
         raise ConfigurationError(
             f"the parameters of {kind} differ from the checkpoint's ({'; '.join(parts)}). Build the same optimizer, or "
             "restore only the weights."
@@ -321,5 +333,5 @@ def _check_groups(optimizer: Optimizer, saved: list[list[str]], current: list[li
             )
         if isinstance(optimizer, LBFGS) and was != here:
             raise ConfigurationError(
-                "LBFGS needs its parameters in the order they were saved in. Build it the same way."
+                "LBFGS needs its parameters in the order in which they were saved. Build it the same way."
             )

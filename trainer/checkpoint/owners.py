@@ -1,9 +1,9 @@
-"""Owners of state: the parts of a run that give a checkpoint their state, check what it holds, and take it back.
+"""Owners of state: the parts of a run that supply their state to a checkpoint, validate it and load it back.
 
-The Trainer and the Accelerator save and restore in the same three steps. `collect` asks every owner for its state.
-`Unclaimed` has each owner check its own, before anything of the run has changed. `Unclaimed.load` hands a state to its
-owner, when the run reaches it. `trainer/run/saved/saving.py` and `trainer/accelerator/records/saving.py` say which file
-holds which owners; only its owner knows what is in a state.
+The Trainer and the Accelerator save and restore in the same three steps. `collect` gets the state of every owner.
+`Unclaimed` makes each owner validate its saved state, before anything in the run changes. `Unclaimed.load` passes a
+state to its owner when the run reaches it. `trainer/run/saved/saving.py` and `trainer/accelerator/records/saving.py`
+define which file holds which owners. Only the owner knows the structure of its state.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class StateOwner(Protocol):
     """A part of a run with a state of its own. Every `Callback` is one."""
 
     def state_dict(self) -> Any:
-        """What the part needs to continue: any nest of tensors and plain Python."""
+        """Returns the state that the part needs to continue: any nest of tensors and plain Python objects."""
 
     def check_state_dict(self, state: Any) -> None:
-        """Raises StateError for a state that `state_dict` cannot have returned; changes nothing."""
+        """Raises StateError for a state that `state_dict` cannot have returned. Changes nothing."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Continues from what `state_dict` returned."""
+        """Loads a state that `state_dict` returned."""
 
 
 class RankStateOwner(StateOwner, Protocol):
-    """An owner whose state differs between ranks: the files of ranks have an entry for it."""
+    """An owner whose state differs between ranks, and is saved in each rank's file."""
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> Any:
-        """This rank's state, where another number of data ranks wrote the checkpoint.
+        """Returns this rank's state when a different number of data ranks wrote the checkpoint.
 
         Args:
-            states: one for each data rank that wrote the checkpoint. Only data rank 0, which carries on all sums, is
-                given all of them; the others get the first alone, and start sums at zero.
-            rank: the data rank of this one.
-            seed: for random numbers of data ranks that did not exist then.
+            states: the state of each data rank that wrote the checkpoint. Only data rank 0, which continues all sums,
+                gets all of them. The others get the first state alone, and start sums at zero.
+            rank: this rank's data rank.
+            seed: a seed for the random numbers of a data rank that did not exist when the checkpoint was saved.
         """
 
 
@@ -58,20 +58,21 @@ RankOwners: TypeAlias = Mapping[str, RankStateOwner]
 
 
 def collect(owners: Owners) -> dict[str, Any]:
-    """The states of the owners, by their names."""
+    """Returns the owners' states by name."""
     return {name: owner.state_dict() for name, owner in owners.items()}
 
 
 class Unclaimed:
-    """States from one file of a checkpoint, which their owners have checked and not yet taken.
+    """States from one file of a checkpoint, which their owners have validated but not yet loaded.
 
-    None stands for a state that was not saved, as in a checkpoint from `leyden convert`: its owner starts fresh.
+    A state of None was not saved, as in a checkpoint from `leyden convert`. Its owner starts fresh.
 
     Args:
-        file: the file they come from, for error messages.
-        states: by the owners' names, as `collect` returned them. What nobody here owns is kept for `get`.
-        owners: of this run.
-        needed: the names that every checkpoint has.
+        file: the file that the states were read from, for error messages.
+        states: the states by owner name, as `collect` returned them. States without an owner in this run are kept for
+            `get`.
+        owners: the owners of this run.
+        needed: the names that every checkpoint must have.
 
     Raises:
         CheckpointError: if an owner cannot have saved its state; names the file, the owner and the entry.
@@ -91,27 +92,27 @@ class Unclaimed:
                 owners[name].check_state_dict(self._states[name])
 
     def __contains__(self, name: str) -> bool:
-        """True for an owner of this run that has a state here."""
+        """Returns True if the name has both a state in the file and an owner in this run."""
         return name in self._states and name in self._owners
 
     def get(self, name: str) -> Any:
-        """A state; None where there is none."""
+        """Returns a state, or None if the file has none of this name."""
         return self._states.get(name)
 
     @property
     def names(self) -> list[str]:
-        """The owners that have a state here, in their order."""
+        """The names of this run's owners that have a state in the file, in the owners' order."""
         return [name for name in self._owners if name in self]
 
     def load(self, *names: str) -> None:
-        """Loads the named states into their owners; skips a name without a state or an owner."""
+        """Loads the named states into their owners. Skips names without a state or an owner."""
         for name in names:
             if name in self:
                 with self.blame(name):
                     self._owners[name].load_state_dict(self._states[name])
 
     def drop(self, *names: str) -> None:
-        """Leaves these owners as they are."""
+        """Discards the named states, so that their owners stay as they are."""
         for name in names:
             self._states.pop(name, None)
 
@@ -120,34 +121,36 @@ class Unclaimed:
         return blame(self._file, name)
 
 
-# the states that ranks have of their own ------------------------------------------------------------------------------
+# the states of ranks --------------------------------------------------------------------------------------------------
 OF_OUTPUTS = ("logs", "metrics")
 OF_SAMPLES = ("loader", "loaders", *OF_OUTPUTS)
-"""What belongs to samples: the first of the ranks that share them writes it for all. All else is each rank's own."""
+"""The states that depend on samples. Ranks that read the same samples share them, and the first such rank writes them.
+All other states are written by every rank.
+"""
 
 
 def rank_file(rank: int) -> str:
-    """The name of the state of one rank."""
+    """Returns the name under which a rank's state is saved."""
     return f"rank-{rank}"
 
 
 def collect_rank(owners: RankOwners) -> dict[str, Any]:
-    """The states of one rank, for its file, and the seed of ranks that a later run adds."""
+    """Returns this rank's states for its file, with a seed for ranks that a later run may add."""
     return {"seed": torch.initial_seed() % 2**63, **collect(owners)}
 
 
 def write_rank(writer: CheckpointWriter, strategy: Strategy, states: Mapping[str, Any]) -> None:
-    """Writes the states of this rank to its file."""
+    """Writes this rank's states to its file."""
     if strategy.outputs.are_in_parts:
-        # Where steps reach their end, there are sums and metrics.
+        # Sums and metrics exist only on ranks where a step ends, such as a pipeline's last stage.
         states = {**states, **strategy.outputs.share({name: states[name] for name in OF_OUTPUTS if name in states})}
-    shares = not Readers(strategy).is_first
-    own = {name: state for name, state in states.items() if not (shares and name in OF_SAMPLES)}
+    shares_samples = not Readers(strategy).is_first
+    own = {name: state for name, state in states.items() if not (shares_samples and name in OF_SAMPLES)}
     writer.state(rank_file(strategy.ranks.global_rank), own, of_rank=True)
 
 
 def saved_data_ranks(reader: CheckpointReader) -> tuple[int, ...]:
-    """The data rank of each rank that has a state in a checkpoint; none where it holds weights alone."""
+    """Returns the data rank of each rank that has a state in a checkpoint. Empty if the checkpoint has only weights."""
     count = 0
     while reader.has(rank_file(count)):
         count += 1
@@ -155,21 +158,21 @@ def saved_data_ranks(reader: CheckpointReader) -> tuple[int, ...]:
 
 
 class RankStates:
-    """The states of a checkpoint that this rank continues from.
+    """The saved states that this rank continues from.
 
-    Ranks of the layout that wrote it continue from their own. On a layout with as many data ranks, the ranks of each
-    continue from its first. On another number, owners regroup what there is: the place in the data is counted in
-    samples of the global order, so every rank takes it from rank 0.
+    If the checkpoint was written under the same layout, each rank continues from its own state. If only the number of
+    data ranks is the same, all ranks of a data rank continue from the state of its first rank. Otherwise owners regroup
+    the states. The position in the data is counted in samples of the global order, so every rank takes it from rank 0.
 
     Args:
-        reader: of a checkpoint with the states of ranks.
-        strategy: says which rank this is, and how many there are.
+        reader: the reader of a checkpoint that has states of ranks.
+        strategy: the run's strategy, which knows this rank and the layout.
 
     Attributes:
-        files: the names of the files that this rank continues from; its own first.
-        path: the first of them, for messages.
+        files: the names of the states that this rank continues from; its own first.
+        path: the first state's file, for messages.
         saved: the number of data ranks that wrote the checkpoint.
-        fits: False if another number of data ranks wrote the checkpoint.
+        fits: False if a different number of data ranks wrote the checkpoint.
     """
 
     def __init__(self, reader: CheckpointReader, strategy: Strategy) -> None:
@@ -184,11 +187,11 @@ class RankStates:
         self.path = reader.path / f"{self.files[0]}.json"
 
     def read(self, owners: RankOwners, like: Any = None) -> dict[str, Any]:
-        """The states, regrouped by their owners where another number of data ranks wrote them.
+        """Reads the states. Owners regroup them if a different number of data ranks wrote the checkpoint.
 
         Args:
-            owners: of this run.
-            like: live state, whose classes are used for those saved.
+            owners: the owners of this run.
+            like: the current state, whose classes are used for the saved ones.
 
         Raises:
             CheckpointError: if a state cannot be read or regrouped; names the file.
@@ -197,14 +200,15 @@ class RankStates:
             if self.fits:
                 own, *of_samples = (self._states(file, like) for file in self.files)
                 return {**own, **{name: states[name] for states in of_samples for name in OF_SAMPLES if name in states}}
-            # Only the first data rank has to see what the others had summed up.
+            # Only data rank 0 continues the sums of all data ranks.
             firsts = self._firsts if self._rank == 0 else self._firsts[:1]
             states = [self._states(rank_file(number), like) for number in firsts]
-            kept = SavedState(states[0]).integer("seed", 0, least=0, most=2**64)
-            seed = rank_seed(kept, self._reader.progress()["global_step"], self._rank)
-            found = {name: owner for name, owner in owners.items() if name in states[0]}
+            saved_seed = SavedState(states[0]).integer("seed", 0, least=0, most=2**64)
+            seed = rank_seed(saved_seed, self._reader.progress()["global_step"], self._rank)
             regrouped = {
-                name: owner.regroup([own[name] for own in states], self._rank, seed) for name, owner in found.items()
+                name: owner.regroup([own[name] for own in states], self._rank, seed)
+                for name, owner in owners.items()
+                if name in states[0]
             }
             return {**states[0], **regrouped}
 
@@ -215,5 +219,5 @@ class RankStates:
 
 
 def rank_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a data rank that has no random numbers of its own to continue with."""
+    """Returns the seed for a data rank that has no saved random state of its own."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4], "little")

@@ -1,4 +1,4 @@
-"""Reads a checkpoint. Every byte that is used is compared with its checksum, and nothing in it is ever executed."""
+"""Reads a checkpoint. Every byte that is used is verified against its checksum, and nothing is ever executed."""
 
 from __future__ import annotations
 
@@ -44,23 +44,24 @@ from leyden.trainer.format.tensors import (
 )
 
 _MAX_JSON = 2**31
-# Tables of many shards have more parts than MAX_PARTS, but then the tensors they describe have many bytes.
-_BYTES_OF_A_PART = 256
+# Tables of many shards have more than MAX_PARTS parts, but then the tensors that they describe have many bytes: one
+# further part is allowed for each of these.
+_BYTES_PER_PART = 256
 
 
 class CheckpointReader:
-    """Reads one checkpoint: the manifest at once, everything else on demand.
+    """Reads one checkpoint: the manifest immediately, everything else on demand.
 
     Args:
-        path: the folder.
+        path: the checkpoint's folder.
 
     Raises:
         CheckpointError: from every method, if a file is missing, damaged or invalid; names the file.
 
     Attributes:
-        path: the folder.
+        path: the folder to read. It differs from the argument while an overwrite has moved the checkpoint aside.
         manifest: the contents of `manifest.json`.
-        weights_file: the file that lists the weights, for messages.
+        weights_file: the path of the file that lists the weights, for messages.
 
     Example:
         >>> import tempfile
@@ -77,22 +78,23 @@ class CheckpointReader:
         self.path = staging.standing(Path(path))
         self.weights_file = self.path / LAYOUT
         if not self.path.is_dir():
-            what = "is a file, and a checkpoint is a folder" if self.path.exists() else "does not exist"
+            what = "is a file, but a checkpoint is a folder" if self.path.exists() else "does not exist"
             raise CheckpointError(self.path, f"{what}. Read files of other trainers with load_foreign.")
         if not any((self.path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS)):
-            raise NoCheckpointError(self.path, _what_else(self.path))
+            raise NoCheckpointError(self.path, _not_a_checkpoint(self.path))
         self.manifest: Manifest = read_manifest(self.path)
-        # The chunks of each file that were read and found whole.
+        # For each file the indices of the chunks that have been verified.
         self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
-        self._ahead: list[dict[str, Any]] | None = None
+        self._optimizers_ahead: list[dict[str, Any]] | None = None
+        """The result of `read_ahead`, until `optimizers` is called."""
 
     def verify(self, part: int = 0, parts: int = 1, unread: bool = False) -> None:
-        """Compares every byte with its checksum, or those of one of `parts` equal parts of all files.
+        """Verifies all files against their checksums, or one of several equal parts of their bytes.
 
         Args:
-            part: which of the parts.
-            parts: their number.
-            unread: leave out what this reader has read already.
+            part: the index of the part to verify.
+            parts: the number of parts that the bytes of all files are divided into.
+            unread: skip the chunks that this reader has already read, and so verified.
         """
         total, start = sum(entry.size for entry in self.manifest.files.values()), 0
         first, last = total * part // parts, total * (part + 1) // parts
@@ -107,22 +109,21 @@ class CheckpointReader:
                 file.verify(begin, end, unread)
 
     def verify_sizes(self) -> None:
-        """Checks that every file exists with its size, without reading any."""
+        """Checks that every file exists and has its recorded size, without reading any file."""
         for name in self.manifest.files:
             self._file(name).__exit__()
 
     def has(self, name: str) -> bool:
-        """Returns True if there is a file, a JSON file or a state of that name."""
+        """Returns True if the checkpoint has a file, a JSON file or a state of this name."""
         return name in self.manifest.files or f"{name}.json" in self.manifest.files
 
     def json(self, name: str) -> Any:
-        """Reads what `CheckpointWriter.json` wrote."""
+        """Reads an object that `CheckpointWriter.json` wrote."""
         name = name if name.endswith(".json") else f"{name}.json"
         with self._file(name) as file:
             data = file.read(_MAX_JSON)
-            # A list or dict takes fifty times its bytes in memory, so too many of them are refused before they are
-            # parsed.
-            allowed = MAX_PARTS + sum(entry.size for entry in self.manifest.files.values()) // _BYTES_OF_A_PART
+            # A parsed list or dict takes fifty times its bytes of JSON, so count them before parsing.
+            allowed = MAX_PARTS + sum(entry.size for entry in self.manifest.files.values()) // _BYTES_PER_PART
             if parts_in(data) > allowed:
                 raise CheckpointError(file.path, f"has {parts_in(data)} nested parts, more than the {allowed} allowed.")
             try:
@@ -138,27 +139,28 @@ class CheckpointReader:
         device: str | torch.device | None = None,
         parameters: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Reads what `CheckpointWriter.state` wrote.
+        """Reads a state that `CheckpointWriter.state` wrote.
 
         Args:
-            name: the name it was written under.
-            like: the current state, whose Enum classes, dataclasses and namedtuples are used for the saved ones.
-                Without it these are read as values, SimpleNamespaces and tuples.
-            types: further such classes.
-            device: the device of tensors that were not on the CPU when saved; the CPU by default.
-            parameters: by name. Of what was saved in shards under the name of one that is sharded, and has its shape,
-                only this rank's part is read, sharded as it is. All else is read whole.
+            name: the name under which the state was written.
+            like: the current state. Its Enum classes, dataclasses and namedtuples are used for the saved ones.
+                Without it, they are read as plain values, SimpleNamespaces and tuples.
+            types: more such classes.
+            device: the device for tensors that were not on the CPU when saved; the CPU by default.
+            parameters: the module's parameters by name. If a sharded parameter has the name and shape of a tensor that
+                was saved in shards, only this rank's shard of the tensor is read, sharded like the parameter. All other
+                tensors are read whole.
         """
         with self._blame(f"{name}.json"):
             parsed = self.json(name)
-            return self._tree(parsed, f"{name}.json", device, like, types, _named_alike(parameters or {}))
+            return self._decode(parsed, f"{name}.json", device, like, types, _find_named_alike(parameters or {}))
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
         """Reads the module's tensors, merged from all shards, and the entries from `get_extra_state`.
 
         Args:
-            names: read only these; all by default.
-            device: the device to put them on.
+            names: the names to read; all by default.
+            device: the device for the tensors.
         """
         parsed = self.json(LAYOUT)
         with self._blame(LAYOUT):
@@ -171,7 +173,7 @@ class CheckpointReader:
                     self.path, f"has no weights {unknown[0]!r}. {nearest(unknown[0], [*layout, *extra])}"
                 )
             owners = {name: layout[name].get("alias_of", name) for name in chosen if name in layout}
-            stored = {owner: self._whole(layout[owner]["parts"]) for owner in dict.fromkeys(owners.values())}
+            stored = {owner: self._allocate(layout[owner]["parts"]) for owner in dict.fromkeys(owners.values())}
             fill(self._file, [want for parts in stored.values() for want in parts.values()])
             joined: dict[str, Tensor] = {}
             for owner, parts in stored.items():
@@ -180,7 +182,7 @@ class CheckpointReader:
             return {name: joined[owners[name]] if name in owners else extra[name] for name in chosen}
 
     def layout(self) -> dict[str, dict[str, Any]]:
-        """Returns the entry in `layout.json` of each of the module's tensors."""
+        """Returns each module tensor's entry in `layout.json`, by name."""
         with self._blame(LAYOUT):
             tensors = SavedState(self.json(LAYOUT)).nested("tensors")
             specs = {name: tensors.nested(name) for name in tensors.entries}
@@ -189,25 +191,25 @@ class CheckpointReader:
             return {name: dict(spec.entries) for name, spec in specs.items()}
 
     def read_table(self, table: Table) -> Tensor:
-        """Reads the whole tensor of a table, merged from its shards, in its stored form."""
+        """Reads the whole tensor that a table describes, merged from its shards, in its stored form."""
         with self._blame(LAYOUT):
-            want = self._whole({"": table})[""]
+            want = self._allocate({"": table})[""]
             fill(self._file, [want])
             return want.target
 
     def names(self) -> list[str]:
-        """Returns the names of the module's tensors, and of the entries from `get_extra_state`."""
+        """Returns the names of the module's tensors and of the entries from `get_extra_state`."""
         parsed = self.json(LAYOUT)
         with self._blame(LAYOUT):
             return [*parsed["tensors"], *(self.state(EXTRA) if parsed["extra"] else {})]
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads the module's tensors into existing tensors, in their dtype; only this rank's part of sharded ones.
+        """Reads the module's tensors into existing tensors, in their dtype. Of sharded tensors, reads this rank's part.
 
         Raises:
-            CheckpointError: if a file is found damaged only now, since `verify` was not called or the file has changed
-                meanwhile. Part of the tensors then have other values than before, and the error says so.
-            ConfigurationError: if a shape differs; nothing has changed.
+            CheckpointError: if a file turns out to be damaged only now, because `verify` was not called or the file has
+                changed since. Some of the tensors then have new values already, and the error reports it.
+            ConfigurationError: if a shape differs; no tensor has changed.
         """
         from leyden.trainer.checkpoint.shards import copy_part, parts_of
 
@@ -215,15 +217,16 @@ class CheckpointReader:
             layout: dict[str, Any] = self.json(LAYOUT)["tensors"]
             specs = {name: layout[layout[name].get("alias_of", name)] for name in targets}
             shapes = {name: tuple(spec["shape"]) for name, spec in specs.items()}
-        unlike = [
-            f"{name!r} has shape {shapes[name]} in the checkpoint, and {tuple(target.shape)} here"
+        misfits = [
+            f"{name!r} has shape {shapes[name]} in the checkpoint, and {tuple(target.shape)} in the module"
             for name, target in targets.items()
             if shapes[name] != tuple(target.shape)
         ]
-        if unlike:
-            more = f"; and {len(unlike) - 8} more" if len(unlike) > 8 else ""
+        if misfits:
+            more = f"; and {len(misfits) - 8} more" if len(misfits) > 8 else ""
             raise ConfigurationError(
-                f"the checkpoint's weights do not fit: {'; '.join(unlike[:8])}{more}. Build the module as it was saved."
+                f"the checkpoint's weights do not fit: {'; '.join(misfits[:8])}{more}. Build the module as it was "
+                "saved."
             )
         with self._blame(LAYOUT):
             wants: dict[tuple[Any, ...], Want] = {}
@@ -233,14 +236,14 @@ class CheckpointReader:
                     copy_part(name, self.model([name])[name], target)
                     continue
                 for offsets, part in parts_of(target.detach()):
-                    # Tied tensors are filled once.
+                    # Tied tensors share a key, so they are filled once.
                     key = (part.data_ptr(), tuple(part.shape), part.stride()) if part.numel() else (name,)
                     wants[key] = Want(spec["parts"][""], offsets, part)
             try:
                 fill(self._file, wants.values())
             except CheckpointError as error:
-                half = "Part of the weights have been replaced: load others before you go on."
-                raise CheckpointError(error.path, f"{error.reason} {half}") from error
+                warning = "Part of the weights have been replaced: load another checkpoint before you continue."
+                raise CheckpointError(error.path, f"{error.reason} {warning}") from error
 
     def optimizer_count(self) -> int:
         """Returns the number of optimizers whose states were saved."""
@@ -256,27 +259,27 @@ class CheckpointReader:
         """Reads the optimizers' states, for `optimizers.from_named`; an empty list if none were saved.
 
         Args:
-            device: the device of tensors that were not on the CPU when saved; the CPU by default.
-            like: the module's parameters by name. If one is a DTensor or a Fragment, so is the state of its shape, and
-                only this rank's part is read.
+            device: the device for tensors that were not on the CPU when saved; the CPU by default.
+            like: the module's parameters by name. If a parameter is a DTensor or a Fragment, state of the same shape is
+                returned as one too, and only this rank's part of it is read.
         """
         if not self.has(OPTIMIZERS):
             return []
-        ahead, self._ahead = self._ahead, None
-        find = _of_optimizer(like or {})
+        ahead, self._optimizers_ahead = self._optimizers_ahead, None
+        find = _find_in_optimizer(like or {})
         if ahead is not None and device is None and find is None:
             return ahead
         del ahead
         parsed = self.json(OPTIMIZERS)
         with self._blame(OPTIMIZERS):
-            return [self._tree(entry, OPTIMIZERS, device, find=find) for entry in parsed["optimizers"]]
+            return [self._decode(entry, OPTIMIZERS, device, find=find) for entry in parsed["optimizers"]]
 
     def read_ahead(self) -> None:
-        """Reads the optimizers' states now, as whole tensors on the CPU, and checks them on the way.
+        """Reads the optimizers' states early, as whole tensors on the CPU, which also verifies them.
 
-        The next call of `optimizers` returns them, if that is what it is asked for.
+        The next call of `optimizers` returns them if it asks for whole tensors on the default device.
         """
-        self._ahead = self.optimizers()
+        self._optimizers_ahead = self.optimizers()
 
     def progress(self) -> dict[str, Any]:
         """Returns the progress that was passed to `commit`."""
@@ -285,38 +288,49 @@ class CheckpointReader:
             raise CheckpointError(self.path / PROGRESS, "is not a JSON object.")
         return progress
 
-    def _tree(
+    def _decode(
         self,
         parsed: Any,
         name: str,
         device: str | torch.device | None,
         like: Any = None,
         types: Classes | None = None,
-        find: Sharded | None = None,
+        find: FindSharded | None = None,
     ) -> Any:
-        where, found = str(self.path / name), parsed["tensors"]
+        """Decodes a tree of state, after reading its tensors.
+
+        Args:
+            parsed: the JSON of the tree, and either the file of its tensors, their tables, or None.
+            name: the name of the JSON file, for errors.
+            device: as for `state`.
+            like: as for `state`.
+            types: as for `state`.
+            find: finds the tensors of which only this rank's part is read; None reads all tensors whole.
+        """
+        where, stored = str(self.path / name), parsed["tensors"]
         tensors: Mapping[str, Tensor] = {}
-        if isinstance(found, str):
-            with self._file(found) as file, self._blame(found):
+        if isinstance(stored, str):
+            with self._file(stored) as file, self._blame(stored):
                 tensors = read_tensors(file)
-        elif found is not None:
+        elif stored is not None:
             sharded = _sharded_keys(parsed["tree"], find, where)
-            wants = self._whole({key: table for key, table in found.items() if key not in sharded})
-            tensors = {key: want.target for key, want in wants.items()}
-            rectangles: dict[str, list[Want]] = {}
+            whole = self._allocate({key: table for key, table in stored.items() if key not in sharded})
+            tensors = {key: want.target for key, want in whole.items()}
+            wants = list(whole.values())
             if sharded:
                 from leyden.trainer.checkpoint.shards import room_for
 
                 for key, (entry, parameter) in sharded.items():
-                    rectangles[key], tensors[key] = room_for(found[key], entry, parameter)
-            fill(self._file, [*wants.values(), *(want for part in rectangles.values() for want in part)])
+                    own_part, tensors[key] = room_for(stored[key], entry, parameter)
+                    wants += own_part
+            fill(self._file, wants)
         return decode(parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=where)
 
-    def _whole(self, tables: Mapping[str, Table]) -> dict[str, Want]:
-        """Allocates whole tensors, by key, but not more bytes than the files have."""
+    def _allocate(self, tables: Mapping[str, Table]) -> dict[str, Want]:
+        """Allocates whole tensors to read into, by key. Refuses to allocate more bytes than the files have."""
         sizes = [math.prod(table["shape"]) * dtype_named(table["dtype"]).itemsize for table in tables.values()]
         if sum(sizes) > sum(entry.size for entry in self.manifest.files.values()):
-            raise ValueError(f"tensors of {sum(sizes)} bytes are more than its files hold")
+            raise ValueError(f"its tensors would take {sum(sizes)} bytes, more than the checkpoint's files have")
         return {
             key: Want(table, (0,) * len(table["shape"]), room(table["shape"], dtype_named(table["dtype"])))
             for key, table in tables.items()
@@ -330,56 +344,65 @@ class CheckpointReader:
         return CheckedFile(self.path, name, entry, self._verified[name])
 
     def _blame(self, name: str) -> AbstractContextManager[None]:
-        """Turns any error that a forged file can provoke into a CheckpointError that names the file."""
+        """Turns any error that a forged file can cause into a CheckpointError that names the file."""
         return blame(self.path / name)
 
 
-class _Forms:
-    """Stands in for the tensors of a tree: returns their shapes without data, and remembers their keys."""
+class _MetaTensors:
+    """A tensor source for `decode` that returns meta tensors, which have shapes but no data, and records their keys."""
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[Tensor, str]] = {}
+        self._returned: dict[int, tuple[Tensor, str]] = {}
 
     def get(self, spec: Spec) -> Tensor:
         tensor = torch.empty(spec["shape"], device="meta")
-        # Kept alive, so that its id is not reused.
-        self._given[id(tensor)] = (tensor, spec.get("key", ""))
+        # The reference keeps the tensor alive, so that its id is not reused.
+        self._returned[id(tensor)] = (tensor, spec.get("key", ""))
         return tensor
 
     def key(self, tensor: Tensor) -> str:
-        return self._given[id(tensor)][1]
+        return self._returned[id(tensor)][1]
 
 
-Sharded: TypeAlias = Callable[[Any], Iterable[tuple[str, Tensor, Tensor]]]
-"""Finds in a tree what is to be sharded: the name of an entry, its tensor, and the parameter that it is sharded as."""
+FindSharded: TypeAlias = Callable[[Any], Iterable[tuple[str, Tensor, Tensor]]]
+"""A function that finds the tensors in a tree that should be sharded.
+
+It yields the name of the tensor's entry, the tensor, and the parameter whose sharding it takes.
+"""
 
 
-def _sharded_keys(tree: Any, find: Sharded | None, where: str) -> dict[str, tuple[str, Tensor]]:
-    """Returns the keys of the tensors that are to be sharded, each with its entry name and its parameter."""
+def _sharded_keys(tree: Any, find: FindSharded | None, where: str) -> dict[str, tuple[str, Tensor]]:
+    """Returns the keys of the tensors that should be sharded, each with its entry's name and its parameter."""
     if find is None:
         return {}
-    forms = _Forms()
-    found = find(decode(tree, forms, where=where))
-    return {forms.key(tensor): (entry, parameter) for entry, tensor, parameter in found}
+    source = _MetaTensors()
+    found = find(decode(tree, source, where=where))
+    return {source.key(tensor): (entry, parameter) for entry, tensor, parameter in found}
 
 
-def _of_optimizer(parameters: Mapping[str, Tensor]) -> Sharded | None:
-    """Finds the state of sharded parameters in an optimizer's, where each is under the name of its parameter."""
+def _find_in_optimizer(parameters: Mapping[str, Tensor]) -> FindSharded | None:
+    """Returns a function that finds the state of sharded parameters in an optimizer's state, keyed by parameter name.
+
+    Returns None if no parameter is sharded.
+    """
     sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
 
     def find(tree: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         for name, entries in tree["state"].items():
             if name in sharded and isinstance(entries, Mapping):
                 for entry, value in entries.items():
-                    # torch's "step" is a number, even if its parameter has one element.
+                    # torch's "step" is a scalar counter, even if the parameter has the same shape.
                     if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step":
                         yield str(entry), value, sharded[name]
 
     return find if sharded else None
 
 
-def _named_alike(parameters: Mapping[str, Tensor]) -> Sharded | None:
-    """Finds tensors with the name and the shape of a sharded parameter, in dicts of any depth."""
+def _find_named_alike(parameters: Mapping[str, Tensor]) -> FindSharded | None:
+    """Returns a function that finds tensors with the name and shape of a sharded parameter, in nested dicts.
+
+    Returns None if no parameter is sharded.
+    """
     sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
 
     def find(tree: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -394,20 +417,20 @@ def _named_alike(parameters: Mapping[str, Tensor]) -> Sharded | None:
 def open_verified(
     path: str | os.PathLike[str], ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None = None
 ) -> CheckpointReader:
-    """Opens a checkpoint for several ranks, of which each verifies a part; all of them raise, or none.
+    """Opens a checkpoint on several ranks, each of which verifies a part. Either all ranks raise, or none does.
 
     Args:
-        path: the folder.
-        ranks: the ranks that read it.
-        ahead: reads what this rank needs into new memory; it is verified as it is read, and not read again. It raises
-            only what `CheckpointReader` raises.
+        path: the checkpoint's folder.
+        ranks: the ranks that read the checkpoint.
+        ahead: reads what this rank needs into new memory. Reading verifies those chunks, so the verification does not
+            read them again. The function may raise only the errors of `CheckpointReader`.
 
     Raises:
-        CheckpointError: if one of them finds it missing or damaged.
+        CheckpointError: if a rank finds the checkpoint missing or damaged.
     """
     readers: list[CheckpointReader] = []
 
-    def look() -> tuple[str, str] | None:
+    def open_and_verify() -> tuple[str, str] | None:
         try:
             readers.append(CheckpointReader(path))
             if ahead is not None:
@@ -417,19 +440,19 @@ def open_verified(
             return str(error.path), error.reason
         return None
 
-    for problem in ranks.each(look):
+    for problem in ranks.each(open_and_verify):
         if problem is not None:
             raise CheckpointError(*problem)
     return readers[0]
 
 
-def _what_else(folder: Path) -> str:
-    """Describes a folder that is not a checkpoint, and says what to do."""
+def _not_a_checkpoint(folder: Path) -> str:
+    """Returns the error's words for a folder that is not a checkpoint: what it is instead, and what to do."""
     names = os.listdir(folder)
     if not names:
-        return "is an empty folder: give a checkpoint."
+        return "is an empty folder. Pass the folder of a checkpoint."
     if any(name.startswith(("random_states_", "pytorch_model", "optimizer.bin")) for name in names):
-        return "was saved by Accelerate: `leyden convert` makes a checkpoint of it."
+        return "was saved by Accelerate: `leyden convert` turns it into a checkpoint."
     return f"is not a checkpoint: it has no {MANIFEST}."
 
 

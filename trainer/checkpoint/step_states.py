@@ -1,4 +1,4 @@
-"""Saves and restores what a step changes besides the weights: optimizers, schedulers, scaler, strategy's counters."""
+"""Saves and restores the state that a step changes besides the weights: optimizers, schedulers, scaler, strategy."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from leyden.trainer.format.errors import blame, naming
 from leyden.trainer.format.manifest import OPTIMIZERS
 
 SCHEDULERS = "schedulers"
-"""The file of everything but the optimizers."""
+"""The name of the state of schedulers, precision and strategy."""
 
 
 class StepStates:
-    """Everything that a step changes besides the weights.
+    """The state that a step changes besides the weights.
 
     Args:
-        strategy: of the run, with its precision.
-        module: whose names the optimizers' parameters go by.
-        optimizers: in the order in which they are saved.
-        schedulers: in the order in which they are saved.
+        strategy: the run's strategy, with its precision.
+        module: the module that names the optimizers' parameters.
+        optimizers: the optimizers in the order in which they are saved.
+        schedulers: the schedulers in the order in which they are saved.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StepStates:
         self._optimizers, self._schedulers = optimizers, schedulers
 
     def save(self, writer: CheckpointWriter, weights: nn.Module) -> None:
-        """Writes the weights of a module and everything that steps. Every rank calls it."""
+        """Writes a module's weights and the step's state. Every rank calls it."""
         names = parameter_names(self._module)
         self._strategy.save(writer, weights, [to_named(form, names) for form in self.saved_forms])
         states = {
@@ -50,47 +50,50 @@ class StepStates:
         writer.state(SCHEDULERS, states)
 
     def check(self, file: Path, states: Any, optimizers: int, advice: str) -> None:
-        """Refuses the states of other schedulers, or of another number of optimizers and schedulers; changes nothing.
+        """Raises if the states are of other schedulers, or if the numbers differ. Changes nothing.
 
         Args:
-            file: that the states were read from, for messages.
-            states: of schedulers, precision and strategy.
-            optimizers: how many were saved.
-            advice: how to make as many as there were; `{here}` stands for the number there is.
+            file: the file that the states were read from, for messages.
+            states: the states of schedulers, precision and strategy.
+            optimizers: the number of optimizers that were saved.
+            advice: the end of the message for a wrong number, with `{here}` in place of the run's own number.
 
         Raises:
             CheckpointError: if a scheduler cannot have saved its state; names the file and the entry.
-            ConfigurationError: if there are more or fewer.
+            ConfigurationError: if the run has a different number of optimizers or schedulers.
         """
         with blame(file):
             saved = SavedState(states)
             saved.nested("precision")
-            found = saved.items("schedulers")
-            for number, (scheduler, own) in enumerate(zip(self._schedulers, found, strict=False)):
+            schedulers = saved.items("schedulers")
+            for number, (scheduler, own) in enumerate(zip(self._schedulers, schedulers, strict=False)):
                 _check_scheduler(scheduler, SavedState(own, f"schedulers[{number}]"))
         check_count("optimizers", optimizers, len(self._optimizers), advice)
-        check_count("schedulers", len(found), len(self._schedulers), advice)
+        check_count("schedulers", len(schedulers), len(self._schedulers), advice)
 
     @property
     def saved_forms(self) -> list[Any]:
-        """The optimizers as a checkpoint holds them, whose groups have the parameters in the order of their names."""
+        """The optimizers as checkpoints hold them, with the module's parameters in their groups."""
         return [self._strategy.master_weights.saved_form(optimizer) for optimizer in self._optimizers]
 
     def read(self, reader: CheckpointReader) -> list[dict[str, Any]] | None:
-        """Reads the optimizers' states into new memory, for `load`; None if they are read into an engine's then."""
+        """Reads the optimizers' states into new memory, to be passed to `load`.
+
+        Returns None if an engine drives the optimizer: `load` then reads directly into the engine's memory.
+        """
         parts = None if self._strategy.drives_one else self._strategy.master_weights.parts(self._module)
         return None if parts is None else reader.optimizers(like=parts)
 
     def load(
         self, reader: CheckpointReader, states: Mapping[str, Any], optimizers: list[dict[str, Any]] | None = None
     ) -> None:
-        """Takes back what `save` wrote and `check` has found to fit.
+        """Loads states that `save` wrote and `check` accepted.
 
         Args:
-            reader: of the checkpoint.
-            states: that were read from the file of schedulers.
-            optimizers: what `read` returned. If left out, they are read now: an engine's into the memory that it
-                steps with.
+            reader: the reader of the checkpoint.
+            states: the states of schedulers, precision and strategy.
+            optimizers: the result of `read`. If left out, the optimizers' states are read now; an engine's directly
+                into the memory that it steps.
         """
         if optimizers is None:
             optimizers = reader.optimizers(like=self._strategy.master_weights.parts(self._module))
@@ -99,13 +102,13 @@ class StepStates:
     def take(
         self, states: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], of_optimizers: Path, file: Path
     ) -> None:
-        """Takes states that have been read.
+        """Loads states that have already been read.
 
         Args:
-            states: of schedulers, precision and strategy.
-            optimizers: as `to_named` returned them.
-            of_optimizers: the file that they are from, for messages.
-            file: that the other states are from.
+            states: the states of schedulers, precision and strategy.
+            optimizers: the optimizers' states, as `to_named` returned them.
+            of_optimizers: the file of the optimizers' states, for messages.
+            file: the file of the other states, for messages.
         """
         names = parameter_names(self._module)
         pairs = list(zip(self.saved_forms, optimizers, strict=True))
@@ -124,28 +127,28 @@ class StepStates:
 
 
 def check_count(kind: str, there: int, here: int, advice: str) -> None:
-    """Raises ConfigurationError if a checkpoint has another number of something than the run.
+    """Raises ConfigurationError if the checkpoint and the run have different numbers of optimizers or schedulers.
 
     Args:
-        kind: of what, in the plural.
-        there: in the checkpoint.
-        here: in the run.
-        advice: see `StepStates.check`.
+        kind: "optimizers" or "schedulers".
+        there: the number in the checkpoint.
+        here: the number in the run.
+        advice: as for `StepStates.check`.
     """
     if there != here:
         raise ConfigurationError(f"the checkpoint has {there} {kind}, and {advice.format(here=here)}")
 
 
-# Lists of as many numbers as an optimizer has groups, or of schedulers within one.
+# Entries that are lists with one number for each parameter group, or of nested schedulers.
 _BY_GROUP = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_schedulers"}
 _POSITIVE = {"step_size", "T_max", "T_0", "T_i", "total_steps", "total_size", "step_ratio"}
 _COUNTERS = {"last_epoch": -1, "_step_count": 0, "num_bad_epochs": 0, "cooldown_counter": 0, "last_batch_iteration": -1}
 
 
 def _check_scheduler(scheduler: Any, saved: SavedState) -> None:
-    """Compares the saved state of one of torch's schedulers with its own: the same kinds, and possible counters."""
+    """Raises if a saved state does not fit one of torch's schedulers: by the types of its entries and their ranges."""
     if not type(scheduler).__module__.startswith("torch.optim."):
-        # A scheduler of the user's checks its own state.
+        # A custom scheduler checks its own state.
         return
     for key in saved.entries:
         if key == "optimizer" or callable(getattr(type(scheduler), str(key), None)):
@@ -155,7 +158,13 @@ def _check_scheduler(scheduler: Any, saved: SavedState) -> None:
 
 
 def _check_like(saved: SavedState, now: Mapping[str, Any], groups: int) -> None:
-    """Compares two states; an optimizer may have gained groups since its scheduler was made, and has `groups` now."""
+    """Compares a saved state with the current one.
+
+    Args:
+        saved: the saved state.
+        now: the scheduler's current state.
+        groups: the optimizer's current number of groups, which may have grown since the scheduler was created.
+    """
     for key, present in now.items():
         if key in _COUNTERS:
             saved.integer(key, least=_COUNTERS[key], most=2**53)

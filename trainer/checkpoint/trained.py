@@ -1,4 +1,4 @@
-"""Which parameters are trained, and which batch norms keep statistics, where a fit has changed that since it began."""
+"""Changes within a fit of which parameters are trained, and which batch norms track statistics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from leyden.strategies.saved_state import SavedState
 
 
 class Trained:
-    """The parameters that are trained now and were not when the fit began, or the other way round.
+    """The `requires_grad` flags of parameters, where they differ from those at the start of the fit.
 
-    So with `track_running_stats` of batch norm, which freezing turns off.
+    The same holds for `track_running_stats` of batch norms, which freezing turns off.
 
-    A hook that unfreezes layers at the start of an epoch is not called again by a resume within that epoch. A script
-    that was changed in between decides about all other parameters.
+    The flags are saved because a resume within an epoch does not call the hook that unfroze layers at the epoch's
+    start. Unchanged flags are not saved, so a script that was edited before the resume decides about them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Trained:
         self._before: dict[str, bool] = {}
 
     def begin(self, module: nn.Module) -> None:
-        """A fit of a module begins."""
+        """Records the flags of a module at the start of a fit."""
         self._module, self._before = module, _flags(module)
 
     def state_dict(self) -> dict[str, bool]:
@@ -47,7 +47,7 @@ class Trained:
             norm.track_running_stats = state.get(name, self._before.get(name, norm.track_running_stats))
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> Any:
-        """All ranks train the same parameters."""
+        """Returns the first state, since all ranks train the same parameters."""
         return states[0]
 
 
@@ -57,7 +57,7 @@ def _flags(module: nn.Module) -> dict[str, bool]:
 
 
 def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Batch norms that have statistics, by the full name of their switch."""
+    """Yields the batch norms that have statistics, with the full name of their `track_running_stats`."""
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and part.running_mean is not None:
             yield f"{name}.track_running_stats", part

@@ -1,4 +1,4 @@
-"""Writes a checkpoint into a temporary sibling folder, which a rename then puts in place."""
+"""Writes a checkpoint into a temporary sibling folder, then renames that folder into place."""
 
 from __future__ import annotations
 
@@ -61,22 +61,24 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint, which exists only after `commit`, and then is complete.
+    """Writes one checkpoint. It appears only on `commit`, and is then complete.
 
     Args:
         path: the folder to write. If it exists, `-v1`, `-v2`, … is appended.
-        overwrite: replace a checkpoint of that name, or an empty folder; the old one is deleted only after the new one
-            is in place.
-        ranks: the ranks that write it together. All make a writer and call the same methods; they write into one
-            temporary folder, and rank 0 commits when all are done. If one fails, all raise, and nothing is left.
-        home: a folder and a number of levels below it: the new checkpoint is the newest of those there. None for the
-            checkpoints beside it.
-        plans: of this run's earlier saves, who writes which shard; None to plan anew.
-        copies: takes copies of the tensors, and `commit` writes the files; None writes each file at once.
+        overwrite: replace an existing checkpoint or empty folder at `path`. The old one is deleted only after the new
+            one is in place.
+        ranks: the ranks that write the checkpoint together. Each creates a writer and calls the same methods. All
+            write into one temporary folder, and rank 0 commits when all are done. If one fails, all raise, and the
+            temporary folder is removed.
+        home: a folder and a number of levels to search below it. The new checkpoint gets a higher save counter than any
+            checkpoint found there. By default only the folder that holds `path` is searched.
+        plans: cached plans from this run's earlier saves, which say which rank writes which shard. None plans from
+            scratch.
+        copies: snapshots the tensors, so that `commit` can write the files later. None writes each file immediately.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
-            checkpoints stay as they are.
+            checkpoints are left intact.
 
     Example:
         >>> import tempfile
@@ -104,29 +106,30 @@ class CheckpointWriter:
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
         self._copies = copies
-        self._held: dict[str, Content] = {}
-        """Files that `commit` writes."""
-        self._plan: dict[str, str] = {}
+        self._deferred: dict[str, Content] = {}
+        """Contents of the files that `write` or `commit` writes, by file name."""
+        self._plan_digests: dict[str, str] = {}
+        """Digest of the plan for each group of tensors, by file stem; all ranks must have planned the same."""
         self._plans = ShardPlans() if plans is None else plans
         self._unflushed = Unflushed()
-        self._instead: Mapping[str, Tensor] = {}
+        self._substitutes: Mapping[str, Tensor] = {}
         self._open = False
         self._heartbeat: staging.FolderHeartbeat | None = None
         self._ranks = CheckpointRanks() if ranks is None else ranks
-        self._folder = self._ranks.keep(self._begin)
+        self._folder = self._ranks.keep(self._create_folder)
         self._open = True
         if self._ranks.size > 1:
             try:
-                self._ranks.each(self._look)
+                self._ranks.each(self._check_visible)
             except BaseException:
                 self.abort()
                 raise
 
-    def _begin(self) -> Path:
-        if self._overwrite and os.path.lexists(self._target) and not _may_go(self._target):
+    def _create_folder(self) -> Path:
+        if self._overwrite and os.path.lexists(self._target) and not _is_replaceable(self._target):
             what = "is a link" if self._target.is_symlink() else "is not a checkpoint"
             raise CheckpointError(self._target, f"{what} and is not overwritten. Choose another path.")
-        with self._writing(self._target):
+        with self._write_errors(self._target):
             self._target.parent.mkdir(parents=True, exist_ok=True)
             folder = staging.sibling(self._target, "tmp")
             folder.mkdir()
@@ -134,11 +137,11 @@ class CheckpointWriter:
             staging.sweep(self._target.parent, self._heartbeat.began)
         return folder
 
-    def _look(self) -> None:
+    def _check_visible(self) -> None:
         if not self._folder.is_dir():
             raise CheckpointError(
                 self._folder,
-                "is not visible to every rank: save checkpoints in a folder that all machines share, or use "
+                "is not visible to every rank. Save checkpoints in a folder that all machines share, or use "
                 "ModelCheckpoint(save_on_each_node=True).",
             )
 
@@ -147,18 +150,19 @@ class CheckpointWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            # Reported before anything is removed: the others may still be writing, and have stopped once they answer.
+            # Report first, then remove: the other ranks may still be writing, and have stopped once they answer.
             self._ranks.report(error)
         self.abort()
 
     @property
     def planned(self) -> Path:
-        """Where the commit is going to put the checkpoint, unless another process takes the name before."""
-        free = self._overwrite or not os.path.lexists(self._target)
-        return self._target if free else next(path for path in self._names() if not os.path.lexists(path))
+        """The path that `commit` will give the checkpoint, unless another process takes that name first."""
+        if self._overwrite:
+            return self._target
+        return next(path for path in self._candidates() if not os.path.lexists(path))
 
     def beside(self) -> None:
-        """From here on a thread beside the run writes it; the ranks talk in a process group of their own.
+        """Switches to a separate process group, so that a background thread can write the rest of the checkpoint.
 
         Every rank calls it.
         """
@@ -166,31 +170,31 @@ class CheckpointWriter:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes what all ranks have in common."""
+        """True on rank 0, which writes the state that all ranks share."""
         return self._ranks.rank == 0
 
     @property
     def folder(self) -> Path:
-        """The temporary folder, until the commit renames it."""
+        """The temporary folder, which `commit` renames."""
         return self._folder
 
     def adopt(self) -> None:
-        """Adds files that user code has written into `folder`; all ranks call it, before they write anything else."""
+        """Adds files that user code has written into `folder`. All ranks call it before they write anything else."""
         self._ranks.gather(None)
         for path in sorted(self._folder.rglob("*")) if self.is_first else ():
             if path.is_file():
                 name = path.relative_to(self._folder).as_posix()
-                self._claim(name)
-                with self._writing(path):
+                self._check_name(name)
+                with self._write_errors(path):
                     self._files[name] = entry_of(path)
         self._ranks.gather(None)
 
     def json(self, name: str, obj: Any) -> None:
-        """Writes `name.json`, plain JSON that any program can read; rank 0 writes it for all.
+        """Writes `name.json` as plain JSON that any program can read. Rank 0 writes it for all ranks.
 
         Args:
             name: the file's name, with or without `.json`.
-            obj: what `json.dumps` accepts, without nan and inf, which are not JSON.
+            obj: an object that `json.dumps` accepts, without nan and inf, which JSON lacks.
         """
         name = name if name.endswith(".json") else f"{name}.json"
         try:
@@ -203,8 +207,8 @@ class CheckpointWriter:
             self._write(name, Text(data))
 
     def substitute(self, tensors: Mapping[str, Tensor]) -> None:
-        """Has `model` write these tensors in place of those of the same names, such as averages of weights."""
-        self._instead = tensors
+        """Makes `model` write these tensors, such as averaged weights, in place of the ones of the same name."""
+        self._substitutes = tensors
 
     def state(
         self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False, sharded: bool = False
@@ -212,11 +216,11 @@ class CheckpointWriter:
         """Writes any tree of state to `name.json`, and its tensors to `name.safetensors`.
 
         Args:
-            name: such as `rank-0`, `callbacks`, `user`.
+            name: the name of the state, such as `rank-0`, `callbacks` or `user`.
             tree: any nest of types that `codec.encode` supports.
-            where: the name of its root in errors; `name` by default.
-            of_rank: the state is this rank's own, under its own name; otherwise rank 0 writes it for all.
-            sharded: all ranks have the tree, and of its DTensors each writes its shards.
+            where: the name of the tree's root in error messages; `name` by default.
+            of_rank: the state belongs to this rank alone, under a name of its own. Otherwise rank 0 writes it for all.
+            sharded: every rank passes the tree, and each writes its own shards of the DTensors in it.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
@@ -225,27 +229,28 @@ class CheckpointWriter:
         encoded = encode(tree, collector, where or name)
         tensors = collector.finish() if sharded or of_rank or self.is_first else {}
         if any(is_sharded(tensor) for tensor in tensors.values()):
-            tables = self._tensors(name, tensors, ())
-            self._compact(f"{name}.json", {"tensors": tables, "tree": encoded}, where=where or name)
+            tables = self._write_tensors(name, tensors, ())
+            self._write_json(f"{name}.json", {"tensors": tables, "tree": encoded}, where=where or name)
             return
         if not (of_rank or self.is_first):
             return
         file = f"{name}.safetensors" if tensors else None
         if file is not None:
             self._write(file, Tensors(tensors))
-        self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank, where or name)
+        self._write_json(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank, where or name)
 
     def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None:
         """Writes `model.safetensors`, which any reader of safetensors can load, and `layout.json`.
 
         A tensor with several names is stored once, under the first. Entries that are not tensors go to
-        `model-extra.json`. Several ranks write `model-00001-of-0000n.safetensors` and so on: each its shards if tensors
-        are sharded, otherwise each some of the tensors from 64 MiB on, with the index by which transformers reads them.
+        `model-extra.json`. Several ranks write `model-00001-of-0000n.safetensors` and so on. If tensors are sharded,
+        each rank writes its shards. Otherwise the tensors of 64 MiB and more are divided among the ranks, and an index
+        file lets transformers read them.
 
         Args:
             state_dict: the tensors, with the same names on every rank.
-            replicated: names of tensors that are the same on all ranks, so that any may write them; rank 0 writes the
-                rest.
+            replicated: names of tensors that are identical on all ranks, so that any rank may write them. Rank 0 writes
+                the rest.
 
         Raises:
             UnsupportedStateError: if a tensor cannot be saved; names it.
@@ -253,16 +258,16 @@ class CheckpointWriter:
         layout: dict[str, Any] = {}
         stored: dict[str, Tensor] = {}
         extra: dict[str, Any] = {}
-        seen: dict[tuple[Any, ...], str] = {}
+        first_names: dict[tuple[Any, ...], str] = {}
         for name, own in state_dict.items():
-            value = self._instead.get(name, own)
+            value = self._substitutes.get(name, own)
             if not isinstance(value, Tensor):
                 extra[name] = value
                 continue
             check_tensor(value, f"state_dict[{name!r}]", sharded=True)
-            first = seen.setdefault(_identity(value), name)
-            if first != name:
-                layout[name] = {"alias_of": first}
+            first_name = first_names.setdefault(_storage_key(value), name)
+            if first_name != name:
+                layout[name] = {"alias_of": first_name}
                 continue
             spec, parts = split(value)
             spec["parts"] = {part: part_key(name, part) for part in parts}
@@ -272,37 +277,38 @@ class CheckpointWriter:
         movable = {
             key for name in replicated if "parts" in layout.get(name, {}) for key in layout[name]["parts"].values()
         }
-        tables = self._tensors("model", stored, movable, {**aliases, "format": "pt"})
+        tables = self._write_tensors("model", stored, movable, {**aliases, "format": "pt"})
         for spec in layout.values() if self.is_first else ():
             if "parts" in spec:
                 spec["parts"] = {part: tables[key] for part, key in spec["parts"].items()}
-        self._index(tables)
-        self._compact(LAYOUT, {"tensors": layout, "extra": list(extra)})
+        self._write_index(tables)
+        self._write_json(LAYOUT, {"tensors": layout, "extra": list(extra)})
         if extra:
             self.state(EXTRA, extra, where="state_dict")
 
-    def _index(self, tables: Mapping[str, Table]) -> None:
-        """Writes the index by which transformers finds whole tensors in several files; it cannot merge shards."""
+    def _write_index(self, tables: Mapping[str, Table]) -> None:
+        """Writes the index with which transformers finds whole tensors in several files. It cannot merge shards."""
         files = {key: [shard[0] for shard in table["shards"]] for key, table in tables.items()}
-        whole = all(len(found) == 1 for found in files.values())
-        if whole and any(found != [MODEL] for found in files.values()):
+        is_whole = all(len(names) == 1 for names in files.values())
+        if is_whole and any(names != [MODEL] for names in files.values()):
             total = sum(math.prod(table["shape"]) * dtype_named(table["dtype"]).itemsize for table in tables.values())
-            weight_map = {key: found[0] for key, found in files.items()}
+            weight_map = {key: names[0] for key, names in files.items()}
             self.json(f"{MODEL}.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
-    def _tensors(
+    def _write_tensors(
         self, stem: str, tensors: dict[str, Tensor], movable: Collection[str], metadata: Mapping[str, str] | None = None
     ) -> dict[str, Table]:
-        """Writes tensors that all ranks have, or have shards of, once each.
+        """Writes each tensor once, where every rank holds the whole tensor or a shard of it.
 
         Returns:
-            Their tables; on other ranks than the first possibly none.
+            The tensors' tables. Only rank 0 is sure to have them all.
         """
         if any(is_sharded(tensor) for tensor in tensors.values()):
             from leyden.trainer.checkpoint.shards import plan
 
             made, mine = plan(tensors, stem, self._ranks, self._plans)
-            tables, planned = {key: made.tables[key] for key in tensors if self.is_first}, [*tensors, made.described]
+            tables = {key: made.tables[key] for key in tensors if self.is_first}
+            planned = [*tensors, made.described]
         else:
             owners = spread(tensors, movable, self._ranks.size)
             writers = sorted({0, *owners.values()})
@@ -311,7 +317,7 @@ class CheckpointWriter:
             own = {key: tensor for key, tensor in tensors.items() if owners[key] == self._ranks.rank}
             mine = {names[self._ranks.rank]: own} if self._ranks.rank in names else {}
             planned = [json.dumps(tables)]
-        self._plan[stem] = hashlib.sha256("\n".join(planned).encode()).hexdigest()
+        self._plan_digests[stem] = hashlib.sha256("\n".join(planned).encode()).hexdigest()
         for name, own in mine.items():
             self._write(name, Tensors(own, metadata))
         return tables
@@ -320,7 +326,7 @@ class CheckpointWriter:
         """Writes `optimizer-<i>.safetensors` for each optimizer and one `optimizer.json`.
 
         Args:
-            states: what `optimizers.to_named` returned for each optimizer.
+            states: the result of `optimizers.to_named` for each optimizer.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
@@ -332,17 +338,17 @@ class CheckpointWriter:
             tensors = collector.finish()
             tables: dict[str, Table] = {}
             if tensors:
-                # Nothing keeps parameters outside the module the same on all ranks.
+                # Parameters outside the module may differ between ranks, so rank 0 writes their state.
                 movable = {key for key in tensors if not key.startswith("state.__extra__")}
-                tables = self._tensors(f"optimizer-{index}", tensors, movable)
+                tables = self._write_tensors(f"optimizer-{index}", tensors, movable)
             described.append({"tensors": tables or None, "tree": encoded})
-        self._compact(OPTIMIZERS, {"optimizers": described})
+        self._write_json(OPTIMIZERS, {"optimizers": described})
 
     def write(self) -> None:
-        """Writes the files whose copies are made; `commit` writes those that are left."""
-        held, self._held, self._copies = self._held, {}, None
-        for name, content in held.items():
-            self._put(name, content)
+        """Writes the deferred files, once their copies are complete. Later files are written immediately."""
+        deferred, self._deferred, self._copies = self._deferred, {}, None
+        for name, content in deferred.items():
+            self._write_now(name, content)
 
     def commit(
         self,
@@ -352,59 +358,67 @@ class CheckpointWriter:
         strategy: str = "single_device",
         data_ranks: Sequence[int] = (),
     ) -> Path:
-        """Puts the checkpoint in its place.
+        """Completes the checkpoint and renames its folder into place.
 
         Args:
-            progress: `Progress.to_dict()`, written to `progress.json`; its epoch and global_step also go to the
+            progress: `Progress.to_dict()`, written to `progress.json`. Its epoch and global_step also go into the
                 manifest.
-            world_size: the number of ranks that wrote it.
+            world_size: the number of ranks that wrote the checkpoint.
             strategy: the name of the strategy.
-            data_ranks: the data rank of each of them; each has its own if left out.
+            data_ranks: the data rank of each rank. If left out, each rank is its own data rank.
 
         Returns:
-            The folder, with `-v1`, … appended to its name if the path was taken.
+            The checkpoint's folder, with `-v1`, … appended to its name if the path was taken.
         """
         self.write()
         self.json(PROGRESS, dict(progress))
         self._flush()
-        found = self._ranks.gather((self._files, self._plan))
+        written = self._ranks.gather((self._files, self._plan_digests))
         if len(self._ranks.keepers) > 1:
-            ship([files for files, _ in found], self._folder, self._ranks)
-        manifest = self._ranks.first(lambda: self._manifest(found, progress, world_size, strategy, data_ranks))
+            ship([files for files, _ in written], self._folder, self._ranks)
+        manifest = self._ranks.first(lambda: self._build_manifest(written, progress, world_size, strategy, data_ranks))
         path = self._ranks.first(lambda: self._commit(manifest))
         if len(self._ranks.keepers) > 1:
-            # Other machines with their own folder use the name that was free here.
+            # Machines that keep a folder of their own use the name that was free on the first machine.
             self._target = self._target.with_name(path.name)
-            path = self._ranks.keep(lambda: path if self.is_first else self._commit(manifest, anew=False))
+            path = self._ranks.keep(lambda: path if self.is_first else self._commit(manifest, same_name=True))
         self._open = False
         return path
 
     def _flush(self) -> None:
-        """Waits until every file that this rank has written is on the disk."""
+        """Waits until every file that this rank has written is on disk."""
         try:
             self._unflushed.flush()
         except OSError as error:
-            with self._writing(self._target / (error.filename or "")):
+            with self._write_errors(self._target / (error.filename or "")):
                 raise
 
-    def _manifest(
+    def _build_manifest(
         self,
-        found: list[tuple[dict[str, FileEntry], dict[str, str]]],
+        written: list[tuple[dict[str, FileEntry], dict[str, str]]],
         progress: Mapping[str, Any],
         world_size: int,
         strategy: str,
         data_ranks: Sequence[int],
     ) -> Manifest:
-        """Builds the manifest of what all ranks have written, after a check that they planned the same tensors."""
-        for rank, (files, planned) in enumerate(found[1:], 1):
-            for stem in planned.keys() | self._plan.keys():
-                if planned.get(stem) != self._plan.get(stem):
+        """Builds the manifest of all ranks' files, after checking that all ranks planned the same tensors.
+
+        Args:
+            written: for each rank its files and the digests of its plans.
+            progress: as for `commit`.
+            world_size: as for `commit`.
+            strategy: as for `commit`.
+            data_ranks: as for `commit`.
+        """
+        for rank, (files, digests) in enumerate(written[1:], 1):
+            for stem in digests.keys() | self._plan_digests.keys():
+                if digests.get(stem) != self._plan_digests.get(stem):
                     raise CheckpointError(
                         self._target,
                         f"cannot be written: the tensors of {stem!r} on rank {rank} differ from those on rank 0.",
                     )
             for name, entry in files.items():
-                self._claim(name)
+                self._check_name(name)
                 self._files[name] = entry
         return Manifest(
             files=self._files,
@@ -417,27 +431,33 @@ class CheckpointWriter:
             data_ranks=tuple(data_ranks) if len(set(data_ranks)) < len(data_ranks) else (),
         )
 
-    def _commit(self, manifest: Manifest, anew: bool = True) -> Path:
+    def _commit(self, manifest: Manifest, same_name: bool = False) -> Path:
+        """Writes the manifest, flushes the folders, and renames the temporary folder.
+
+        Args:
+            manifest: the manifest of all files.
+            same_name: raise if the target exists, instead of appending a version to its name.
+        """
         for name, entry in manifest.files.items():
             self._check_size(name, entry)
-        with self._writing(self._target):
+        with self._write_errors(self._target):
             parent = self._target.parent
             if not any(is_checkpoint(path) for path in parent.iterdir() if not staging.is_staging(path.name)):
-                # The first checkpoint of a run, whose folders may have just been made.
+                # This is the run's first checkpoint, so the folders above it may be new as well.
                 staging.fsync_above(parent)
             write_file(self._folder / MANIFEST, [manifest.to_bytes()])
             for folder in {self._folder / above for name in manifest.files for above in PurePath(name).parents}:
                 staging.fsync_folder(folder)
-            self._rest()
+            self._stop_heartbeat()
             if self._overwrite and os.path.lexists(self._target):
-                path = self._replace()
+                path = self._replace_target()
             else:
-                path = self._place(anew)
+                path = self._move_into_place(same_name)
             self._open = False
         return path
 
     def _check_size(self, name: str, entry: FileEntry) -> None:
-        """Raises if a file that another rank wrote is not visible from here."""
+        """Raises if this rank does not see the whole file, as when another machine wrote it to its own disk."""
         try:
             size = os.stat(self._folder / name).st_size
         except FileNotFoundError:
@@ -445,29 +465,28 @@ class CheckpointWriter:
         if size != entry.size:
             raise CheckpointError(
                 self._target / name,
-                f"was written with {entry.size} bytes by another rank, and has {size} here: save checkpoints in a "
-                "folder that all machines share.",
+                f"was written with {entry.size} bytes by another rank, and has {size} on this one. Save checkpoints in "
+                "a folder that all machines share.",
             )
 
     def abort(self) -> None:
-        """Removes what was written; does nothing after `commit`."""
+        """Removes the temporary folder. A no-op after `commit`."""
         if self._open:
             self._open = False
-            self._rest()
+            self._stop_heartbeat()
             self._unflushed.close()
             if self._ranks.is_keeper:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _rest(self) -> None:
-        """Stops the heartbeat of the temporary folder, as nothing more is written into it."""
+    def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
-    def _place(self, anew: bool) -> Path:
-        """Renames the folder to the first free name; if another writer takes that in between, the next one is tried."""
-        if not anew and os.path.lexists(self._target):
-            raise CheckpointError(self._target, "exists on this machine, but not on the first one: remove it.")
-        for path in self._names():
+    def _move_into_place(self, same_name: bool) -> Path:
+        """Renames the folder to the first free name. If another writer takes that name first, tries the next one."""
+        if same_name and os.path.lexists(self._target):
+            raise CheckpointError(self._target, "exists on this machine, but not on the first one. Remove it.")
+        for path in self._candidates():
             if os.path.lexists(path):
                 continue
             try:
@@ -480,15 +499,17 @@ class CheckpointWriter:
             return path
         raise AssertionError("unreachable: itertools.count does not end")
 
-    def _names(self) -> Iterator[Path]:
-        """Yields the names that the checkpoint may get, in their order."""
+    def _candidates(self) -> Iterator[Path]:
+        """Yields the paths that the checkpoint may get, in order of preference."""
         yield self._target
         for version in itertools.count(1):
             yield self._target.with_name(f"{self._target.name}-v{version}")
 
-    def _replace(self) -> Path:
-        """Replaces the old checkpoint by two renames. After a kill between them, readers find the old one aside, and
-        the next `sweep` restores it.
+    def _replace_target(self) -> Path:
+        """Replaces the old checkpoint with two renames.
+
+        After a kill between them, readers find the old checkpoint under its temporary name, and the next `sweep`
+        restores it.
         """
         aside = staging.sibling(self._target, "old")
         os.rename(self._target, aside)
@@ -501,7 +522,8 @@ class CheckpointWriter:
         shutil.rmtree(aside, ignore_errors=True)
         return self._target
 
-    def _compact(self, name: str, obj: Any, of_rank: bool = False, where: str | None = None) -> None:
+    def _write_json(self, name: str, obj: Any, of_rank: bool = False, where: str | None = None) -> None:
+        """Writes compact JSON on rank 0, or on every rank if `of_rank`. With `where`, refuses more than MAX_PARTS."""
         if not (of_rank or self.is_first):
             return
         data = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()
@@ -511,28 +533,30 @@ class CheckpointWriter:
         self._write(name, Text(data))
 
     def _write(self, name: str, content: Content) -> None:
-        self._claim(name)
+        self._check_name(name)
         if self._copies is None:
-            self._put(name, content)
+            self._write_now(name, content)
         else:
-            self._held[name] = self._copies.of(name, content)
+            self._deferred[name] = self._copies.of(name, content)
 
-    def _put(self, name: str, content: Content) -> None:
+    def _write_now(self, name: str, content: Content) -> None:
         path = self._folder / name
-        with self._writing(self._target / name):
+        with self._write_errors(self._target / name):
             if "/" in name:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._files[name] = content.write(path, self._unflushed)
 
-    def _claim(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:
+        """Raises if no file of this name can be added."""
         if not self._open:
             raise CheckpointError(self._target / name, "cannot be written: the checkpoint is committed or aborted.")
         reason = "which commit writes" if name == MANIFEST else unsafe(name)
-        if reason or name in self._files or name in self._held:
+        if reason or name in self._files or name in self._deferred:
             raise CheckpointError(self._target / name, f"cannot be written as {name!r}, {reason or 'which exists'}.")
 
     @contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
+    def _write_errors(self, path: Path) -> Iterator[None]:
+        """Turns an OSError in the block into a CheckpointError that names `path` and advises; aborts a lone writer."""
         try:
             yield
         except OSError as error:
@@ -541,16 +565,17 @@ class CheckpointWriter:
             raise CheckpointError(path, f"cannot be written: {error.strerror or error}. {_advice(error)}") from error
 
 
-def _may_go(path: Path) -> bool:
-    """Returns True for what an overwrite may replace: a checkpoint or an empty folder."""
+def _is_replaceable(path: Path) -> bool:
+    """Returns True if `overwrite` may replace the path: a checkpoint or an empty folder."""
     return is_checkpoint(path) or (path.is_dir() and not path.is_symlink() and not os.listdir(path))
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _storage_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns a key that is equal for tensors that are the same view of the same memory, such as tied weights."""
     if isinstance(tensor, Fragment):
         return (id(tensor),)
     if is_sharded(tensor):
-        # This rank may have no rows of a small tensor, whose memory then has no address.
+        # A rank may hold no rows of a small tensor, so its local part may have no address.
         local = local_part(tensor)
         return (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.shape)
     if tensor.layout is not torch.strided or not tensor.numel():
@@ -565,7 +590,7 @@ def _advice(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "Make the folder writable, or choose another; earlier checkpoints are whole."
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return "There is a file where a folder is needed: choose another path."
+        return "A file stands in the place of a folder: choose another path."
     return "Earlier checkpoints are whole."
 
 

@@ -57,7 +57,7 @@ def test_a_part_of_a_module_takes_the_weights_that_transformers_saved(
 def test_weights_that_fit_two_parts_alike_are_refused(tmp_path: Path) -> None:
     first = model("Llama")
     first.save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="fit student, teacher alike"):
+    with pytest.raises(ConfigurationError, match=r"fit several submodules \(student, teacher\)"):
         HuggingFaceFolder(tmp_path).within(nn.ModuleDict({"student": first, "teacher": model("Llama")}))
 
 

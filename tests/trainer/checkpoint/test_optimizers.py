@@ -186,9 +186,9 @@ def test_state_that_does_not_fit_is_named() -> None:
     optimizer = O.Adam(module.parameters())
     train(module, optimizer, range(1))
     saved = to_named(optimizer, module)
-    with pytest.raises(ConfigurationError, match=r"saved, but not here: 0.bias, 0.weight"):
+    with pytest.raises(ConfigurationError, match=r"saved, but not in this optimizer: 0.bias, 0.weight"):
         from_named(O.Adam(list(module.parameters())[2:]), saved, module)
-    with pytest.raises(ConfigurationError, match=r"here, but not saved: __extra__.0.4"):
+    with pytest.raises(ConfigurationError, match=r"in this optimizer, but not saved: __extra__.0.4"):
         from_named(O.Adam([*module.parameters(), nn.Parameter(torch.ones(1))]), saved, module)
     with pytest.raises(ConfigurationError, match="2 parameter groups and the checkpoint has 1"):
         from_named(O.Adam(groups_of(module)), saved, module)

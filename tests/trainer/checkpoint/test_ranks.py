@@ -226,7 +226,7 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
             (path / file).write_bytes(data)
     strategy.ranks.barrier()
     read = 0
-    exactly = safefile.CheckedFile._exactly
+    exactly = safefile.CheckedFile._read_exactly
 
     def counting(self: Any, views: list[memoryview], offset: int) -> None:
         nonlocal read
@@ -243,7 +243,7 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
             open_verified(path, ranks)
         except CheckpointError as error:
             errors.append(str(error))
-    safefile.CheckedFile._exactly = counting  # type: ignore[method-assign]
+    safefile.CheckedFile._read_exactly = counting  # type: ignore[method-assign]
     open_verified(paths[0], ranks)
     strategy.teardown()
     return str(found), [str(warning.message) for warning in caught], read, errors
