@@ -162,7 +162,7 @@ def message(error: ast.Call) -> str:
 
 
 def test_every_refusal_of_the_mesh_has_a_row_of_its_page_and_every_row_is_raised() -> None:
-    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").partition("## What is refused")[2]
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").partition("## Errors")[2]
     begun = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     files = [*(ROOT / "strategies" / "mesh").rglob("*.py"), ROOT / "strategies" / "micro_batches.py"]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
