@@ -61,7 +61,7 @@ argument("limit nan", r"limit_predict_batches=nan", limit_predict_batches=float(
 argument("val_check_interval zero", r"val_check_interval=0: use a whole number of batches from 1", val_check_interval=0)
 argument("val_check_interval fraction", r"val_check_interval=1\.5: a float is a fraction", val_check_interval=1.5)
 argument("val_check_interval time", r"val_check_interval='30s'.*DD:HH:MM:SS", val_check_interval="30s")
-argument("check_val None", r"give val_check_interval as a whole number", check_val_every_n_epoch=None)
+argument("check_val None", r"set val_check_interval to a whole number", check_val_every_n_epoch=None)
 argument("check_val zero", r"check_val_every_n_epoch=0: use a whole number from 1", check_val_every_n_epoch=0)
 argument("accumulation zero", r"accumulate_grad_batches=0: use a whole number from 1", accumulate_grad_batches=0)
 argument(
@@ -83,7 +83,7 @@ argument(
     r"logger='csv': a str is not a logger: use True, False, or loggers such as CSVLogger\(\)",
     logger="csv",
 )
-argument("root dir a URL", r"local and mounted folders only", default_root_dir="s3://bucket/run")
+argument("root dir a URL", r"writes only to local and mounted folders", default_root_dir="s3://bucket/run")
 argument("barebones and a logger", r"barebones=True turns logger off.*choose one", barebones=True, logger=True)
 argument("a callback's class", r"the class EarlyStopping: pass an instance, EarlyStopping\(\)", callbacks=EarlyStopping)
 argument("no callback", r"holds an int, which is not a Callback: subclass leyden\.Callback", callbacks=[1])

@@ -354,10 +354,10 @@ def test_fits_that_go_on_equal_one_longer_fit(
 
 def test_current_needs_a_fit_of_the_same_module(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1)
-    with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit it first"):
+    with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit the module first"):
         trainer.fit(Classifier(), *loaders(), ckpt_path="current")
     trainer.fit(Classifier(), *loaders())
-    with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit it first"):
+    with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit the module first"):
         trainer.fit(Classifier(), *loaders(), ckpt_path="current")
 
 
@@ -377,7 +377,7 @@ def test_current_is_refused_after_a_fit_that_failed(tmp_path: Path) -> None:
     module.fails = True
     with pytest.raises(RuntimeError, match="at last"):
         trainer.fit(module, *loaders(), ckpt_path="current", max_epochs=2)
-    with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit it first"):
+    with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit the module first"):
         trainer.fit(module, *loaders(), ckpt_path="current", max_epochs=2)
 
 

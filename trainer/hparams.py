@@ -115,20 +115,20 @@ class Hyperparameters:
         left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept.ignored = (kept.ignored - set(names)) | left_out
         chosen = {name: value for name, value in values.items() if not names or name in names}
-        found: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        hparams: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         # A subclass's __init__ that called this one may still ignore some names.
-        found.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
-        for name in left_out & found.keys():
-            del found[name]
+        hparams.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
+        for name in left_out & hparams.keys():
+            del hparams[name]
         # Without modules, whose copies would double their memory.
-        self.__dict__["_hparams_initial"] = copy.deepcopy(AttributeDict(kept.saved(found)))
+        self.__dict__["_hparams_initial"] = copy.deepcopy(AttributeDict(kept.saved(hparams)))
         self.__dict__["_log_hyperparams"] = logger
 
     @property
     def hparams(self) -> AttributeDict:
         """The hyperparameters; empty before `save_hyperparameters`."""
-        found: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
-        return found
+        hparams: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        return hparams
 
     @property
     def hparams_initial(self) -> AttributeDict:
@@ -144,8 +144,8 @@ class Hyperparameters:
     @property
     def kept_hparams(self) -> Kept:
         """The record of how `hparams` were kept: names that checkpoints omit, and a single argument that held all."""
-        found: Kept = self.__dict__.setdefault("_hparams_kept", Kept())
-        return found
+        kept: Kept = self.__dict__.setdefault("_hparams_kept", Kept())
+        return kept
 
 
 @dataclasses.dataclass(slots=True)
@@ -205,8 +205,8 @@ class Kept:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record for a checkpoint; empty if there is nothing to record."""
-        found = {"argument": self.argument, "skipped": self.skipped}
-        return {name: value for name, value in found.items() if value}
+        record = {"argument": self.argument, "skipped": self.skipped}
+        return {name: value for name, value in record.items() if value}
 
 
 def _warn_of_unsaved(owner: str, names: list[str], words: Mapping[str, str]) -> None:
@@ -246,19 +246,19 @@ def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
     Raises:
         ConfigurationError: if two owners have different values under one name.
     """
-    found: dict[str, tuple[object, Any]] = {}
+    logged: dict[str, tuple[object, Any]] = {}
     for owner in owners:
         if owner is None or not owner.logs_hparams:
             continue
         for name, value in owner.kept_hparams.saved(owner.hparams).items():
-            other, before = found.setdefault(name, (owner, value))
+            other, before = logged.setdefault(name, (owner, value))
             if not _equal(before, value):
                 raise ConfigurationError(
                     f"{type(other).__name__} and {type(owner).__name__} both have a hyperparameter {name!r}, with "
                     f"different values ({before!r} and {value!r}), but loggers accept only one. Rename it in one of "
                     "them, or call save_hyperparameters(logger=False) in one."
                 )
-    return {name: value for name, (_, value) in found.items()}
+    return {name: value for name, (_, value) in logged.items()}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -293,20 +293,20 @@ def _argument_that_is(values: Any, calls: list[inspect.ArgInfo]) -> tuple[str, s
 
 def _calls_of_init(owner: object, frame: types.FrameType | None) -> list[inspect.ArgInfo]:
     """Returns the calls of every `__init__` of `owner` on the stack, from the innermost to that of its own class."""
-    found = []
+    calls = []
     while frame is not None:
         info = inspect.getargvalues(frame)
         first = info.args[0] if info.args else None
         if frame.f_code.co_name != "__init__" or first is None or info.locals.get(first) is not owner:
             break
-        found.append(info)
+        calls.append(info)
         frame = frame.f_back
-    return found
+    return calls
 
 
 def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
     """Returns the arguments of these calls; those of the outermost call, the subclass's, take precedence."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for info in calls:
         for name in info.args[1:]:
             if name not in info.locals:
@@ -314,10 +314,10 @@ def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
                     f"save_hyperparameters: the argument {name!r} was deleted. Call save_hyperparameters() first in "
                     "__init__."
                 )
-            found[name] = info.locals[name]
+            arguments[name] = info.locals[name]
         if info.keywords:
-            found.update(info.locals[info.keywords])
-    return {name: value for name, value in found.items() if not name.startswith("__")}
+            arguments.update(info.locals[info.keywords])
+    return {name: value for name, value in arguments.items() if not name.startswith("__")}
 
 
 def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:

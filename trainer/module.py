@@ -299,13 +299,13 @@ class TrainModule(Hyperparameters, nn.Module):
         if use_pl_optimizer is not None:
             use_prepared_optimizer = use_pl_optimizer
         accelerator = self.trainer.accelerator
-        found = accelerator.prepared_optimizers if use_prepared_optimizer else accelerator.optimizers
-        return found[0] if len(found) == 1 else list(found)
+        optimizers = accelerator.prepared_optimizers if use_prepared_optimizer else accelerator.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Returns the scheduler, a list of several schedulers, or None."""
-        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return found[0] if len(found) == 1 else (found or None)
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers[0] if len(schedulers) == 1 else (schedulers or None)
 
     def toggled_optimizer(self, optimizer: Any) -> AbstractContextManager[None]:
         """Restricts gradients to the parameters of this optimizer inside the block; blocks may be nested."""

@@ -490,12 +490,12 @@ class Trainer(TrainerView):
                     self._fit_end_state = saving.rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
                 elif stage == "predict":
-                    found = run.loaders.evaluation("predict")
-                    result = PredictionLoop(run, found, keeps).predict() if found else []
+                    cursors = run.loaders.evaluation("predict")
+                    result = PredictionLoop(run, cursors, keeps).predict() if cursors else []
                 else:
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
-                    found = run.loaders.evaluation(kind)
-                    result = EvaluationLoop(run, name, found).run() if found else []  # type: ignore[arg-type]
+                    cursors = run.loaders.evaluation(kind)
+                    result = EvaluationLoop(run, name, cursors).run() if cursors else []  # type: ignore[arg-type]
                 run.heartbeat.mark(Phase.ENDING)
                 ending.in_order(run, partial(self._closing_lines, run), departure.leave)
                 if stage == "fit":
@@ -517,12 +517,12 @@ class Trainer(TrainerView):
             )
         module, _ = build.unwrapped(model)
         run = stage, model, datamodule, goal, keeps
-        found = start_ranks(self.strategy.ranks, self.arguments.preemption, self._on_rank, run, loaders)
-        take_over(module, self.callbacks, found)
+        outcome = start_ranks(self.strategy.ranks, self.arguments.preemption, self._on_rank, run, loaders)
+        take_over(module, self.callbacks, outcome)
         module._join(self)
-        self._run.take_over(module, found)
-        self.last_checkpoint = found["last_checkpoint"]
-        return found["result"]
+        self._run.take_over(module, outcome)
+        self.last_checkpoint = outcome["last_checkpoint"]
+        return outcome["result"]
 
     def _on_rank(self, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
         """Carries out the run on a forked or spawned rank; rank 0 returns the result and state for the launcher."""
@@ -530,8 +530,8 @@ class Trainer(TrainerView):
         # Copied before the run: the launching process knows only these, and a `setup` may add others.
         callbacks = list(self.callbacks)
         result = self._carry_out(*run, **loaders)
-        found = sent_back(self._run, callbacks, result, self.last_checkpoint)
-        return found if self.is_global_zero else None
+        outcome = sent_back(self._run, callbacks, result, self.last_checkpoint)
+        return outcome if self.is_global_zero else None
 
     def _next_run(
         self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: resuming.Goal, loaders: dict[str, Any]

@@ -220,10 +220,10 @@ def in_known_names(error: BaseException, owners: Iterable[object]) -> UnknownArg
     Returns:
         The new error; None for any other error.
     """
-    found = _UNEXPECTED.match(str(error)) if isinstance(error, TypeError) else None
-    if found is None:
+    match = _UNEXPECTED.match(str(error)) if isinstance(error, TypeError) else None
+    if match is None:
         return None
-    kind, method, name = found.groups()
+    kind, method, name = match.groups()
     for base in (base for owner in owners for base in type(owner).__mro__):
         if base.__name__ == kind and base.__module__.startswith("leyden.") and method in base.__dict__:
             return unknown_argument(f"{kind}.{method}", name, _names(base.__dict__[method]))

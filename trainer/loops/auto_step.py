@@ -156,10 +156,10 @@ class AutoStep(AutomaticStep):
         # Either all ranks run a trial or none does. The ranks' results may differ if the data set draws its sizes.
         self.largest = None if self.strategy.ranks.any(largest is None) else largest
 
-    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def run_without_samples(self, filler: Callable[[], Any], batch_idx: int) -> None:
         # The other ranks know that this rank has no sample, and skip the trial.
         self.largest = None
-        super().shadow(filler, batch_idx)
+        super().run_without_samples(filler, batch_idx)
 
     def run(self, batch: Any, batch_idx: int) -> Any:
         if self.largest is not None:
@@ -214,7 +214,7 @@ class AutoStep(AutomaticStep):
         self.memory.begin("", False)
         self.measures_memory = False
 
-    def _run_shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def _run_filler(self, filler: Callable[[], Any], batch_idx: int) -> None:
         """Takes part in the other ranks' agreements and exchanges on a rank without a sample."""
         extra = (batch_idx,) if self.takes_index else ()
         batch = None if self.defers_exchange else filler()

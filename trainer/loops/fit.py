@@ -152,7 +152,7 @@ class FitLoop:
         """
         progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
         transfer, count_batch, fires_batch_start = self._run.train_transfer, self.counter.count, self._fires_batch_start
-        accumulates, shares = self.accumulation is not None, self.counter.shares
+        accumulates, is_sharded = self.accumulation is not None, self.counter.shares
         has_follow_up, fires_batch_end = self._has_follow_up, self._fires_batch_end
         self._remaining = self._batches()
         for batch, is_last in self._remaining:
@@ -162,7 +162,7 @@ class FitLoop:
             else:
                 window.open(self._window_length() if accumulates else 1, is_last)
                 self.window_start = batch_idx
-            if shares:
+            if is_sharded:
                 batch = self._begin_share(*batch)
             elif transfer is not None:
                 batch = transfer(batch, 0)
@@ -180,7 +180,7 @@ class FitLoop:
             # Freed here so that they do not add to the next step's peak memory.
             outputs = batch = None
             logs.end_batch()
-            if shares:
+            if is_sharded:
                 self._end_share()
             if window.closes:
                 if progress.phase == "stepped":
@@ -288,7 +288,7 @@ class FitLoop:
         if batch_idx == 0:
             self.logs.note_idle("train")
         with self.logs.discarding():
-            self.step.shadow(lambda: self._to_device(cursor.filler()), batch_idx)
+            self.step.run_without_samples(lambda: self._to_device(cursor.filler()), batch_idx)
         return None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:

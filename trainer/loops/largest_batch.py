@@ -85,11 +85,11 @@ def _places(count: int, size: int, in_order: bool) -> Iterator[Sequence[int]]:
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tuple(tensor.shape))
+        shapes.append(tuple(tensor.shape))
         return tensor
 
     map_tensors(batch, note)
-    return found
+    return shapes

@@ -110,8 +110,8 @@ def _fix(loader: Any, ranks: int) -> str:
 def _workers_of(loader: Any) -> int | None:
     """Returns `num_workers` of a loader, or the smallest of its inner loaders; None if it has no such setting."""
     if isinstance(loader, CombinedLoader):
-        known = [found for found in map(_workers_of, loader.flattened) if found is not None]
-        return min(known, default=None)
+        counts = [workers for workers in map(_workers_of, loader.flattened) if workers is not None]
+        return min(counts, default=None)
     if isinstance(loader, Composite):
         return _workers_of(getattr(loader, "loader", None))
     workers = getattr(loader, "num_workers", None)

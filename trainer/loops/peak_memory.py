@@ -64,8 +64,8 @@ class PeakMemory:
     def failed(self) -> str:
         """Returns the peaks of all phases as text, after the current phase failed."""
         self._record()
-        found = ", ".join(f"{phase} {size_of(peak)}" for phase, peak in self._peaks.items() if peak)
+        peaks = ", ".join(f"{phase} {size_of(peak)}" for phase, peak in self._peaks.items() if peak)
         total = ""
         if self._device.type == "cuda":
             total = f" of {size_of(torch.cuda.get_device_properties(self._device).total_memory)}"
-        return f"{found}{total}" if found else "not known here"
+        return f"{peaks}{total}" if peaks else "unknown"

@@ -73,7 +73,7 @@ class Step(ABC):
         """Trains one batch; returns the output of `training_step`."""
 
     @abstractmethod
-    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def run_without_samples(self, filler: Callable[[], Any], batch_idx: int) -> None:
         """Takes part in the other ranks' step on a global batch in which this rank has no sample.
 
         The filler batch only keeps the collectives matched: it has no effect on gradients or module state. The caller
@@ -181,7 +181,7 @@ class AutomaticStep(Step):
             self.outputs = None
         return outputs
 
-    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def run_without_samples(self, filler: Callable[[], Any], batch_idx: int) -> None:
         if self._is_empty():
             self._skip_batch(filler, batch_idx)
             return
@@ -192,11 +192,11 @@ class AutomaticStep(Step):
             )
         if self.window.index == 0:
             self._zero_grad(batch_idx)
-        self._run_shadow(filler, batch_idx)
+        self._run_filler(filler, batch_idx)
         if self.window.closes:
             self.close(batch_idx)
 
-    def _run_shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def _run_filler(self, filler: Callable[[], Any], batch_idx: int) -> None:
         extra = (batch_idx,) if self.takes_index else ()
         with without_trace(self.module):
             self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
@@ -213,7 +213,7 @@ class AutomaticStep(Step):
             if self.strategy.replicates and not self.strategy.drives_one:
                 self.strategy.sync_gradients()
             else:
-                self._run_shadow(filler, batch_idx)
+                self._run_filler(filler, batch_idx)
             self.close(batch_idx)
         else:
             self.has_stepped = False
@@ -340,7 +340,7 @@ class ManualStep(Step):
         self.close(batch_idx)
         return outputs
 
-    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def run_without_samples(self, filler: Callable[[], Any], batch_idx: int) -> None:
         """Runs the step on a filler batch with weight 0: only the step knows how often it calls backward and steps."""
         if self._is_empty():
             self.has_stepped = False

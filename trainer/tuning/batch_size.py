@@ -142,5 +142,5 @@ class BatchSizeSearch:
 def _batches(trainer: Any, method: str) -> list[float]:
     if method == "fit":
         return [trainer.num_training_batches]
-    found: list[float] = getattr(trainer, f"num_{LIMITS[method]}_batches")
-    return found
+    counts: list[float] = getattr(trainer, f"num_{LIMITS[method]}_batches")
+    return counts

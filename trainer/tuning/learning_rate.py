@@ -37,8 +37,8 @@ class LRFinder:
         results: rates and losses of all steps until the loss grew too large.
 
     Example:
-        >>> found = LRFinder("linear", 0.0, 1.0, 4, {"lr": [0.1, 0.2, 0.3, 0.4], "loss": [4.0, 3.0, 1.0, 2.0]})
-        >>> found.suggestion(skip_begin=0, skip_end=0)
+        >>> finder = LRFinder("linear", 0.0, 1.0, 4, {"lr": [0.1, 0.2, 0.3, 0.4], "loss": [4.0, 3.0, 1.0, 2.0]})
+        >>> finder.suggestion(skip_begin=0, skip_end=0)
         0.2
     """
 

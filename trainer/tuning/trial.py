@@ -100,9 +100,9 @@ def _is_batch(value: Any) -> bool:
 
 def owners_of(name: str, module: Any, datamodule: Any) -> list[Any]:
     """Returns the owners of a name for `assign`: module, DataModule, and the hyperparameters of both."""
-    found = [owner for owner in (module, datamodule) if owner is not None and name in _fields(owner)]
+    owners = [owner for owner in (module, datamodule) if owner is not None and name in _fields(owner)]
     hparams = [owner.hparams for owner in (module, datamodule) if owner is not None and name in owner.hparams]
-    return [*found, *hparams]
+    return [*owners, *hparams]
 
 
 def _fields(owner: Any) -> set[str]:

@@ -38,8 +38,8 @@ class Tuner:
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
         >>> module, trainer = Line(), leyden.Trainer(accelerator="cpu", logger=False)
-        >>> found = Tuner(trainer).lr_find(module, torch.ones(4, 3, 2), num_training=20, update_attr=False)
-        >>> len(found.results["lr"]), found.suggestion() < 1
+        >>> finder = Tuner(trainer).lr_find(module, torch.ones(4, 3, 2), num_training=20, update_attr=False)
+        >>> len(finder.results["lr"]), finder.suggestion() < 1
         (20, True)
     """
 

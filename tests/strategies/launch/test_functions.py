@@ -156,7 +156,7 @@ def test_a_run_whose_ranks_are_gone_resumes_from_a_checkpoint_alone(strategy: st
     for number in range(2):
         before = module.net.weight.detach().clone()
         with pytest.raises(
-            ConfigurationError, match="ckpt_path='current' needs optimizers.*save a checkpoint and give its path"
+            ConfigurationError, match="ckpt_path='current' needs the optimizers.*save a checkpoint and pass its path"
         ):
             trainer.fit(module, loader(), ckpt_path="current")
         assert torch.equal(module.net.weight, before) and trainer.global_step == 4 * number
