@@ -84,7 +84,7 @@ argument(
     logger="csv",
 )
 argument("root dir a URL", r"writes only to local and mounted folders", default_root_dir="s3://bucket/run")
-argument("barebones and a logger", r"barebones=True turns logger off.*choose one", barebones=True, logger=True)
+argument("barebones and a logger", r"barebones=True disables logger.*choose one", barebones=True, logger=True)
 argument("a callback's class", r"the class EarlyStopping: pass an instance, EarlyStopping\(\)", callbacks=EarlyStopping)
 argument("no callback", r"holds an int, which is not a Callback: subclass leyden\.Callback", callbacks=[1])
 argument("no precision", r"precision=None_: use one of", precision=type("N", (), {"__repr__": lambda self: "None_"})())
