@@ -1,4 +1,4 @@
-"""`python -m leyden …` is `leyden …`."""
+"""Entry point of `python -m leyden …`, which is the same as `leyden …`."""
 
 from __future__ import annotations
 

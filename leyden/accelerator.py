@@ -1,4 +1,4 @@
-"""The names of `accelerate.accelerator`, for scripts that import from there."""
+"""Stand-in for `accelerate.accelerator`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.accelerator import Accelerator
 from leyden.trainer.accelerator.standalone.absent import lacking

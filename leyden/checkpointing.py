@@ -1,4 +1,4 @@
-"""The names of `accelerate.checkpointing`, for scripts that import from there; importing one names the alternative."""
+"""Stand-in for `accelerate.checkpointing`: importing one of its names raises an error that names the alternative."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 

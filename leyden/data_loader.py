@@ -1,4 +1,4 @@
-"""The names of `accelerate.data_loader`, for scripts that import from there."""
+"""Stand-in for `accelerate.data_loader`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.prepared.loader import skip_first_batches
 from leyden.trainer.accelerator.prepared.rank_loaders import SeedableRandomSampler

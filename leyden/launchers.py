@@ -1,4 +1,4 @@
-"""The names of `accelerate.launchers`, for scripts that import from there."""
+"""Stand-in for `accelerate.launchers`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.trainer.accelerator.standalone.notebook import debug_launcher, notebook_launcher

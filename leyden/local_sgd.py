@@ -1,4 +1,4 @@
-"""The names of `accelerate.local_sgd`, for scripts that import from there."""
+"""Stand-in for `accelerate.local_sgd`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.trainer.accelerator.standalone.local_sgd import LocalSGD

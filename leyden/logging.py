@@ -1,4 +1,4 @@
-"""The names of `accelerate.logging`, for scripts that import from there."""
+"""Stand-in for `accelerate.logging`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.trainer.accelerator.standalone.rank_logging import RankLogger as MultiProcessAdapter

@@ -1,4 +1,4 @@
-"""The names of `accelerate.memory_utils`, for scripts that import from there."""
+"""Stand-in for `accelerate.memory_utils`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.utils import find_executable_batch_size, release_memory

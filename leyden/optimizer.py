@@ -1,4 +1,4 @@
-"""The names of `accelerate.optimizer`, for scripts that import from there."""
+"""Stand-in for `accelerate.optimizer`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.trainer.engine.prepared import PreparedOptimizer as AcceleratedOptimizer

@@ -1,4 +1,4 @@
-"""The names of `accelerate.parallelism_config`, for scripts that import from there."""
+"""Stand-in for `accelerate.parallelism_config`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.settings.parallel import ParallelismConfig
 from leyden.trainer.accelerator.standalone.absent import lacking

@@ -1,4 +1,4 @@
-"""The names of `accelerate.scheduler`, for scripts that import from there."""
+"""Stand-in for `accelerate.scheduler`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.prepared.scheduler import PreparedScheduler as AcceleratedScheduler
 from leyden.trainer.accelerator.standalone.absent import lacking

@@ -1,4 +1,4 @@
-"""The names of `accelerate.state`, for scripts that import from there."""
+"""Stand-in for `accelerate.state`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.loop.gradient_state import GradientState
 from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState

@@ -1,4 +1,4 @@
-"""The names of `accelerate.tracking`, for scripts that import from there."""
+"""Stand-in for `accelerate.tracking`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.trainer.accelerator.records.service_trackers import (
     AimTracker,

@@ -1,4 +1,4 @@
-"""The names of `accelerate.utils`, for scripts that import from there: replace `accelerate` by `leyden`."""
+"""Stand-in for `accelerate.utils`, so that scripts written for Accelerate only change the package name."""
 
 from leyden.strategies.batch import batch_size_of as find_batch_size
 from leyden.trainer.accelerator.ranks import DistributedType

@@ -1,4 +1,4 @@
-"""The names of `accelerate.utils.constants`, for scripts that import there: importing one names the alternative."""
+"""Stand-in for `accelerate.utils.constants`: importing one of its names raises an error that names the alternative."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 

@@ -1,4 +1,4 @@
-"""The names of `accelerate.utils.dataclasses`, for scripts that import from there: all names of `leyden.utils`."""
+"""Stand-in for `accelerate.utils.dataclasses`, with all names of `leyden.utils`."""
 
 from leyden.trainer.accelerator.standalone.absent import lacking
 from leyden.utils import *  # noqa: F403

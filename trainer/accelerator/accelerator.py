@@ -25,7 +25,7 @@ from leyden.trainer.accelerator.prepared.loader import PreparedLoader, skip_firs
 from leyden.trainer.accelerator.prepared.preparing import Preparing, unwrap
 from leyden.trainer.accelerator.prepared.scheduler import PreparedScheduler
 from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState
-from leyden.trainer.accelerator.records import saving as states
+from leyden.trainer.accelerator.records import saving
 from leyden.trainer.accelerator.records.export import check_object, save_object, write_weights
 from leyden.trainer.accelerator.records.tracking import GeneralTracker, Trackers
 from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin
@@ -156,10 +156,10 @@ class Accelerator:
         self._preparing = Preparing(self._stepping, options)
         self._trackers = Trackers(log_with, self._state)
         self.registered: list[Any] = []
-        self.state_hooks = states.StateHooks()
+        self.state_hooks = saving.StateHooks()
         self.shard_plans = ShardPlans()
         self.saves = BackgroundSaves(holds_exit=True)
-        self.lock = states.hold(self.strategy, options)
+        self.lock = saving.lock_folder(self.strategy, options)
         self._end = LoopEnd(options.preemption, self._stepping, self.lock)
         hint_at_first_print(self._state)
 
@@ -749,9 +749,9 @@ class Accelerator:
         Returns:
             The folder.
         """
-        states.check_format(safe_serialization)
+        saving.check_format(safe_serialization)
         self._collectives.announce("save_state")
-        return str(states.save_in_time(self, self._stepping, output_dir, asynchronous))
+        return str(saving.save_in_time(self, self._stepping, output_dir, asynchronous))
 
     def finish_saving(self) -> None:
         """Waits for the asynchronous save; raises its error. Every rank must call it. Not in Accelerate."""
@@ -786,12 +786,12 @@ class Accelerator:
                 from the beginning. Not in Accelerate.
         """
         self._collectives.announce("load_state")
-        strict = states.load_arguments(load_kwargs, strict, map_location)
-        states.load(self, input_dir, strict, trust)
+        strict = saving.check_load_arguments(load_kwargs, strict, map_location)
+        saving.load(self, input_dir, strict, trust)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to every checkpoint."""
-        states.check_registrable(objects)
+        saving.check_registrable(objects)
         self.registered.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:

@@ -51,7 +51,7 @@ class PartialState:
     """
 
     def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
-        self.strategy = joined("cpu" if cpu else "auto") if strategy is None else strategy
+        self.strategy = joined_strategy("cpu" if cpu else "auto") if strategy is None else strategy
         self._running_alone = ""
         """The function that only some ranks are running now; a collective inside it would hang."""
 
@@ -234,7 +234,7 @@ class AcceleratorState(PartialState):
         if isinstance(strategy, str):
             # Accelerate's first argument is the precision.
             strategy, mixed_precision = None, strategy
-        super().__init__(strategy=joined() if strategy is None else strategy)
+        super().__init__(strategy=joined_strategy() if strategy is None else strategy)
         self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
         self.deepspeed_plugin = deepspeed_plugin
         self.fsdp_plugin = fsdp_plugin
@@ -280,7 +280,7 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
     raise ConfigurationError(f"split_between_processes cannot split {kind_of(inputs)}. Pass a list or tensor.")
 
 
-def joined(accelerator: str | None = None) -> Strategy:
+def joined_strategy(accelerator: str | None = None) -> Strategy:
     """Returns a strategy on the launched ranks, or on one device, that has joined its process group.
 
     Args:

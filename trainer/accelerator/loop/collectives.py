@@ -192,7 +192,7 @@ class Collectives:
         return raised
 
 
-def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
+def synchronize_generators(strategy: Strategy, kinds: Sequence[str]) -> None:
     """Sets the random number generators of these kinds to rank 0's states."""
     wanted = [kind for kind in kinds if kind != "generator"]
     if not wanted or strategy.ranks.world_size == 1:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.accelerator.loop.beat import LoopBeat
 from leyden.trainer.accelerator.loop.checks import Mistakes
-from leyden.trainer.accelerator.loop.collectives import synchronise
+from leyden.trainer.accelerator.loop.collectives import synchronize_generators
 from leyden.trainer.accelerator.loop.staged import StagedSteps, Step
 from leyden.trainer.engine.engine import Engine, needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
@@ -109,7 +109,7 @@ class Stepping(Engine):
     def synchronise_rng(self) -> None:
         """Sets the generators of `rng_types` to rank 0's state, before a pass."""
         if self._rng_types:
-            synchronise(self.strategy, self._rng_types)
+            synchronize_generators(self.strategy, self._rng_types)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
         """Starts a pass over a loader."""

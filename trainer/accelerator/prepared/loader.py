@@ -144,22 +144,29 @@ class PreparedLoader:
         return self._batches(iterator)
 
     def _begin(self, skip: int | None) -> Iterator[Any]:
+        """Starts a pass from batch `skip` on, or from the position of a loaded checkpoint."""
         saved, self.pending = self.pending, None
         self.end_of_dataloader = False
-        if saved is not None:
-            position = saved["position"]
-            continues = skip in (None, position, saved.get("asked"))
-            if position == self.cursor.length and skip in (None, 0):
-                self._drain(saved)
-            elif continues:
-                self.position = position
-                if position == self.cursor.length:
-                    # The script repeats the completed pass, and skips all of it.
-                    self.iteration = saved["iteration"]
-                return self._resumed(saved, self.iteration)
-            elif skip:
-                self.position = skip
-                return self.cursor.seek(self.iteration, skip, like=saved["place"])
+        if saved is None:
+            return self._start(skip)
+        position = saved["position"]
+        is_complete = position == self.cursor.length
+        if is_complete and skip in (None, 0):
+            self._drain(saved)
+            return self._start(skip)
+        if skip in (None, position, saved.get("asked")):
+            self.position = position
+            if is_complete:
+                # The script repeats the completed pass, and skips all of it.
+                self.iteration = saved["iteration"]
+            return self._resumed(saved, self.iteration)
+        if skip:
+            self.position = skip
+            return self.cursor.seek(self.iteration, skip, like=saved["place"])
+        return self._start(skip)
+
+    def _start(self, skip: int | None) -> Iterator[Any]:
+        """Starts a pass from batch `skip` on, without a checkpoint's position."""
         if skip and self.cursor.length is not None and skip > self.cursor.length:
             raise ConfigurationError(
                 f"skip_first_batches(loader, {skip}): the loader has {self.cursor.length} batches."

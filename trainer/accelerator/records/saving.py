@@ -100,7 +100,7 @@ LOAD_ARGUMENTS = ("strict", "map_location", "weights_only")
 MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
-def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: Any) -> bool:
+def check_load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: Any) -> bool:
     """Checks the arguments of `load_state` and returns True if the names of weights must match.
 
     Raises:
@@ -131,7 +131,7 @@ def _check_same_folder(accelerator: Accelerator, name: str, path: Path) -> None:
         )
 
 
-def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
+def save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
     """Returns the folder of a save; rank 0 chooses automatic names for all ranks.
 
     Raises:
@@ -184,7 +184,7 @@ def save_in_time(
     """
     # One save at a time, and automatic naming needs to see the previous checkpoint in place.
     accelerator.finish_saving()
-    path, loader = target(accelerator, output_dir), accelerator.active_loader
+    path, loader = save_folder(accelerator, output_dir), accelerator.active_loader
     if not stepping.is_within_window:
         with stepping.beat.saving():
             return save(accelerator, path, asynchronous=asynchronous)
@@ -312,7 +312,7 @@ def _remove_old(folder: Path, limit: int | None) -> None:
 
 
 # loading --------------------------------------------------------------------------------------------------------------
-def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path | None:
+def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path | None:
     """Returns the checkpoint to load: the given one, or the newest complete one in the automatic folder.
 
     With `resume="auto"`, prints which one it is, and returns None if there is none yet.
@@ -339,7 +339,7 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
     return found
 
 
-def hold(strategy: Strategy, options: Options) -> FolderLock | None:
+def lock_folder(strategy: Strategy, options: Options) -> FolderLock | None:
     """Locks the folder of a loop with `resume="auto"` and returns the lock; None for any other loop.
 
     Raises:
@@ -362,12 +362,12 @@ def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, str
 
     Args:
         accelerator: the Accelerator to load into.
-        input_dir: the script's argument of `load_state`; see `find`.
+        input_dir: the script's argument of `load_state`; see `checkpoint_to_load`.
         strict: require the names of the weights to match.
         trust: also read a folder of Accelerate's own `save_state`, whose files are pickles.
     """
     accelerator.finish_saving()
-    path = find(accelerator, input_dir)
+    path = checkpoint_to_load(accelerator, input_dir)
     if path is None:
         return
     if is_folder(path):

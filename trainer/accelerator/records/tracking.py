@@ -290,7 +290,7 @@ class SilentTracker(Silent, GeneralTracker):
         return None
 
 
-def chosen(log_with: Any) -> tuple[list[Any], list[str]]:
+def resolve(log_with: Any) -> tuple[list[Any], list[str]]:
     """Returns the usable entries of `log_with`, and the names whose service package is not installed.
 
     The latter are left out with a warning. Entries are names, loggers, trackers and tracker classes.
@@ -361,7 +361,7 @@ def build(
     """Builds the trackers of a run.
 
     Args:
-        entries: entries from `chosen`.
+        entries: entries from `resolve`.
         project_name: name of the run.
         logging_dir: folder for the trackers' files; the working directory if None.
         options: constructor arguments by tracker name.
@@ -431,7 +431,7 @@ class Trackers:
     """
 
     def __init__(self, log_with: Any, state: PartialState) -> None:
-        self.log_with, self.absent = chosen(log_with)
+        self.log_with, self.absent = resolve(log_with)
         self.running: list[GeneralTracker] = []
         self._state = state
 

@@ -164,7 +164,7 @@ def _none_if_auto(value: Any) -> Any:
     return None if value in (None, "auto", "none") else value
 
 
-def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
+def given_plugin(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
     """Returns the plugin among an Accelerator's arguments.
 
     Raises:
@@ -181,11 +181,13 @@ def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
             "evaluation_mode=True)."
         )
     if found and not isinstance(found[0], DeepSpeedPlugin):
-        raise ConfigurationError(f"deepspeed_plugin={found[0]!r}: pass a DeepSpeedPlugin, such as zero_stage=2.")
+        raise ConfigurationError(
+            f"deepspeed_plugin={found[0]!r}: pass a DeepSpeedPlugin, such as DeepSpeedPlugin(zero_stage=2)."
+        )
     return found[0] if found else None
 
 
-def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
+def plugin_describing(strategy: Strategy) -> DeepSpeedPlugin | None:
     """Returns a plugin that describes a DeepSpeed strategy, whatever chose it; None for other strategies."""
     config = getattr(strategy, "config", None)
     if not isinstance(config, ZeroConfig):

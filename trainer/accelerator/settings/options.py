@@ -15,7 +15,12 @@ from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.launch.watchdog import hang_limit
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.accelerator.ranks import AcceleratorState, check_started
-from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
+from leyden.trainer.accelerator.settings.deepspeed import (
+    DeepSpeedPlugin,
+    accumulation_of,
+    given_plugin,
+    plugin_describing,
+)
 from leyden.trainer.accelerator.settings.fp8_recipes import recipe_of
 from leyden.trainer.accelerator.settings.megatron import MegatronLMPlugin
 from leyden.trainer.accelerator.settings.parallel import ParallelismConfig, TorchTensorParallelPlugin
@@ -68,7 +73,7 @@ class Options:
         self.megatron: MegatronLMPlugin | None = given["megatron_lm_plugin"]
         self.clips_to: float | None = given.get("clips_to") or None
         """Gradient norm to clip to in each step, from a launch or a plugin; 0 disables it, as in Megatron-LM."""
-        self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
+        self.deepspeed = given_plugin(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
         self.mesh: ParallelismConfig | None = given["parallelism_config"] or given.get("launched_mesh")
@@ -158,7 +163,7 @@ class Options:
         if self.clips_to is not None:
             strategy.own_loop.clip_each_step(self.clips_to)
         if self.deepspeed is None:
-            self.deepspeed = plugin_for(strategy)
+            self.deepspeed = plugin_describing(strategy)
         if self.accumulation.sync_each_batch and strategy.drives_one:
             raise ConfigurationError(
                 f"sync_each_batch=True cannot be combined with {strategy.name}, whose engine decides when to "

@@ -21,7 +21,7 @@ NOT_YET = {
     "sp_size": "DeepSpeed Ulysses is not part of this version. Leave it out; tp_size splits activations along the "
     "sequence for modules with 'sequence' in the model's plan.",
 }
-JOINED = {
+FLATTENED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_cp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard",),
@@ -234,10 +234,10 @@ class ParallelismConfig:
             return
         for name in set(mesh.mesh_dim_names) & {"replicate", "shard"}:
             mesh[name]._flatten(f"dp_{name}")
-        for joined, names in JOINED.items():
+        for flattened, names in FLATTENED.items():
             own = tuple(name for name in mesh.mesh_dim_names if name in names or f"dp_{name}" in names)
             if own:
-                mesh[own]._flatten(joined)
+                mesh[own]._flatten(flattened)
 
     def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
         """Builds the strategy.

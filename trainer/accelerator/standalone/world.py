@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from leyden.strategies.batch import BUILTIN, map_tensors, move_to_device
 from leyden.strategies.launch.environment import rank_environment
-from leyden.trainer.accelerator.loop.collectives import Collectives, check_tensors, synchronise
+from leyden.trainer.accelerator.loop.collectives import Collectives, check_tensors, synchronize_generators
 from leyden.trainer.accelerator.prepared.preparing import in_float32, unwrap
-from leyden.trainer.accelerator.ranks import PartialState, joined
+from leyden.trainer.accelerator.ranks import PartialState, joined_strategy
 from leyden.trainer.accelerator.records.export import check_object, save_object
 from leyden.trainer.data.rng import seed_everything
 
@@ -27,7 +27,7 @@ def world() -> Collectives:
         >>> world().gather(torch.ones(2)).tolist()
         [1.0, 1.0]
     """
-    return Collectives(PartialState(strategy=joined()))
+    return Collectives(PartialState(strategy=joined_strategy()))
 
 
 def gather(tensor: T) -> T:
@@ -120,8 +120,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """Sets generators to rank 0's state: "torch", "cuda", "numpy", "python", and "generator" for the given one."""
     kinds = [str(getattr(kind, "value", kind)) for kind in rng_types]
-    strategy = joined()
-    synchronise(strategy, kinds)
+    strategy = joined_strategy()
+    synchronize_generators(strategy, kinds)
     if generator is not None and "generator" in kinds:
         generator.set_state(strategy.ranks.broadcast(generator.get_state()))
 
