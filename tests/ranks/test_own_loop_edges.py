@@ -102,7 +102,7 @@ def exchanged() -> list[dict[str, Any]]:
         ("gather a number in a dict", "TypeError: "),
         ("reduce a number", "TypeError: "),
         ("gather a number for metrics", "TypeError: "),
-        ("gather other shapes", "rank 0 has (2,) float32, and rank 1 has (3,) float32"),
+        ("gather other shapes", "rank 0 has (2,) float32 and rank 1 has (3,) float32"),
         ("reduce other shapes", "ConfigurationError: "),
         ("save elsewhere", "save_state got 'run-0' on rank 0 and 'run-1' on rank 1"),
     ],

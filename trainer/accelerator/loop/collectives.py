@@ -118,11 +118,15 @@ class Collectives:
         return [entry for part, count in zip(parts, counts, strict=True) for entry in part[:count]]
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
+        loader = self._reading[-1] if self._reading else None
         if self._strategy.ranks.world_size == 1:
-            rows = self._reading[-1].rows_of_samples(len(tensor)) if tensor.dim() and self._reading else None
-            return tensor if rows is None or rows == len(tensor) else tensor[:rows]
-        if tensor.dim() == 0 or not self._reading or self._reading[-1].is_regular:
+            if loader is None or tensor.dim() == 0:
+                return tensor
+            rows = loader.rows_of_samples(len(tensor))
+            return tensor if rows == len(tensor) else tensor[:rows]
+        if loader is None or tensor.dim() == 0 or loader.is_regular:
             return self._gather_one(tensor)
+        # Ranks may have different numbers of rows: pad them for the collective, then cut the padding.
         lengths: list[int] = self._readers.all_gather_object(tensor.shape[0])
         longest = max(lengths)
         if tensor.shape[0] < longest:
@@ -134,10 +138,12 @@ class Collectives:
     def _counts(self, lengths: list[int]) -> list[int]:
         """Returns for each rank how many of its rows belong to samples that are not duplicates."""
         samples = self._reading[-1].samples if self._reading else None
-        if samples is None or any(size and length % size for length, (size, _) in zip(lengths, samples, strict=True)):
+        if samples is None:
             return lengths
+        pairs = list(zip(lengths, samples, strict=True))
+        is_per_sample = not any(size and length % size for length, (size, _) in pairs)
         # A model may return several rows per sample.
-        return [length // size * real if size else 0 for length, (size, real) in zip(lengths, samples, strict=True)]
+        return [length // size * real if size else 0 for length, (size, real) in pairs] if is_per_sample else lengths
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Reduces tensors across ranks."""

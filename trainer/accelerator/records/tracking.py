@@ -310,20 +310,8 @@ def resolve(log_with: Any) -> tuple[list[Any], list[str]]:
         entry = getattr(entry, "value", entry) if not isinstance(entry, (str, type)) else entry
         if entry == "all":
             found += [name for name in (*LOGGERS, *SERVICES) if _is_installed(name)]
-        elif isinstance(entry, str) and entry in SERVICES and not _is_installed(entry):
-            absent.append(entry)
-            warnings.warn(
-                f"log_with={entry!r} records nothing: its package is not installed. Run pip install "
-                f"{SERVICES[entry][1]}.",
-                stacklevel=4,
-            )
         elif isinstance(entry, str):
-            if entry not in LOGGERS and entry not in SERVICES:
-                known = ("all", *LOGGERS, *SERVICES)
-                raise ConfigurationError(f"log_with={entry!r} is unknown. {nearest(entry, known)}")
-            if not _is_installed(entry):
-                raise MissingExtraError(str(LOGGERS[entry][2]), entry, f"log_with={entry!r}")
-            found.append(entry)
+            (found if _is_usable(entry) else absent).append(entry)
         elif isinstance(entry, (GeneralTracker, Logger)) or _is_tracker_class(entry):
             _check_complete(entry)
             found.append(entry)
@@ -333,6 +321,21 @@ def resolve(log_with: Any) -> tuple[list[Any], list[str]]:
                 "CSVLogger(), or instances of a subclass of GeneralTracker."
             )
     return list(dict.fromkeys(found)), absent
+
+
+def _is_usable(name: str) -> bool:
+    """Returns True if a tracker's package is installed. If a service's is not, warns and returns False."""
+    if name not in LOGGERS and name not in SERVICES:
+        raise ConfigurationError(f"log_with={name!r} is unknown. {nearest(name, ('all', *LOGGERS, *SERVICES))}")
+    if _is_installed(name):
+        return True
+    if name in LOGGERS:
+        raise MissingExtraError(str(LOGGERS[name][2]), name, f"log_with={name!r}")
+    warnings.warn(
+        f"log_with={name!r} records nothing: its package is not installed. Run pip install {SERVICES[name][1]}.",
+        stacklevel=5,
+    )
+    return False
 
 
 def _check_complete(entry: Any) -> None:
