@@ -188,7 +188,7 @@ class TQDMProgressBar(PacedProgressBar):
         self._close_evaluation()
         if "train" in self._bars:
             self._bars.pop("train").close()
-        # The next run may be in another cell.
+        # Displays belong to a notebook cell, and the next run may be in another one.
         self._displays.clear()
         self._end_printing()
 

@@ -1,1 +1,1 @@
-"""Loggers: to files, and to services; what they write, and who writes it."""
+"""Loggers to files and to tracking services."""

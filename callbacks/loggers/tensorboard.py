@@ -35,10 +35,11 @@ class TensorBoardLogger(FolderLogger):
     """Writes event files to `<save_dir>/<name>/version_N`. View them with `tensorboard --logdir <save_dir>`.
 
     TensorBoard is imported at the first write. A resumed run continues in the same folder, and truncates the event
-    files to the checkpoint, so that each value appears once. (TensorBoard's own `purge_step` works on step numbers, but
-    validation steps have a separate count, and events within a step have no order.) The original of a truncated file is
-    kept as `replaced.…`, which TensorBoard ignores. A running TensorBoard shows the removed values until it reloads. If
-    a signal interrupts a validation, the resume repeats it and logs its steps again.
+    files to the checkpoint, so that each value appears once. (TensorBoard's own `purge_step` only compares step
+    numbers. Validation steps have their own count, and within a step it cannot tell earlier events from later ones.)
+    The original of a truncated file is kept as `replaced.…`, which TensorBoard ignores. A running TensorBoard shows the
+    removed values until it reloads. If a signal interrupts a validation, the resume repeats it and logs its steps
+    again.
 
     Args:
         save_dir: the root folder; None for the Trainer's `default_root_dir`.
@@ -149,17 +150,18 @@ class TensorBoardLogger(FolderLogger):
                 for arrays in that layout.
         """
         listing = listed(images, "image")
-        order = kwargs.pop("dataformats", None)
-        if isinstance(order, list | tuple):
-            kwargs["dataformats"] = order
+        layout = kwargs.pop("dataformats", None)
+        if isinstance(layout, list | tuple):
+            # One layout per image.
+            kwargs["dataformats"] = layout
         each = for_each(kwargs, len(listing), "image")
         if other := [name for name in kwargs if name not in ("caption", "dataformats")]:
             raise ConfigurationError(f"TensorBoard images do not support {', '.join(other)}. Leave it out.")
         if not self.is_writer:
             return
         for index, (image, own) in enumerate(zip(listing, each, strict=True)):
-            pixels, found = as_pixels(image)
-            chosen = own.get("dataformats") or order or found
+            pixels, default_layout = as_pixels(image)
+            chosen = own.get("dataformats") or layout or default_layout
             self.experiment.add_image(f"{self._named(key)}/{index}", pixels, self._step_of(step), dataformats=chosen)
         if "caption" in kwargs:
             self.log_text(f"{key}/caption", ["image", "caption"], list(enumerate(kwargs["caption"])), step=step)
@@ -300,7 +302,7 @@ def _truncate(path: Path, size: int) -> None:
     if not size:
         os.replace(path, backup)
         return
-    # TensorBoard reads every file with "tfevents" in its name, so the temporary file gets its name from the backup.
+    # The temporary file is named after the backup, since TensorBoard reads every file with "tfevents" in its name.
     head = staging.sibling(backup, "tmp")
     shutil.copyfile(path, head)
     with head.open("rb+") as target:

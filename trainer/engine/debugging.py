@@ -23,7 +23,8 @@ VARIABLES = ("LEYDEN_DEBUG", "ACCELERATE_DEBUG_MODE")
 TIMEOUT = "LEYDEN_DEBUG_TIMEOUT"
 SECONDS = 20.0
 """Default of LEYDEN_DEBUG_TIMEOUT: seconds that ranks wait for each other at a collective."""
-_ROOMS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OWN_FOLDERS = tuple(os.path.join(_ROOT, room) + os.sep for room in ("trainer", "strategies", "callbacks", "leyden"))
 
 
 class CollectiveError(LeydenError):
@@ -131,8 +132,7 @@ def describe(operands: Any) -> str:
 def call_site() -> str:
     """Returns file and line of the user's call: the innermost frame outside of Leyden."""
     for frame in reversed(traceback.extract_stack(sys._getframe(1))):
-        rooms = tuple(os.path.join(_ROOMS, room) + os.sep for room in ("trainer", "strategies", "callbacks", "leyden"))
-        if not frame.filename.startswith(rooms) and not frame.filename.endswith("contextlib.py"):
+        if not frame.filename.startswith(_OWN_FOLDERS) and not frame.filename.endswith("contextlib.py"):
             return f"{frame.filename}:{frame.lineno}"
     return "?"
 

@@ -186,7 +186,7 @@ class Engine:
             if self._before_step is not None:
                 self._before_step(optimizer)
         elif closure is not None and not needs_closure(optimizer):
-            # Run the closure here for its gradients. The optimizer needs none, and a gradient scaler accepts none.
+            # Backward has already run: the closure only returns the loss, and a gradient scaler accepts no closure.
             closure()
             closure = None
         stepped = strategy.step(optimizer, closure, **kwargs)

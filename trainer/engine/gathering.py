@@ -51,7 +51,7 @@ def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str,
         group: the process group to gather over; None for all ranks.
         name: the name of the gathering method, for the message.
         fix: the advice at the end of the message.
-        known_to_differ: whether to compare even if the backend handles different shapes.
+        known_to_differ: True if shapes are expected to differ; they are then compared on every backend.
 
     Raises:
         ConfigurationError: on every rank that gathers.

@@ -43,7 +43,7 @@ class SchedulerConfig:
         interval: "step" to step after optimizer steps, or "epoch" to step at the end of epochs.
         frequency: number of intervals between two steps of the scheduler.
         monitor: name of the logged value that a plateau scheduler steps on.
-        strict: whether to raise if the monitored value was never logged. Otherwise the scheduler warns and skips.
+        strict: whether to raise if the monitored value was never logged. If False, warn and skip the scheduler's step.
         name: the name under which LearningRateMonitor logs the scheduler.
         reduce_on_plateau: whether the scheduler steps after validation, on the monitored value.
     """
@@ -123,8 +123,11 @@ def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], lis
         return _from_dicts([configured], automatic)
     if isinstance(configured, (list, tuple)):
         if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
-            optimizers, rest = configured
-            entries = rest if isinstance(rest, (list, tuple)) else [] if rest is None else [rest]
+            optimizers, entries = configured
+            if entries is None:
+                entries = []
+            elif not isinstance(entries, (list, tuple)):
+                entries = [entries]
             return _checked(list(optimizers), [_scheduler(entry, automatic) for entry in entries])
         if configured and all(isinstance(part, Mapping) for part in configured):
             return _from_dicts(configured, automatic)

@@ -143,7 +143,7 @@ class Hooks:
         self._main: dict[str, tuple[Call, ...]] = {}
         self._closing: dict[str, tuple[Call, ...]] = {}
         self._user_calls: set[int] = set()
-        """The ids of listeners that may change the weights: all except Leyden's own."""
+        """The ids of listeners that may change the weights: the user's, and Leyden's own with `changes_weights`."""
         self._guard: Callable[[], None] | None = None
         """Called before each hook that may change the weights; see `precede`."""
         self._trainer, self._module, self._base, self._profiler = trainer, module, base, profiler
@@ -152,7 +152,7 @@ class Hooks:
     def listen(self, callbacks: Iterable[Callback]) -> None:
         """Registers the hooks of these callbacks and of the module.
 
-        Loops look up listeners once, so calling this inside a loop has no effect on that loop.
+        Do not call this inside a loop: loops look up listeners only once.
         """
         trainer, module, base, profiler = self._trainer, self._module, self._base, self._profiler
         ordered = list(in_order(list(callbacks)))
@@ -206,12 +206,12 @@ class Hooks:
 
     def _guarded(self, event: str) -> tuple[Call, ...]:
         """Returns the listeners of an event around backward, preceded by the guard if one of them is the user's."""
-        guard, calls = self._guard, self._all(event)
-        if self._profiler is not None:
-            # The profiler measures backward from the end of the first event to the start of the second.
-            begins = event == "on_before_backward"
-            span = functools.partial(self._profiler.start if begins else self._profiler.stop, "backward")
-            calls = (*calls, lambda *args: span()) if begins else (lambda *args: span(), *calls)
+        guard, profiler, calls = self._guard, self._profiler, self._all(event)
+        # The profiler measures backward from the end of on_before_backward to the start of on_after_backward.
+        if profiler is not None and event == "on_before_backward":
+            calls = (*calls, lambda *args: profiler.start("backward"))
+        elif profiler is not None:
+            calls = (lambda *args: profiler.stop("backward"), *calls)
         if guard is None or not any(id(call) in self._user_calls for call in calls):
             return calls
         return ((lambda *args: guard()), *calls)

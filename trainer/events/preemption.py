@@ -65,8 +65,9 @@ class Preemption:
                 "signals=() without should_preempt never preempts. Set one of them, or use preemption=False."
             )
         grace = self.grace_period.total_seconds() if isinstance(self.grace_period, timedelta) else self.grace_period
-        for name, value in (("grace_period", grace), ("poll_every", self.poll_every)):
-            if not (value is None and name == "grace_period") and not _is_seconds(value):
+        durations = {} if grace is None else {"grace_period": grace}
+        for name, value in {**durations, "poll_every": self.poll_every}.items():
+            if not _is_seconds(value):
                 raise ConfigurationError(f"{name}={value!r}: use a number of seconds above 0.")
         if isinstance(self.exit_code, bool) or not isinstance(self.exit_code, int) or not 0 <= self.exit_code <= 255:
             raise ConfigurationError(f"exit_code={self.exit_code!r}: use a whole number from 0 to 255.")

@@ -17,7 +17,7 @@ LEAVE = -1
 
 
 class Signals:
-    """Catches the signals that end or preempt a run, for the duration of the run. A second SIGINT interrupts it.
+    """Catches the signals that end or preempt a run, for its duration. A second SIGINT raises KeyboardInterrupt.
 
     Python allows signal handlers only in the main thread. In other threads nothing is caught, and a run ends with its
     thread. With several ranks, a signal to one rank is pending until all ranks have agreed on it
@@ -26,7 +26,7 @@ class Signals:
     Args:
         preempting: signals that preempt the run; see `Preemption`.
         exit_code: the exit status of a preempted run.
-        ending: signals that end the run in an orderly way, without preempting it.
+        ending: signals that shut the run down cleanly, without preempting it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Signals:
         self._preempting, self._exit_code = frozenset((*preempting, NOTICE)), exit_code
         self._has_ranks = False
         self.interruption: BaseException | None = None
-        """The exception for the received signal, raised after the run has ended in order."""
+        """The exception for the received signal, raised after the run has shut down cleanly."""
         self._previous: dict[int, Any] = {}
         """The handlers that this object replaced, by signal."""
         self._pid = 0
@@ -95,7 +95,7 @@ class Signals:
             return
         if os.getpid() != self._pid:
             # A forked loader worker inherits this handler. It ignores Ctrl-C, which a terminal sends to it too: the run
-            # needs its batches to end in order. Any other signal ends the worker as usual.
+            # needs its batches to shut down cleanly. Any other signal ends the worker as usual.
             if number == signal.SIGINT:
                 return
             signal.signal(number, signal.SIG_DFL)
@@ -154,7 +154,7 @@ class Signals:
         return "should_preempt" if self.received == NOTICE else f"signal {self.received}"
 
     def exception(self) -> BaseException | None:
-        """Returns the exception to raise after a run has ended in order on a signal; None without one."""
+        """Returns the exception to raise after a signal has shut down the run cleanly; None without a signal."""
         if self.received == signal.SIGINT:
             self.interruption = KeyboardInterrupt()
         elif self.received is not None:

@@ -99,11 +99,11 @@ class Entry:
         self.process_group: Any = None
         self.is_restored = False
         self.loader = loader
-        fork = self.on_step and self.on_epoch
+        has_both = self.on_step and self.on_epoch
         # "_step" is appended to the name itself, before the loader's index.
         own, index, number = name.partition(LOADER_SUFFIX)
         self.step_name, self.epoch_name = (
-            f"{own}{level}{index}{number}" if fork else name for level in ("_step", "_epoch")
+            f"{own}{level}{index}{number}" if has_both else name for level in ("_step", "_epoch")
         )
         self.value: Value | None = None
         self.metric: Any = None

@@ -346,8 +346,9 @@ class Logs:
             result = results.get(id(entry))
             if result is not None:
                 self._show(entry, result, values, logged)
-            forks = entry.step_name != entry.epoch_name
-            if entry.on_step and entry.fresh and entry.value is not None and (forks or result is None):
+            # The last step's value stays visible, unless the epoch value has the same name.
+            is_free = result is None or entry.step_name != entry.epoch_name
+            if entry.on_step and entry.fresh and entry.value is not None and is_free:
                 steps[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
         self._epoch_values.update(steps)
         if not keep:

@@ -88,7 +88,7 @@ class _Content:
         return spec
 
     def bytes(self) -> Tensor:
-        """All of it, on the CPU; from one device it is read back in one go."""
+        """Returns all bytes, on the CPU. If all tensors are on one device, this takes a single read-back."""
         if not self._pieces:
             return self._message
         if len({piece.device for piece in self._pieces}) > 1:
