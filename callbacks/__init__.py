@@ -1,4 +1,4 @@
-"""Callbacks: checkpoints, loggers, bars and everything else that happens beside the training step."""
+"""Callbacks: checkpoints, loggers, progress bars and everything else that happens around the training step."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a callback when it is first used, so that a run pays only for those that it uses."""
+    """Imports a callback on first use, so a run imports only the callbacks that it uses."""
     if name not in _HOMES:
         raise AttributeError(f"module 'leyden.callbacks' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"leyden.callbacks.{_HOMES[name]}"), name)

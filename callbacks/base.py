@@ -1,4 +1,4 @@
-"""The base class of callbacks, which do whatever a run does besides its training step."""
+"""Callback, the base class of everything that a run does besides its training step."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 CLOSING_ORDER = 100
-"""Callbacks of this order or above run last: after the module's own hook, on reduced metrics."""
+"""Callbacks of this order or above are closing callbacks: they run after the module's hook and see reduced metrics."""
 
 
 class Callback:
     """Base class of callbacks. Override the hooks that you need; the others are never called.
 
-    Callbacks are called in ascending `order`, and in the order given among equals. Then the module's hook of the same
-    name is called, and last the closing callbacks (`order >= 100`: early stopping, checkpoints), which see the event's
-    metrics reduced and logged.
+    For each event, callbacks run in ascending `order`; those of equal `order` run as listed. The module's hook of the
+    same name follows. Closing callbacks (`order >= 100`, such as early stopping and checkpoints) run last, once the
+    event's metrics are reduced and logged.
 
     Example:
         >>> class Announce(Callback):
         ...     def on_train_epoch_end(self, trainer, module):
-        ...         trainer.print(f"epoch {trainer.current_epoch} is over")
+        ...         trainer.print(f"epoch {trainer.current_epoch} has ended")
     """
 
     order: ClassVar[int] = 0
     closing_hooks: ClassVar[frozenset[str]] = frozenset()
-    """Hooks in which a callback of a lower order is a closing one, too: for `on_train_batch_end`, which only closing
-    callbacks have on a rank without a sample of the batch."""
+    """Hooks in which this callback runs as a closing callback, whatever its order. Needed for `on_train_batch_end` on
+    ranks without a sample of the batch, where only closing callbacks are called."""
     state_per_rank: ClassVar[bool | None] = None
-    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
+    """True: each rank saves and resumes its own state. Otherwise all ranks resume rank 0's state; None also warns if
+    the ranks' states differ."""
     refuses_rollback: ClassVar[str | None] = None
     """Why a fit with this callback cannot go back to a checkpoint (`Trainer.roll_back`); None if it can."""
     changes_weights: ClassVar[bool] = False
-    """True for a callback of Leyden's own that writes to the module's weights; of any other it is assumed."""
+    """Whether a callback of Leyden writes to the module's weights. User callbacks are assumed to."""
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint, unique among the callbacks of a run."""
+        """The key of this callback's state in a checkpoint; unique within a run."""
         return type(self).__qualname__
 
     _logs_through: TrainModule | None = None
@@ -59,56 +60,56 @@ class Callback:
 
     def _log_through(self, module: TrainModule | None) -> None:
         """Sets the module through which `log` records during a run; None at its end."""
-        # A frozen dataclass refuses assignment.
+        # Plain assignment would fail in a frozen dataclass.
         vars(self)["_logs_through"] = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that the callback needs to continue after a resume; empty if it needs none."""
+        """Returns the state to restore on resume; empty if the callback has none."""
         return {}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises if `state_dict` cannot have returned `state`; changes nothing.
 
-        A resume calls this on every callback before it changes anything, so that a damaged or forged checkpoint leaves
-        the run as it was. `load_state_dict` need not check again.
+        A resume checks the states of all callbacks before it loads any, so a damaged or forged checkpoint leaves the
+        run unchanged. `load_state_dict` need not check again.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that `state_dict` returned."""
 
     def transform_train_batch(self, trainer: Trainer, module: TrainModule, batch: Any) -> Any:
-        """Returns the training batch that the step is given: another one, as the loader may keep this one.
+        """Returns the batch to pass to the training step. Must not modify `batch` in place: the loader may reuse it.
 
         Called for each training batch of this rank, once it is on the device.
         """
         return batch
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Called where a fit goes back to a checkpoint of its own (`Trainer.roll_back`); loads the state by default.
+        """Called when a fit rolls back to one of its own checkpoints (`Trainer.roll_back`). Loads `state` by default.
 
-        Override it for what is not undone, such as time that has passed and files that were written.
+        Override it to keep state that a rollback cannot undo, such as elapsed time and files already written.
 
         Args:
-            state: what `state_dict` returned for the checkpoint; empty if it returned nothing.
+            state: the state that `state_dict` returned for the checkpoint; may be empty.
             step: the checkpoint's `global_step`.
         """
         if state:
             self.load_state_dict(state)
 
     def repeat_epoch_start(self, trainer: Trainer, module: TrainModule, epoch: int) -> None:
-        """Called after that, for each epoch that has begun since the checkpoint: changes the optimizers once more.
+        """Called after `go_back`, once for each epoch that has begun since the checkpoint.
 
-        Callbacks that change optimizers in `on_train_epoch_start` override it, as that hook is not called again.
+        Override it to repeat what `on_train_epoch_start` changed in the optimizers: that hook is not called again.
         """
 
     def saved_weights(self) -> Mapping[str, Tensor]:
-        """Returns what a checkpoint holds in place of the module's own tensors, by their names; empty for nothing."""
+        """Returns tensors, by name, that a checkpoint holds in place of the module's own; empty for none."""
         return {}
 
     def weights_loaded(self) -> None:
-        """Called in a resume, once the module has the checkpoint's weights and all callbacks have their states."""
+        """Called on resume, once the module has the checkpoint's weights and all callbacks have their states."""
 
-    # set-up and tear-down; stage is "fit", "validate", "test" or "predict"
+    # setup and teardown; stage is "fit", "validate", "test" or "predict"
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None: ...
@@ -163,17 +164,17 @@ class Callback:
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
 
-    # checkpoints: `checkpoint` is a dict of the user's own entries, saved beside Leyden's
+    # checkpoints: `checkpoint` is a dict for the user's own entries, saved alongside Leyden's
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
 
 
 def refusal(callbacks: Iterable[Callback]) -> str | None:
-    """Returns which callback keeps a fit from going back to a checkpoint, and why; None if none does."""
+    """Returns the first callback that prevents a rollback, and its reason, as one text; None if none does."""
     found = next((callback for callback in callbacks if callback.refuses_rollback is not None), None)
     return None if found is None else f"{type(found).__name__} {found.refuses_rollback}"
 
 
 def in_order(callbacks: list[Callback]) -> Iterator[Callback]:
-    """Returns the callbacks in the order in which they are called: by `order`, then as they were given."""
+    """Returns the callbacks in the order of their calls: by `order`, then as listed."""
     return iter(sorted(callbacks, key=lambda callback: callback.order))

@@ -171,7 +171,7 @@ def an_early_stopping_mode(folder: Path) -> None:
     EarlyStopping("val_loss", mode="mni")  # type: ignore[arg-type]
 
 
-@mistake(r"give one of the three")
+@mistake(r"give only one of the three")
 def two_triggers_of_a_checkpoint(folder: Path) -> None:
     ModelCheckpoint(every_n_train_steps=2, every_n_epochs=1)
 

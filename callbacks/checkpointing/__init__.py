@@ -1,1 +1,1 @@
-"""When checkpoints are saved, how they are named, and which ones are kept."""
+"""Callbacks that decide when to save checkpoints, how to name them, and which ones to keep."""

@@ -1,6 +1,4 @@
-"""What ModelCheckpoint does once a checkpoint is committed: the link to the newest one, the end of old ones, and the
-news for loggers.
-"""
+"""The steps after a ModelCheckpoint's commit: link the newest checkpoint, delete old ones, notify the loggers."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 
-class Folders:
-    """Checkpoints that are folders: how the old ones are recognised and deleted."""
+class FolderStorage:
+    """Identifies and deletes old checkpoints that are folders."""
 
     def identity(self, path: str) -> str | None:
-        """Returns a text that differs between checkpoints of the same name; None for one that is not deleted."""
+        """Returns a text that tells checkpoints of the same name apart; None for a path that must not be deleted."""
         return identity(path)
 
     def exists(self, path: str) -> bool:
@@ -41,11 +39,11 @@ class Folders:
         delete(path)
 
 
-class Stored(Folders):
-    """Checkpoints that a plugin has stored, wherever it may be.
+class PluginStorage(FolderStorage):
+    """Deletes old checkpoints through the plugin that stored them, wherever they are.
 
     Args:
-        plugin: that removes them, too.
+        plugin: the CheckpointIO plugin of the run.
     """
 
     def __init__(self, plugin: CheckpointIO) -> None:
@@ -64,90 +62,93 @@ class Stored(Folders):
             raise CheckpointError(path, f"{type(self._plugin).__name__} cannot remove it ({error}).") from error
 
 
-def kept_in(trainer: Trainer) -> Folders:
-    """What a Trainer's checkpoints are kept in."""
+def storage_of(trainer: Trainer) -> FolderStorage:
+    """Returns the storage of a Trainer's checkpoints: its CheckpointIO plugin, or else folders."""
     plugin = trainer.checkpoint_io
-    return Folders() if plugin is None else Stored(plugin)
+    return FolderStorage() if plugin is None else PluginStorage(plugin)
 
 
 @dataclass
-class Following:
-    """A checkpoint that a thread writes, and what follows its commit in that thread.
+class BackgroundSave:
+    """An asynchronous save of a ModelCheckpoint.
 
     Attributes:
-        save: the Trainer's record of it.
-        path: where it was going to be.
-        before: the ranking without it, in case it fails.
-        doomed: checkpoints to delete after its commit, by path; later those that could not be deleted.
-        link: that is to point to it; None for no link.
-        is_keeper: this rank deletes and links.
-        place: what checkpoints are kept in.
+        save: the Trainer's pending save.
+        path: the path that the save was started with.
+        ranking_before: the ranking without this checkpoint, restored if the save fails.
+        to_delete: path → identity of the checkpoints to delete after the commit; later, of those not deleted.
+        link: the symlink to point to the checkpoint; None for none.
+        is_keeper: whether this rank links and deletes.
+        storage: the storage of the checkpoints.
     """
 
     save: PendingSave
     path: str
-    before: Mapping[str, Any]
-    doomed: dict[str, str | None]
+    ranking_before: Mapping[str, Any]
+    to_delete: dict[str, str | None]
     link: Path | None
     is_keeper: bool
-    place: Folders
+    storage: FolderStorage
 
-    def follow(self, written: Path) -> None:
-        """Links and deletes, now that the checkpoint is committed."""
-        self.doomed = after_commit(str(written), self.link, self.doomed, self.place) if self.is_keeper else {}
+    def after_commit(self, written: Path) -> None:
+        """Links the checkpoint and deletes old ones. Called in the writing thread, after the commit."""
+        self.to_delete = after_commit(str(written), self.link, self.to_delete, self.storage) if self.is_keeper else {}
 
 
 def after_commit(
-    written: str, link: Path | None, doomed: Mapping[str, str | None], place: Folders
+    written: str, link: Path | None, to_delete: Mapping[str, str | None], storage: FolderStorage
 ) -> dict[str, str | None]:
     """Links the new checkpoint, then deletes old ones.
 
     Args:
-        written: the path of the new one.
-        link: that is to point to it; None for no link.
-        doomed: the old ones by path, each with its identity.
-        place: what they are kept in.
+        written: the path of the new checkpoint.
+        link: the symlink to point to it; None for none.
+        to_delete: path → identity of the old checkpoints.
+        storage: the storage of the checkpoints.
 
     Returns:
-        Those that could not be deleted, which the next save tries again.
+        The checkpoints that could not be deleted. The next save tries again.
     """
-    # A plugin may keep it elsewhere.
+    # A plugin may store the checkpoint elsewhere; then there is nothing to link to.
     if link is not None and os.path.lexists(written):
         _point(link, written)
-    return delete_each(doomed, place)
+    return delete_each(to_delete, storage)
 
 
 def notify_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
-    """Notifies the loggers that a checkpoint is committed; on the first rank, which writes."""
+    """Notifies the loggers on rank 0, the only rank that logs, that a checkpoint is committed."""
     for logger in trainer.loggers if trainer.is_global_zero else ():
         logger.after_save_checkpoint(checkpoint)
 
 
 def report_of(checkpoint: ModelCheckpoint, path: str, step: int, ranks: bool, verb: str) -> str:
-    """The line that `verbose=True` prints of a checkpoint that is saved."""
+    """Returns the line that `verbose=True` prints for a save."""
     monitor, score, best = checkpoint.monitor, checkpoint.current_score, checkpoint.save_top_k
     if monitor is None or score is None:
         return f"step {step}: {verb} {path}"
-    place = "not among the best" if not ranks else f"among the best {best}" if best > 0 else "kept"
-    return f"step {step}: {monitor} = {float(score):.5f}, {place}: {verb} {path}"
+    rank = "not among the best" if not ranks else f"among the best {best}" if best > 0 else "kept"
+    return f"step {step}: {monitor} = {float(score):.5f}, {rank}: {verb} {path}"
 
 
-def delete_each(doomed: Mapping[str, str | None], place: Folders) -> dict[str, str | None]:
-    """Deletes checkpoints, unless another run has used the name for another one; returns those that it could not."""
-    left: dict[str, str | None] = {}
-    for path, who in doomed.items():
-        if who is None or place.identity(path) != who:
+def delete_each(to_delete: Mapping[str, str | None], storage: FolderStorage) -> dict[str, str | None]:
+    """Deletes checkpoints, and returns those that could not be deleted.
+
+    A checkpoint whose identity has changed is left alone: another run has reused its name.
+    """
+    remaining: dict[str, str | None] = {}
+    for path, saved_identity in to_delete.items():
+        if saved_identity is None or storage.identity(path) != saved_identity:
             continue
         try:
-            place.delete(path)
+            storage.delete(path)
         except CheckpointError as error:
             warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
-            left[path] = who
-    return left
+            remaining[path] = saved_identity
+    return remaining
 
 
 def _point(link: Path, written: str) -> None:
-    """Points the link to a checkpoint, atomically; leaves a folder of that name alone."""
+    """Points the symlink to a checkpoint, atomically. An existing file or folder of that name is left alone."""
     if os.path.lexists(link) and not link.is_symlink():
         return
     new = staging.sibling(link, "tmp")
@@ -155,5 +156,5 @@ def _point(link: Path, written: str) -> None:
         os.symlink(os.path.relpath(written, link.parent), new, target_is_directory=True)
         os.replace(new, link)
     except OSError:
-        # The file system has no links: the checkpoint itself is kept, and ckpt_path="last" finds it.
+        # The file system has no symlinks. The checkpoint itself is kept, and ckpt_path="last" still finds it.
         new.unlink(missing_ok=True)

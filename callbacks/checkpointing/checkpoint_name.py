@@ -1,4 +1,4 @@
-"""Names of checkpoints: templates with epoch, step and metrics in them."""
+"""Checkpoint names: templates with fields for the epoch, the step and metrics."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ def metrics_in(template: str) -> set[str]:
 
 
 def check_template(template: object) -> None:
-    """Refuses a template that cannot become a checkpoint's name, or a path to it.
+    """Checks that a template can become a checkpoint's name, or a path to it.
 
     Raises:
-        ConfigurationError: if it is empty, leads out of its folder, or has a field that cannot be formatted.
+        ConfigurationError: if the template is empty, leads out of its folder, or has an invalid field.
     """
     if not isinstance(template, str) or not template:
         raise ConfigurationError(
-            f"filename={template!r}: give a template such as '{{epoch}}-{{val_loss:.2f}}', or None."
+            f"filename={template!r}: use a template such as '{{epoch}}-{{val_loss:.2f}}', or None."
         )
     plain = _FIELD.sub("", template)
     if "\\" in plain or any(part in ("", ".", "..") for part in folders_in(template)):
         raise ConfigurationError(
-            f"filename={template!r} is not a path below dirpath: separate folders by single slashes, such as "
-            "'fold-1/{epoch}', and put others in dirpath."
+            f"filename={template!r} is not a path below dirpath: separate folders with single slashes, as in "
+            "'fold-1/{epoch}', and put parent folders in dirpath."
         )
     if "{" in plain or "}" in plain:
-        raise ConfigurationError(f"filename={template!r} has a brace without its partner: write fields like {{epoch}}.")
+        raise ConfigurationError(f"filename={template!r} has an unmatched brace: write fields as {{epoch}}.")
     for name, spec in _FIELD.findall(template):
         try:
             format(0 if name in COUNTERS else 0.0, spec)
         except ValueError as error:
             raise ConfigurationError(
-                f"filename={template!r}: {spec!r} cannot format {name!r} ({error}): use a format like {{val_loss:.2f}}."
+                f"filename={template!r}: {spec!r} cannot format {name!r} ({error}). Write it as in {{val_loss:.2f}}."
             ) from None
 
 
 def folders_in(template: str) -> list[str]:
-    """Splits a template at its slashes, ignoring those inside fields, such as in the name of a metric.
+    """Splits a template at its slashes, except for slashes inside fields (in the name of a metric).
 
     Example:
         >>> folders_in("fold-1/{epoch}-{val/loss:.2f}")
@@ -62,12 +62,12 @@ def folders_in(template: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class NameStyle:
-    """How the names of checkpoints are put together.
+    """The separators and the extension of checkpoint names.
 
     Args:
-        equals: between the name of a field and its value; None writes the value alone.
-        join: before a version, and after a prefix.
-        extension: the end of every name.
+        equals: the separator between the name of a field and its value; None writes the value alone.
+        join: the separator before a version and after a prefix.
+        extension: the suffix of every name.
 
     Example:
         >>> NameStyle(equals="_", extension=".ckpt").name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25}, 1)
@@ -79,15 +79,15 @@ class NameStyle:
     extension: str = ""
 
     def check(self, template: object) -> None:
-        """Refuses characters, an end or a template that cannot become a checkpoint's name.
+        """Checks that separators, extension and template make valid checkpoint names.
 
         Raises:
-            ConfigurationError: names what cannot.
+            ConfigurationError: names the invalid one.
         """
         names = {"CHECKPOINT_EQUALS_CHAR": self.equals or "", "CHECKPOINT_JOIN_CHAR": self.join}
         for name, value in {**names, "FILE_EXTENSION": self.extension}.items():
             if not isinstance(value, str) or "/" in value or "\\" in value:
-                raise ConfigurationError(f"{name}={value!r}: give a string without slashes.")
+                raise ConfigurationError(f"{name}={value!r}: use a string without slashes.")
         check_template(template)
 
     def name(
@@ -98,17 +98,17 @@ class NameStyle:
         return self.join.join(part for part in parts if part) + self.extension
 
     def numbered(self, name: str, version: int) -> str:
-        """A name that `name` returned, with a version."""
+        """Adds a version to a name that `name` returned."""
         return f"{name.removesuffix(self.extension)}{self.join}v{version}{self.extension}"
 
 
 def format_name(template: str, values: Mapping[str, float], equals: str | None = "=") -> str:
-    """Fills in a template. A metric that is not logged yet is written as `none`, with a warning.
+    """Fills in a template. A metric that was not logged is written as `none`, with a warning.
 
     Args:
-        template: such as "{epoch}-{val_loss:.2f}".
-        values: numbers by name, including "epoch" and "step".
-        equals: between the name of a field and its value; None writes the value alone.
+        template: a template such as "{epoch}-{val_loss:.2f}".
+        values: the value of each field by name, including "epoch" and "step".
+        equals: the separator between the name of a field and its value; None writes the value alone.
 
     Example:
         >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25})
@@ -125,7 +125,7 @@ def format_name(template: str, values: Mapping[str, float], equals: str | None =
                 stacklevel=4,
             )
             text = "none"
-        # A slash in the template makes a folder; one in the name of a metric does not.
+        # Only slashes of the template itself separate folders.
         return re.sub(r"[/\\]", "_", text if equals is None else f"{name}{equals}{text}")
 
     return _FIELD.sub(fill, template)

@@ -1,4 +1,4 @@
-"""States of Lightning's callbacks, as the callbacks of the same names here save them."""
+"""Translates the states of Lightning's callbacks to those of Leyden's callbacks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from leyden.callbacks.weight_averaging import WeightAveraging
 from leyden.strategies.saved_state import SavedState
 
 REASONS = ("not_stopped", "stopping_threshold", "divergence_threshold", "patience_exhausted", "non_finite_metric")
-"""Lightning's numbers for `EarlyStoppingReason`."""
-SWA_LEFT = "it has begun to average, which Lightning does as an epoch starts, and Leyden as it ends"
+"""Lightning's `EarlyStoppingReason`, by number."""
+SWA_LEFT = "it has begun to average; Lightning averages at the start of an epoch, Leyden at the end"
 
 
 @dataclass
 class LightningStates:
-    """The states of callbacks in a `.ckpt`.
+    """The states of callbacks in a `.ckpt` file of Lightning.
 
     Args:
-        file: what the file holds.
-        name: of the file.
+        file: the content of the file.
+        name: the name of the file.
 
     Attributes:
-        found: state by the `state_key` of the callback here that takes it.
-        left: the names of those that nobody takes, each with the reason.
-        values: what the ModelCheckpoint that saved the file monitored, by its name.
-        seconds: of training so far, by a Timer; 0 without one.
-        groups: names of the parameters in the groups of each optimizer, where a finetuning callback recorded them.
+        found: the translated states, by the `state_key` of the callback that loads them.
+        left: the names of the states that no callback loads, each with the reason.
+        values: the monitored value that was current when the file was saved, by its metric's name.
+        seconds: the training time so far, from the state of a Timer; 0 without one.
+        groups: the parameter names of each group of each optimizer, if a finetuning callback recorded them.
     """
 
     file: Mapping[str, Any]
@@ -49,50 +49,51 @@ class LightningStates:
     seconds: float = 0.0
     groups: dict[int, list[list[str]]] = field(default_factory=dict)
 
-    def give(self, callbacks: Sequence[Callback]) -> None:
-        """Finds for each callback the state of Lightning's callback of its class, and for those of several of a class
-        that of the same arguments.
+    def match(self, callbacks: Sequence[Callback]) -> None:
+        """Matches each state to a callback of its class and translates it; among several, by their arguments.
 
         Raises:
-            StateError: if Lightning cannot have written an entry; names it.
+            StateError: names an entry that Lightning cannot have written.
         """
         saved = SavedState(self.file.get("callbacks") or {}, "callbacks")
-        self._note_values([state for state in saved.entries.values() if isinstance(state, Mapping)])
+        self._record_values([state for state in saved.entries.values() if isinstance(state, Mapping)])
         for key in saved.entries:
             if not saved.entries[key]:
                 continue
             name = _class_name(key)
             state = SavedState(saved.entries[key], f"callbacks[{name}]")
-            self._note(name, state)
-            free = [one for one in callbacks if _is_of(one, name) and one.state_key not in self.found]
-            if not free:
+            self._record_time_and_groups(name, state)
+            unmatched = [
+                callback for callback in callbacks if _is_of(callback, name) and callback.state_key not in self.found
+            ]
+            if not unmatched:
                 self.left[f"the state of {name}"] = "this fit has no such callback"
                 continue
-            callback = max(free, key=lambda one: _likeness(one, str(key)))
-            translated = _translated(callback, state, self.file)
+            callback = max(unmatched, key=lambda candidate: _similarity(candidate, str(key)))
+            translated = _translate(callback, state, self.file)
             if isinstance(translated, str):
                 self.left[f"the state of {name}"] = translated
             elif translated:
                 self.found[callback.state_key] = translated
 
-    def _note_values(self, states: list[Mapping[str, Any]]) -> None:
-        """Finds the value that was logged before the file was saved; that of another ModelCheckpoint may be older."""
+    def _record_values(self, states: list[Mapping[str, Any]]) -> None:
+        """Records the monitored value of the ModelCheckpoint that saved the file. Those of others may be older."""
         scored = [state for state in states if isinstance(state.get("current_score"), Tensor) and state.get("monitor")]
-        own = [state for state in scored if self.name in map(os.path.basename, _paths_in(state))]
-        for state in own or (scored if len(scored) == 1 else []):
+        savers = [state for state in scored if self.name in map(os.path.basename, _paths_in(state))]
+        for state in savers or (scored if len(scored) == 1 else []):
             self.values[str(state["monitor"])] = state["current_score"].detach().clone()
 
-    def _note(self, name: str, state: SavedState) -> None:
+    def _record_time_and_groups(self, name: str, state: SavedState) -> None:
         if name == "Timer":
             self.seconds = state.nested("time_elapsed").number("train", 0.0, least=0.0, most=1e12)
         recorded: Mapping[Any, Any] = state.nested("internal_optimizer_metadata", {}).entries
         for number, groups in recorded.items():
             entries = [SavedState(group, f"{state.where}.internal_optimizer_metadata") for group in groups]
-            self.groups[number] = [[str(one) for one in group.items("params")] for group in entries]
+            self.groups[number] = [[str(parameter) for parameter in group.items("params")] for group in entries]
 
 
 def _paths_in(state: Mapping[str, Any]) -> list[str]:
-    """The files that a ModelCheckpoint of Lightning's has saved last."""
+    """Returns the paths in the state of a ModelCheckpoint of Lightning."""
     ranked = state.get("best_k_models")
     paths = [
         *(ranked if isinstance(ranked, Mapping) else ()),
@@ -103,7 +104,8 @@ def _paths_in(state: Mapping[str, Any]) -> list[str]:
 
 
 def _class_name(key: Any) -> str:
-    """The class in a key such as `EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}`; before 1.5 it was the key."""
+    """Returns the class name in a key such as `EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}`."""
+    # Before Lightning 1.5 the key was the class itself.
     return str(getattr(key, "__qualname__", key)).partition("{")[0]
 
 
@@ -111,21 +113,24 @@ def _is_of(callback: Callback, name: str) -> bool:
     return any(cls.__qualname__ == name for cls in type(callback).__mro__) or callback.state_key == name
 
 
-def _likeness(callback: Callback, key: str) -> int:
-    """How many of the arguments in a key the callback has, too; a callback of the very class comes before others."""
+def _similarity(callback: Callback, key: str) -> int:
+    """Returns a score for how well a callback matches a key: twice the equal arguments, plus 1 for the exact class."""
     name, brace, rest = key.partition("{")
     try:
         arguments = ast.literal_eval(brace + rest) if brace else {}
     except (ValueError, SyntaxError):
         arguments = {}
     missing = object()
-    pairs = [(getattr(callback, f"_{one}", getattr(callback, one, missing)), value) for one, value in arguments.items()]
-    same = sum((here or None) == (there or None) for here, there in pairs if here is not missing)
-    return 2 * same + (type(callback).__qualname__ == name)
+    pairs = [
+        (getattr(callback, f"_{argument}", getattr(callback, argument, missing)), value)
+        for argument, value in arguments.items()
+    ]
+    equal = sum((own or None) == (value or None) for own, value in pairs if own is not missing)
+    return 2 * equal + (type(callback).__qualname__ == name)
 
 
-def _translated(callback: Callback, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The state as the callback here saves it; the reason where it has none; the very state for a user's own."""
+def _translate(callback: Callback, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Returns the state in Leyden's form, or the reason why there is none. A user's callback gets it unchanged."""
     for kind, translate in TABLE:
         if isinstance(callback, kind):
             return translate(callback, state, file)
@@ -133,14 +138,15 @@ def _translated(callback: Callback, state: SavedState, file: Mapping[str, Any]) 
 
 
 def _of_checkpoint(callback: ModelCheckpoint, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
-    current = _number(state, "current_score")
-    there, here = state.entries.get("dirpath"), callback.dirpath
-    if not isinstance(there, str) or here is None or os.path.realpath(there) != os.path.realpath(here):
+    saved_folder, folder = state.entries.get("dirpath"), callback.dirpath
+    current_score = _number(state, "current_score")
+    is_same = isinstance(saved_folder, str) and os.path.realpath(saved_folder) == os.path.realpath(folder or "")
+    if folder is None or not is_same:
         if state.entries.get("best_model_path") or state.entries.get("last_model_path"):
-            return f"its files are in {there}, and this fit saves in {here}: give that as dirpath to rank them too"
+            return f"its files are in {saved_folder}, but this fit saves in {folder}: set dirpath to rank them too"
         return {}
     names = {
-        key: _inside(state.text(key, ""), here)
+        key: _inside(state.text(key, ""), folder)
         for key in ("best_model_path", "last_model_path")
         if state.entries.get(key)
     }
@@ -148,12 +154,12 @@ def _of_checkpoint(callback: ModelCheckpoint, state: SavedState, file: Mapping[s
     scores = {
         name: float(score)
         for path, score in state.nested("best_k_models", {}).entries.items()
-        if (name := _inside(path, here)) is not None
+        if (name := _inside(path, folder)) is not None
     }
     return {
-        "dirpath": here,
+        "dirpath": folder,
         "best_model_score": _number(state, "best_model_score"),
-        "current_score": current,
+        "current_score": current_score,
         "best_k_models": scores,
         "recent": [best] if state.is_none("monitor") and best else [],
         **{key: name for key, name in names.items() if name is not None},
@@ -161,7 +167,7 @@ def _of_checkpoint(callback: ModelCheckpoint, state: SavedState, file: Mapping[s
 
 
 def _inside(path: str, folder: str) -> str | None:
-    """The name of a checkpoint within a folder; None if it is elsewhere."""
+    """Returns the path of a checkpoint relative to a folder; None if it lies outside."""
     relative = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
     return None if relative.startswith(os.pardir) else relative
 
@@ -172,12 +178,12 @@ def _number(state: SavedState, key: str) -> float | None:
 
 def _of_stopping(callback: EarlyStopping, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any]:
     reason = state.integer("stopping_reason", 0, least=0, most=len(REASONS) - 1)
-    own = callback.state_dict()
-    # As after any change of an argument, a run that it had stopped goes on with more patience.
-    same = state.integer("patience", callback.patience) == callback.patience
+    current = callback.state_dict()
+    # A different patience counts as changed arguments, so a run that was stopped continues.
+    is_unchanged = state.integer("patience", callback.patience) == callback.patience
     return {
-        **own,
-        "arguments": own["arguments"] if same else None,
+        **current,
+        "arguments": current["arguments"] if is_unchanged else None,
         "wait_count": state.integer("wait_count", least=0),
         "stopped_epoch": state.integer("stopped_epoch", 0, least=0),
         "best_score": torch.as_tensor(state.value("best_score")).detach().clone(),
@@ -204,7 +210,7 @@ def _of_swa(callback: StochasticWeightAveraging, state: SavedState, file: Mappin
 
 
 def _of_finetuning(callback: BaseFinetuning, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any]:
-    """Its groups are restored with the optimizer's state."""
+    # The parameter groups are restored with the optimizer's state.
     if not isinstance(callback, BackboneFinetuning):
         return {key: value for key, value in state.entries.items() if key != "internal_optimizer_metadata"}
     groups = len((state.entries.get("internal_optimizer_metadata") or {}).get(0, ()))
@@ -213,7 +219,7 @@ def _of_finetuning(callback: BaseFinetuning, state: SavedState, file: Mapping[st
 
 
 CURRENT = "current_model_state"
-"""The entry of the weights that are trained, where a callback had its averages in their place."""
+"""The file's entry with the trained weights, if an averaging callback had replaced them by its averages."""
 TABLE: list[tuple[type[Callback], Callable[[Any, SavedState, Mapping[str, Any]], dict[str, Any] | str]]] = [
     (ModelCheckpoint, _of_checkpoint),
     (EarlyStopping, _of_stopping),
@@ -222,4 +228,4 @@ TABLE: list[tuple[type[Callback], Callable[[Any, SavedState, Mapping[str, Any]],
     (StochasticWeightAveraging, _of_swa),
     (BaseFinetuning, _of_finetuning),
 ]
-"""Callbacks whose state has another form here than in Lightning."""
+"""Translations for the callbacks whose state differs between Lightning and Leyden."""

@@ -1,4 +1,4 @@
-"""ModelCheckpoint, a callback that decides when checkpoints are saved, how they are named, and which ones are kept."""
+"""ModelCheckpoint, the callback that decides when to save checkpoints, how to name them, and which ones to keep."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.checkpoint_arguments import check_arguments, triggers
-from leyden.callbacks.checkpointing.checkpoint_books import number_of, read_books, score_of, write_scores
 from leyden.callbacks.checkpointing.checkpoint_commit import (
-    Folders,
-    Following,
+    BackgroundSave,
+    FolderStorage,
     after_commit,
     delete_each,
-    kept_in,
     notify_loggers,
     report_of,
+    storage_of,
 )
 from leyden.callbacks.checkpointing.checkpoint_name import NameStyle, folders_in, metrics_in
 from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
+from leyden.callbacks.checkpointing.saved_ranking import number_of, read_ranking, score_of, write_scores
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.arguments.given import checks_names
@@ -42,57 +42,57 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
-# Attributes that a failed save must not change.
 RANKING = (
     *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
-    *("_recent", "_doomed", "_saved_step", "_saved_batch", "_saved_at"),
+    *("_recent", "_to_delete", "_saved_step", "_saved_batch", "_saved_at"),
 )
+"""Attributes that a failed save must leave unchanged."""
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints during fit, and keeps the best or the newest ones.
+    """Saves checkpoints during fit and keeps the best or the newest ones.
 
-    A checkpoint is a folder. An old one is deleted only after the new one is committed. Each checkpoint holds the
-    ranking, itself included, so a resumed run ranks and deletes like an uninterrupted one. Checkpoints of other runs in
-    the same folder are neither ranked nor deleted.
+    A checkpoint is a folder. An old checkpoint is deleted only after the new one is committed. Each checkpoint includes
+    the ranking with itself in it, so a resumed run ranks and deletes exactly as an uninterrupted run does. Other runs'
+    checkpoints in the same folder are neither ranked nor deleted.
 
     Args:
-        dirpath: the folder to save in. None for `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
+        dirpath: the folder to save in. None: `checkpoints` in the Trainer's `default_root_dir`, with any logger.
         filename: template of the name, with `{epoch}`, `{step}` and logged metrics, such as "{epoch}-{val_loss:.2f}".
-            None for "{epoch}-{step}". A `/` makes a folder, as in "fold-1/{epoch}"; in the name of a metric it becomes
+            None: "{epoch}-{step}". A `/` creates a subfolder, as in "fold-1/{epoch}"; in a metric's name it becomes
             `_`.
         monitor: the metric to rank by. None keeps the newest checkpoints.
-        verbose: print what is saved.
-        save_last: also keep the newest checkpoint, even if it is not among the best, save at the end of the run (Ctrl-C
-            included), and point the link `last` to it if the file system has links. "link" means the same.
-        save_top_k: the number of checkpoints to keep; -1 for all, 0 for none (except `save_last`'s).
-        save_on_exception: also save when fit ends with an exception, under the same template.
-        save_weights_only: leave out optimizers, progress and random numbers; such a checkpoint cannot be resumed.
-        mode: "min" if a smaller metric is better, "max" if a larger one is. nan ranks as the worst.
+        verbose: print a line for each save.
+        save_last: also keep the newest checkpoint even if it is not among the best, save at the end of the run (Ctrl-C
+            included), and point a symlink `last` to it where symlinks are supported. "link" is a synonym for True.
+        save_top_k: the number of checkpoints to keep; -1 for all, 0 for none (except the one of `save_last`).
+        save_on_exception: also save when fit ends with an exception; the name follows `filename`.
+        save_weights_only: omit optimizers, progress and random number states. Such a checkpoint cannot be resumed.
+        mode: "min" if lower values of the metric are better, "max" if higher values are. nan ranks worst.
         auto_insert_metric_name: "{epoch}" becomes `epoch=3`; otherwise `3`.
-        every_n_train_steps: save after every n-th optimizer step; 0 for never. With a `monitor` and a validation due
-            after the same step, save after that validation.
-        train_time_interval: save when this much time has passed since the last save: a timedelta, "DD:HH:MM:SS" or a
-            dict.
-        every_n_epochs: save in every n-th epoch; 0 for never. 1 if none of these three is given; at most one may be.
-        save_on_train_epoch_end: save at the end of training epochs instead of validations, for `every_n_epochs`. None:
-            at the end of epochs if each ends with its only validation, or there is no validation.
-        enable_version_counter: append `-v1` and so on to a name that is taken; False replaces what is there.
-        save_on_each_node: each machine keeps whole checkpoints of its own. fit requires this on machines that share no
-            folder; if they share one, it changes nothing.
-        asynchronous: a thread writes checkpoints beside the training; see docs/checkpoints.md. The paths below are
-            known before it is done, and old checkpoints are deleted after it. None for what the Trainer's plugins say.
+        every_n_train_steps: save after every n-th optimizer step; 0 for never. With a `monitor`, a save due at the same
+            step as a validation waits for that validation.
+        train_time_interval: minimum time between saves, as a timedelta, "DD:HH:MM:SS" or a dict.
+        every_n_epochs: save in every n-th epoch; 0 for never. At most one of these three may be given; with none of
+            them, it is 1.
+        save_on_train_epoch_end: with `every_n_epochs`, save at the end of training epochs instead of after validations.
+            None: at the end of epochs if there is no validation, or if each epoch ends with its only validation.
+        enable_version_counter: append `-v1`, `-v2`, … to a taken name. False overwrites the existing checkpoint.
+        save_on_each_node: keep a complete set of checkpoints on each machine. fit requires this if the machines do not
+            share the folder; if they do, it has no effect.
+        asynchronous: write checkpoints in a background thread; see docs/checkpoints.md. The paths below are set when
+            the save starts; old checkpoints are deleted once it is committed. None: decided by the Trainer's plugins.
 
     Raises:
-        ConfigurationError: for an invalid argument or combination; at a save if `monitor` was never logged.
-        CheckpointError: if a checkpoint cannot be written. The previous ones stay whole.
+        ConfigurationError: for an invalid argument or combination; at a save, if `monitor` was never logged.
+        CheckpointError: if a checkpoint cannot be written. Earlier checkpoints stay intact.
 
     Attributes:
-        best_model_path: the best checkpoint kept (without `monitor`: the newest); "" if there is none.
-        best_model_score: its score, a 0-d tensor, or None.
+        best_model_path: the best checkpoint kept (the newest without a `monitor`); "" if there is none.
+        best_model_score: its score, a 0-d tensor; None if there is none.
         last_model_path: the newest checkpoint; "" if there is none.
-        current_score: the last score seen, saved or not.
-        best_k_models: path → score of the checkpoints that are kept for their score.
+        current_score: the most recent score, whether or not a checkpoint was saved with it.
+        best_k_models: path → score of the checkpoints kept for their score.
 
     Example:
         >>> checkpoint = ModelCheckpoint(filename="{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max", save_top_k=3)
@@ -103,7 +103,7 @@ class ModelCheckpoint(Callback):
     order: ClassVar[int] = 200
     state_per_rank = False
     CHECKPOINT_NAME_LAST = "last"
-    """Template of the link's name."""
+    """Template for the name of the symlink to the newest checkpoint."""
     CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, FILE_EXTENSION, STARTING_VERSION = "-", "=", "", 1
 
     @checks_names
@@ -129,7 +129,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
-        self.dirpath, self._place = self._given_dirpath, Folders()
+        self.dirpath, self._storage = self._given_dirpath, FolderStorage()
         self.filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
         self.monitor = monitor
         self.verbose = verbose
@@ -143,18 +143,18 @@ class ModelCheckpoint(Callback):
         self.enable_version_counter = enable_version_counter
         self.save_on_each_node = save_on_each_node
         self.asynchronous = asynchronous
-        self._following: Following | None = None
-        """Its own save that a thread writes; None once that is known to be done."""
-        self._is_unreported = False
-        """Such a save is committed, and the loggers have not been notified."""
+        self._background_save: BackgroundSave | None = None
+        """The last asynchronous save until its outcome is recorded; else None."""
+        self._loggers_due = False
+        """True if an asynchronous save is committed but the loggers have not been notified."""
         self.saves_on_each_node = False
-        """True if the machines of this run share no folder."""
+        """True if the machines of this run do not share the folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
         self._every_n_train_steps, self._every_n_epochs, self._interval = triggers(
             every_n_train_steps, every_n_epochs, train_time_interval
         )
-        self._asked: Callable[[], list[bool]] | None = None
-        """Returns whether a save is due by time, as the first rank decided at the end of the last window."""
+        self._time_flag: Callable[[], list[bool]] | None = None
+        """Returns rank 0's decision, at the end of the previous window, whether a save is due by time."""
         self.load_state_dict({})
 
     @property
@@ -171,34 +171,34 @@ class ModelCheckpoint(Callback):
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Writes `best_k_models` to a file; by default to `best_k_models.yaml` in the folder of the checkpoints."""
+        """Writes `best_k_models` as YAML; by default to `best_k_models.yaml` in the checkpoint folder."""
         write_scores(self.best_k_models, filepath, self.dirpath)
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst checkpoint kept for its score, once `save_top_k` are kept (-1: at any time); "" before."""
-        full = self.save_top_k != 0 and len(self.best_k_models) >= max(1, self.save_top_k)
-        return self._worst_of(self.best_k_models) if full else ""
+        """The worst of the ranked checkpoints; "" while fewer than `save_top_k` are kept (for -1: while none is)."""
+        is_full = self.save_top_k != 0 and len(self.best_k_models) >= max(1, self.save_top_k)
+        return self._worst_of(self.best_k_models) if is_full else ""
 
     @property
     def kth_value(self) -> Tensor:
-        """The score of `kth_best_model_path`, which a new checkpoint must beat unless all are kept."""
+        """The score of `kth_best_model_path`, which a new checkpoint must beat unless `save_top_k` is -1."""
         path = self.kth_best_model_path
         return self.best_k_models[path] if path else torch.tensor(math.inf if self.mode == "min" else -math.inf)
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between saves; 0 for none."""
+        """Epochs between saves; 0 for never."""
         return self._every_n_epochs
 
     @property
     def depth(self) -> int:
-        """Levels of folders that `filename` makes below `dirpath`."""
+        """Number of subfolder levels in `filename`."""
         return len(folders_in(self.filename)) - 1
 
     # state ------------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        self._settle()
+        self._record_background_save()
         return {
             "dirpath": self.dirpath,
             "best_model_path": self._relative(self.best_model_path),
@@ -207,44 +207,44 @@ class ModelCheckpoint(Callback):
             "last_model_path": self._relative(self.last_model_path),
             "best_k_models": {self._relative(path): float(score) for path, score in self.best_k_models.items()},
             "recent": [self._relative(path) for path in self._recent],
-            "doomed": {self._relative(path): who for path, who in self._doomed.items()},
+            "doomed": {self._relative(path): identity for path, identity in self._to_delete.items()},
             "saved_step": self._saved_step,
             "saved_batch": self._saved_batch,
             "seconds_since_save": None if self._saved_at is None else time.monotonic() - self._saved_at,
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        read_books(state, self.dirpath)
+        read_ranking(state, self.dirpath)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        books = read_books(state, self.dirpath)
-        if books.former is not None:
+        saved = read_ranking(state, self.dirpath)
+        if saved.previous_folder is not None:
             warnings.warn(
-                f"checkpoints were saved in {books.former}, and are now saved in {self.dirpath}: the earlier ones are "
-                "neither ranked nor deleted.",
+                f"earlier checkpoints of this run are in {saved.previous_folder}, and new ones go to {self.dirpath}. "
+                "The earlier ones are neither ranked nor deleted.",
                 stacklevel=2,
             )
-        self.best_model_path = books.best_model_path
-        self.best_model_score = score_of(books.best_model_score)
-        self.current_score = score_of(books.current_score)
-        self.last_model_path = books.last_model_path
-        # Checkpoints that were deleted since, by hand or by another run, are no longer ranked.
+        self.best_model_path = saved.best_model_path
+        self.best_model_score = score_of(saved.best_model_score)
+        self.current_score = score_of(saved.current_score)
+        self.last_model_path = saved.last_model_path
+        # Checkpoints that the user or another run has deleted since the save leave the ranking.
         self.best_k_models: dict[str, Tensor] = {
             path: torch.tensor(score, dtype=torch.float64)
-            for path, score in books.ranked.items()
-            if self._place.exists(path)
+            for path, score in saved.ranked.items()
+            if self._storage.exists(path)
         }
-        self._recent: list[str] = [path for path in books.recent if self._place.exists(path)]
-        self._doomed: dict[str, str | None] = dict(books.doomed)
-        self._saved_step, self._saved_batch = books.saved_step, books.saved_batch
+        self._recent: list[str] = [path for path in saved.recent if self._storage.exists(path)]
+        self._to_delete: dict[str, str | None] = dict(saved.to_delete)
+        self._saved_step, self._saved_batch = saved.saved_step, saved.saved_batch
         self._seen_step = 0
-        ago = books.seconds_since_save
-        self._saved_at: float | None = None if ago is None else time.monotonic() - ago
+        age = saved.seconds_since_save
+        self._saved_at: float | None = None if age is None else time.monotonic() - age
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps the ranking: all of its checkpoints are there, and their scores were those of their weights."""
+        """Keeps the current ranking: its checkpoints still exist, and each score still belongs to its weights."""
         self._seen_step = step
-        # The step comes again, with other weights.
+        # Steps after the checkpoint run again with different weights, so they must be saved again.
         self._saved_step = -1 if self._saved_step > step else self._saved_step
 
     def _relative(self, path: str) -> str:
@@ -253,13 +253,13 @@ class ModelCheckpoint(Callback):
 
     # when -------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        chosen, self._place = self.folder_of(trainer), kept_in(trainer)
-        self.dirpath = chosen if self.saves_on_each_node else trainer.strategy.ranks.broadcast(chosen)
+        folder, self._storage = self.folder_of(trainer), storage_of(trainer)
+        self.dirpath = folder if self.saves_on_each_node else trainer.strategy.ranks.broadcast(folder)
         if stage == "fit" and not trainer.fast_dev_run:
             self._ranks(trainer).keep(self._make_folder)
 
     def saves_within(self, trainer: Trainer) -> bool:
-        """Returns True if it saves checkpoints that can be resumed before the fit ends, as far as is known."""
+        """Returns True if this callback is expected to save resumable checkpoints before the fit ends."""
         if self.save_weights_only or not (self.save_top_k or self.save_last):
             return False
         if self._every_n_train_steps:
@@ -269,40 +269,40 @@ class ModelCheckpoint(Callback):
         return self._every_n_epochs > 0 or self._interval is not None
 
     def folder_of(self, trainer: Trainer) -> str:
-        """Returns the folder it saves in during a run of this Trainer."""
+        """Returns the folder in which a run of this Trainer saves checkpoints."""
         return self.folder_below(trainer.default_root_dir)
 
     def folder_below(self, root: str) -> str:
-        """Returns the folder it saves in during a run whose `default_root_dir` this is."""
+        """Returns the folder in which a run with this `default_root_dir` saves checkpoints."""
         return self._given_dirpath or os.path.abspath(os.path.join(root, "checkpoints"))
 
     def _ranks(self, trainer: Trainer) -> CheckpointRanks:
         return CheckpointRanks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
 
     def _make_folder(self) -> None:
-        """Makes the folder at the start, so that a failure is reported now and not after the first epoch."""
+        """Creates the folder up front, so a failure surfaces before training and not after the first epoch."""
         assert self.dirpath is not None
         try:
             os.makedirs(self.dirpath, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(self.dirpath, f"cannot be made: {error.strerror}. Choose another dirpath.") from error
+            raise CheckpointError(self.dirpath, f"cannot be created ({error.strerror}). Change dirpath.") from error
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
             self._saved_at = time.monotonic()
         self._seen_step = trainer.global_step
         if self._ranks(trainer).is_keeper:
-            self._doomed = delete_each(self._doomed, self._place)
+            self._to_delete = delete_each(self._to_delete, self._storage)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._following is not None and self._following.save.is_done:
+        if self._background_save is not None and self._background_save.save.is_done:
             trainer.finish_saving()
-            self._follow_up(trainer)
+            self._finish_background_save(trainer)
         if not self._every_n_train_steps and self._interval is None:
             return
-        # In manual optimisation a batch may pass without a step.
+        # In manual optimization a batch may end without a step.
         stepped, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
         due = trainer.window.closes and (stepped or not self._every_n_train_steps) and self._is_due_by_step(trainer)
         waits_for_validation = self.monitor is not None and trainer.progress.validation_due
@@ -321,18 +321,18 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._asked is not None:
-            self._asked()
-            self._asked = None
-        self._follow_up(trainer)
+        if self._time_flag is not None:
+            self._time_flag()
+            self._time_flag = None
+        self._finish_background_save(trainer)
         if self.save_last:
-            # Metrics may be older than the weights here, so it is not ranked. Nothing is left to be written beside.
+            # The metrics may be older than the weights, so it is not ranked. No training is left to overlap a write.
             self._save(trainer, may_rank=False, asynchronous=False)
 
     def secure(self, trainer: Trainer) -> bool:
-        """Returns True if the run can be resumed from this very batch by "last" or "auto".
+        """Returns True if `ckpt_path="last"` or "auto" can resume the run from the current batch.
 
-        With `save_last`, which saves the end of a run anyway, it saves now.
+        With `save_last`, which saves at the end of a run anyway, it saves now.
         """
         if self.save_weights_only or self.dirpath != str(trainer.checkpoint_folder):
             return False
@@ -341,13 +341,13 @@ class ModelCheckpoint(Callback):
         return self._saved_batch == trainer.progress.batches
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self._follow_up(trainer)
+        self._finish_background_save(trainer)
         if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
             return
         if not can_save_after(trainer, exception):
             return
         logged, values = trainer.callback_metrics, {}
-        # After a device error nothing can be read back: then the name has no metrics.
+        # After a device error no metric can be read back, and the name goes without them.
         with suppress(Exception):
             values = trainer.read_metrics({name: logged[name] for name in metrics_in(self.filename) if name in logged})
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
@@ -364,9 +364,9 @@ class ModelCheckpoint(Callback):
         due = time.monotonic() - self._saved_at >= self._interval
         if trainer.world_size == 1:
             return due
-        # Clocks differ by rank, so the first rank decides. Nobody waits: its decision is read one window later.
-        is_agreed = self._asked is not None and self._asked()[0]
-        self._asked = trainer.strategy.ranks.exchange_flags([due and trainer.is_global_zero and not is_agreed])
+        # The ranks' clocks differ, so rank 0 decides. To avoid waiting for it, all ranks act one window later.
+        is_agreed = self._time_flag is not None and self._time_flag()[0]
+        self._time_flag = trainer.strategy.ranks.exchange_flags([due and trainer.is_global_zero and not is_agreed])
         return is_agreed
 
     def _is_due_by_epoch(self, trainer: Trainer) -> bool:
@@ -377,30 +377,30 @@ class ModelCheckpoint(Callback):
 
     # what -------------------------------------------------------------------------------------------------------------
     def _save(self, trainer: Trainer, may_rank: bool = True, asynchronous: bool | None = None) -> None:
-        """Saves if the checkpoint would be kept, at most once per batch.
+        """Saves a checkpoint unless it would not be kept, or this batch already has one.
 
         Args:
-            trainer: of the run.
-            may_rank: it may be among the best.
-            asynchronous: None for what this callback was given.
+            trainer: the Trainer of the run.
+            may_rank: whether the checkpoint may enter the ranking.
+            asynchronous: overrides the callback's `asynchronous`; None keeps it.
         """
         if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
             return
         values = self._values(trainer)
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
         if ranks or self.save_last:
-            # One at a time, and the name of the one before is taken once it is there.
+            # Only one save runs at a time, and the previous one must exist before a free name is chosen.
             trainer.finish_saving()
-            self._follow_up(trainer)
+            self._finish_background_save(trainer)
         path = self._path(values, ranks) if ranks or self.save_last else None
-        # Only the first rank is sure to see the folder, so it decides.
-        found = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
-        ranks, name, replaces = trainer.strategy.ranks.broadcast(found)
+        # Only rank 0 is sure to see the folder, so it decides.
+        decision = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
+        ranks, name, replaces = trainer.strategy.ranks.broadcast(decision)
         if name is None:
             return
         path = os.path.join(self.dirpath or "", name)
         asynchronous = self.asynchronous if asynchronous is None else asynchronous
-        with self._rolling_back() as before:
+        with self._restored_on_failure() as ranking_before:
             self._enter(path, trainer, ranks)
             written = str(
                 trainer.save_checkpoint(path, self.save_weights_only, overwrite=replaces, asynchronous=asynchronous)
@@ -412,46 +412,47 @@ class ModelCheckpoint(Callback):
             verb = "saved" if save is None else "saving"
             trainer.print(report_of(self, written, trainer.global_step, ranks, verb))
         if save is not None:
-            self._following = Following(save, written, before, dict(self._doomed), link, is_keeper, self._place)
-            save.follow(self._following.follow)
+            to_delete = dict(self._to_delete)
+            background = BackgroundSave(save, written, ranking_before, to_delete, link, is_keeper, self._storage)
+            save.follow(background.after_commit)
+            self._background_save = background
         else:
-            self._doomed = after_commit(written, link, self._doomed, self._place) if is_keeper else {}
+            self._to_delete = after_commit(written, link, self._to_delete, self._storage) if is_keeper else {}
             notify_loggers(trainer, self)
 
-    def _follow_up(self, trainer: Trainer) -> None:
-        """Follows up the checkpoint that a thread has committed, and informs the loggers."""
-        self._settle()
-        if self._is_unreported:
-            self._is_unreported = False
+    def _finish_background_save(self, trainer: Trainer) -> None:
+        """Records the outcome of a completed background save, and notifies the loggers if it was committed."""
+        self._record_background_save()
+        if self._loggers_due:
+            self._loggers_due = False
             notify_loggers(trainer, self)
 
-    def _settle(self) -> None:
-        """Takes over what has come of a save that a thread wrote, once it is done."""
-        following = self._following
-        if following is None or not following.save.is_done:
+    def _record_background_save(self) -> None:
+        """Updates the ranking with the outcome of a background save; a no-op while the save is in flight."""
+        background = self._background_save
+        if background is None or not background.save.is_done:
             return
-        self._following = None
-        self._is_unreported = following.save.error is None
-        if following.save.error is not None:
-            for name, value in following.before.items():
-                setattr(self, name, value)
+        self._background_save = None
+        self._loggers_due = background.save.error is None
+        if background.save.error is not None:
+            self._restore_ranking(background.ranking_before)
             return
-        self._doomed = following.doomed
-        if str(following.save.path) != following.path:
-            self._rename(following.path, str(following.save.path))
+        self._to_delete = background.to_delete
+        if str(background.save.path) != background.path:
+            self._rename(background.path, str(background.save.path))
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
-        """Returns epoch, step, and the metrics that the name or the ranking needs, in one read-back."""
+        """Returns the epoch, the step and the metrics that the name and the ranking use, with a single read-back."""
         logged = trainer.callback_metrics
         wanted = {*metrics_in(self.filename), *metrics_in(self.CHECKPOINT_NAME_LAST), self.monitor}
         found = {name: logged[name] for name in sorted(logged) if name in wanted}
         values = trainer.read_metrics(found) if found else {}
-        # Ranks must agree on names and ranking, even if each logged its own value.
+        # Ranks must agree on the name and the ranking, even if they logged different values.
         values = dict(trainer.strategy.ranks.broadcast(values))
         return {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
 
     def _score(self, trainer: Trainer, values: Mapping[str, float]) -> float | None:
-        """Returns the monitored value, nan as the worst possible; None if there is nothing to rank by."""
+        """Returns the monitored value, with nan as the worst possible one; None if there is nothing to rank by."""
         if self.monitor is None:
             return None
         if self.monitor not in values:
@@ -465,9 +466,7 @@ class ModelCheckpoint(Callback):
         score = values[self.monitor]
         if math.isnan(score):
             if trainer.is_global_zero:
-                warnings.warn(
-                    f"ModelCheckpoint monitors {self.monitor!r}, which is nan: it ranks as the worst.", stacklevel=4
-                )
+                warnings.warn(f"ModelCheckpoint monitors {self.monitor!r}, which is nan and ranks worst.", stacklevel=4)
             score = math.inf if self.mode == "min" else -math.inf
         self.current_score = torch.tensor(score, dtype=torch.float64)
         return score
@@ -486,8 +485,8 @@ class ModelCheckpoint(Callback):
 
     # the ranking ------------------------------------------------------------------------------------------------------
     def _enter(self, path: str, trainer: Trainer, ranks: bool) -> None:
-        """Ranks a checkpoint that is about to be written, and marks those it replaces for deletion."""
-        before = self.kept_checkpoints()
+        """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
+        kept_before = self.kept_checkpoints()
         if ranks and self.monitor is None:
             self._recent = [*(old for old in self._recent if old != path), path]
             if self.save_top_k > 0:
@@ -503,13 +502,11 @@ class ModelCheckpoint(Callback):
         self.last_model_path = path
         self._saved_step, self._saved_batch = trainer.global_step, trainer.progress.batches
         self._saved_at = time.monotonic()
-        kept = self.kept_checkpoints()
-        for old in before:
-            if old not in kept:
-                self._doomed[old] = self._place.identity(old)
+        for old in kept_before - self.kept_checkpoints():
+            self._to_delete[old] = self._storage.identity(old)
 
     def kept_checkpoints(self) -> set[str]:
-        """Returns the paths of all checkpoints that it keeps."""
+        """Returns the paths of all checkpoints that this callback keeps."""
         newest = {self.last_model_path} if self.save_last and self.last_model_path else set()
         return {*self.best_k_models, *self._recent} | newest
 
@@ -517,12 +514,12 @@ class ModelCheckpoint(Callback):
         return (min if self.mode == "min" else max)(scores, key=lambda path: float(scores[path]))
 
     def _worst_of(self, scores: Mapping[str, Tensor]) -> str:
-        # Among equals the newer counts as worse, so that the first one keeps its place.
+        # Of equal scores the newer counts as worse, so the older checkpoint is kept.
         newest_first = list(scores)[::-1]
         return (max if self.mode == "min" else min)(newest_first, key=lambda path: float(scores[path]))
 
     def _rename(self, path: str, written: str) -> None:
-        """Records the actual path, if another process took the name between our check and the commit."""
+        """Replaces `path` with the path written, if another process took the name between our check and the commit."""
         self.best_k_models = {written if key == path else key: score for key, score in self.best_k_models.items()}
         self._recent = [written if key == path else key for key in self._recent]
         self.last_model_path = written
@@ -530,15 +527,18 @@ class ModelCheckpoint(Callback):
             self.best_model_path = written
 
     @contextmanager
-    def _rolling_back(self) -> Iterator[dict[str, Any]]:
-        """Restores the ranking if the save in this block fails; gives what it was."""
+    def _restored_on_failure(self) -> Iterator[dict[str, Any]]:
+        """Restores the ranking if the block raises. Yields the ranking as it was."""
         before = {name: copy.copy(getattr(self, name)) for name in RANKING}
         try:
             yield before
         except BaseException:
-            for name, value in before.items():
-                setattr(self, name, value)
+            self._restore_ranking(before)
             raise
+
+    def _restore_ranking(self, before: Mapping[str, Any]) -> None:
+        for name, value in before.items():
+            setattr(self, name, value)
 
     # names ------------------------------------------------------------------------------------------------------------
     def format_checkpoint_name(
@@ -548,13 +548,13 @@ class ModelCheckpoint(Callback):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Returns the name of a checkpoint with these metrics, with its folder once that is known.
+        """Returns the name of a checkpoint with these metrics; its full path once `dirpath` is known.
 
         Args:
-            metrics: values for the template, with "epoch" and "step".
-            filename: another template.
-            ver: appended as `-v<ver>`.
-            prefix: put before it, with a dash.
+            metrics: values for the template, including "epoch" and "step".
+            filename: a template to use in place of the callback's own.
+            ver: a version to append, as `-v<ver>`.
+            prefix: text to prepend, with a dash.
         """
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         name = self._style.name(self.filename if filename is None else filename, values, ver, prefix)
@@ -567,32 +567,33 @@ class ModelCheckpoint(Callback):
 
     def _path(self, values: Mapping[str, float], ranks: bool) -> str:
         name = self._style.name(self.filename, values)
-        return self._free_path(name, self._may_take(name, ranks))
+        return self._free_path(name, self._replaceable(name, ranks))
 
-    def _may_take(self, name: str, ranks: bool) -> set[str]:
-        """Returns the paths that the new checkpoint may replace, since they are deleted once it is written."""
+    def _replaceable(self, name: str, ranks: bool) -> set[str]:
+        """Returns the paths that the new checkpoint may overwrite: the save would delete them anyway."""
         assert self.dirpath is not None
         kept = {*self.best_k_models, *self._recent}
         is_full = 0 < self.save_top_k <= len(self._recent)
-        loser = (self._recent[0] if is_full else self.kth_best_model_path) if ranks and self.save_top_k > 0 else ""
-        stays = kept - {loser}
-        goes = {loser, self.last_model_path} if self.save_last else {loser}
+        evicted = (self._recent[0] if is_full else self.kth_best_model_path) if ranks and self.save_top_k > 0 else ""
+        protected = kept - {evicted}
+        candidates = {evicted, self.last_model_path} if self.save_last else {evicted}
         if not self.enable_version_counter:
-            goes.add(os.path.join(self.dirpath, name))
-            # A checkpoint that is not ranked must not replace one that is kept for its score.
-            stays = set() if ranks else stays
-        return goes - stays
+            candidates.add(os.path.join(self.dirpath, name))
+            # An unranked checkpoint must not overwrite one that is kept for its score.
+            protected = set() if ranks else protected
+        return candidates - protected
 
-    def _free_path(self, name: str, may_take: Collection[str] = ()) -> str:
+    def _free_path(self, name: str, replaceable: Collection[str] = ()) -> str:
+        """Returns the path for `name`, with a version appended if it exists and is not replaceable."""
         assert self.dirpath is not None
         path = os.path.join(self.dirpath, name)
         version = self.STARTING_VERSION
-        while os.path.lexists(path) and path not in may_take:
+        while os.path.lexists(path) and path not in replaceable:
             path = os.path.join(self.dirpath, self._style.numbered(name, version))
             version += 1
         return path
 
     def _link(self, values: Mapping[str, float]) -> Path | None:
-        """The link that points to the newest checkpoint; None where there is none."""
+        """Returns the path of the symlink to the newest checkpoint; None without `save_last`."""
         assert self.dirpath is not None
         return Path(self.dirpath, self._style.name(self.CHECKPOINT_NAME_LAST, values)) if self.save_last else None

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Callback):
     """Saves a checkpoint when fit ends with an exception, Ctrl-C included.
 
-    Inside an accumulation window the checkpoint's position is the start of the window, so a resume repeats the window;
-    gradients are never saved.
+    Gradients are never saved. A checkpoint taken inside an accumulation window therefore points to the start of the
+    window, and a resume repeats the window.
 
     Args:
         dirpath: the folder to save in.
-        filename: the checkpoint's name; `-v1` and so on is appended if it is taken.
+        filename: the checkpoint's name; `-v1`, `-v2`, … is appended if it is taken.
 
     Raises:
-        ConfigurationError: if `filename` is empty, or leads out of its folder.
+        ConfigurationError: if `filename` is empty or leads out of the folder.
 
     Attributes:
-        saved_path: the checkpoint written last, or None.
+        saved_path: the last checkpoint written; None before the first.
 
     Example:
         >>> OnExceptionCheckpoint("runs/digits").ckpt_path
@@ -42,7 +42,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if filename in ("", ".", "..") or Path(filename).name != filename:
             raise ConfigurationError(
-                f"OnExceptionCheckpoint(filename={filename!r}): give a single name, and put folders in dirpath."
+                f"OnExceptionCheckpoint(filename={filename!r}): use a plain name, and put folders in dirpath."
             )
         self.dirpath = os.path.expanduser(os.fspath(dirpath))
         self.filename = filename
@@ -50,7 +50,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """The path that was asked for."""
+        """The path for the checkpoint, before any version is appended."""
         return os.path.join(self.dirpath, self.filename)
 
     @property
@@ -62,26 +62,26 @@ class OnExceptionCheckpoint(Callback):
 
 
 def can_save_after(trainer: Trainer, exception: BaseException) -> bool:
-    """Returns True if a failed run has something to save, and all ranks are there to save it."""
+    """Returns True if a failed run has state to save and every rank can take part in the save."""
     if trainer.state.stage != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
         return False
     if isinstance(exception, CheckpointError):
         return False
-    # All ranks save together, but after an error the others may be anywhere. A signal stops them all at the same step.
+    # A save needs all ranks. After an error the other ranks may be anywhere; a signal stops all at the same step.
     return trainer.world_size == 1 or exception is trainer.signals.interruption
 
 
 def save_after(trainer: Trainer, path: str, exception: BaseException, weights_only: bool = False) -> Path | None:
-    """Saves a failed run if possible. An error in saving becomes a warning, since it must not hide the first one.
+    """Saves a failed run if possible. An error during the save becomes a warning, so the original error is not hidden.
 
     Args:
         trainer: the Trainer of the run.
-        path: path of the checkpoint.
-        exception: the exception that ended the run; after a failure to save, nothing is saved.
+        path: the path of the checkpoint.
+        exception: the exception that ended the run. After a CheckpointError nothing is saved.
         weights_only: as in `Trainer.save_checkpoint`.
 
     Returns:
-        The path that was written, or None.
+        The path written, or None.
     """
     if not can_save_after(trainer, exception):
         return None

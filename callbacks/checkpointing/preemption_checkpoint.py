@@ -1,4 +1,4 @@
-"""PreemptionCheckpoint, the callback that saves a run which is preempted."""
+"""PreemptionCheckpoint, the callback that saves a preempted run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ NAME = "preempted"
 
 
 class PreemptionCheckpoint(Callback):
-    """Saves a run that is preempted, before any other hook hears of its end; `Trainer(preemption=…)` adds it.
+    """Saves a preempted run before any other `on_train_end` hook runs. Added by `Trainer(preemption=…)`.
 
-    A ModelCheckpoint that saves the end of a run anyway (`save_last=True`), or has just saved this step, is enough.
-    Otherwise the checkpoint is `preempted` in the run's folder of checkpoints. A run that is preempted again replaces
-    its own one; that of another run stays, and `-v1` and so on is appended.
+    It saves nothing if a ModelCheckpoint saves at the end of the run (`save_last=True`) or has just saved this batch.
+    Otherwise it saves `preempted` in the run's checkpoint folder. A run that is preempted again replaces its own
+    `preempted` checkpoint. If the name belongs to another run, `-v1`, `-v2`, … is appended.
 
     Example:
         >>> PreemptionCheckpoint().state_dict()
         {'name': ''}
     """
 
-    # Before all others: what they do at the end may take longer than the run has.
+    # First of all callbacks: the others' work at the end may outlast the grace period.
     order: ClassVar[int] = -1000
     state_per_rank = False
 
     def __init__(self) -> None:
         self._name = ""
-        """Name of the checkpoint in the folder; "" before the first one."""
+        """Name of this run's checkpoint in the folder; "" before the first save."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": self._name}
@@ -43,31 +43,31 @@ class PreemptionCheckpoint(Callback):
     def check_state_dict(self, state: dict[str, Any]) -> None:
         name = SavedState(state).text("name", "")
         if not re.fullmatch(rf"({NAME}(-v\d+)?)?", name):
-            raise StateError("name", f"is {name!r}, which is no name of a preempted run's checkpoint")
+            raise StateError("name", f"is {name!r}, which PreemptionCheckpoint never uses")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state_dict(state)
         self._name = state.get("name", "")
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps the name of the checkpoint that is on the disk."""
+        """Keeps the name: its checkpoint is still on disk."""
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.preempted or any(checkpoint.secure(trainer) for checkpoint in trainer.checkpoint_callbacks):
             return
         folder = str(trainer.checkpoint_folder)
-        before = self._name
-        # Only the first rank is sure to see the folder, so it decides.
-        self._name = trainer.strategy.ranks.broadcast(before or _free(folder))
+        previous = self._name
+        # Only rank 0 is sure to see the folder, so it decides.
+        self._name = trainer.strategy.ranks.broadcast(previous or _free_name(folder))
         try:
             trainer.save_checkpoint(os.path.join(folder, self._name), asynchronous=False)
         except BaseException:
-            self._name = before
+            self._name = previous
             raise
 
 
-def _free(folder: str) -> str:
-    """A name that no checkpoint in the folder has."""
+def _free_name(folder: str) -> str:
+    """Returns the first name that is free in the folder: `preempted`, `preempted-v1`, …"""
     name, version = NAME, 0
     while os.path.lexists(os.path.join(folder, name)):
         version += 1

@@ -127,7 +127,7 @@ def test_a_second_error_does_not_hide_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("filename", ["", "a/b", "/a", ".."])
 def test_wrong_arguments_are_refused(tmp_path: Path, filename: str) -> None:
-    with pytest.raises(ConfigurationError, match="give a single name, and put folders in dirpath"):
+    with pytest.raises(ConfigurationError, match="use a plain name, and put folders in dirpath"):
         OnExceptionCheckpoint(tmp_path, filename)
 
 

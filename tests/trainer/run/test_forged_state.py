@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Accelerator, CheckpointError, Trainer
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
-from leyden.callbacks.checkpointing.checkpoint_books import read_books
+from leyden.callbacks.checkpointing.saved_ranking import read_ranking
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.cli.main import main
 from leyden.trainer.format.manifest import MANIFEST, read_manifest
@@ -132,10 +132,10 @@ def test_absolute_names_of_older_checkpoints_are_read_where_they_lie_in_the_fold
         "recent": [f"{here}/a"],
         "best_k_models": {f"{tmp_path}/then/b": 1.0},
     }
-    assert read_books(absolute, here) == read_books(before, here)
-    assert read_books(before, here).recent == (f"{here}/a",)
+    assert read_ranking(absolute, here) == read_ranking(before, here)
+    assert read_ranking(before, here).recent == (f"{here}/a",)
     # Earlier versions kept the best one of another folder; it is forgotten.
-    assert read_books({**before, "best_model_path": f"{tmp_path}/elsewhere/a"}, here).best_model_path == ""
+    assert read_ranking({**before, "best_model_path": f"{tmp_path}/elsewhere/a"}, here).best_model_path == ""
 
 
 @pytest.mark.parametrize("version", ["../../../other", "/{}/other", "..", -1])

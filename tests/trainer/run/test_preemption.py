@@ -434,7 +434,7 @@ def test_the_trainers_argument_is_checked() -> None:
 
 
 def test_a_forged_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="no name of a preempted run's checkpoint"):
+    with pytest.raises(ValueError, match="which PreemptionCheckpoint never uses"):
         PreemptionCheckpoint().check_state_dict({"name": "../../etc"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

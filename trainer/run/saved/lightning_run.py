@@ -49,7 +49,7 @@ class LightningRun:
         self._states = LightningStates(file.loaded, file.path.name)
         with blame(file.path):
             if "callbacks" in parts:
-                self._states.give(run.callbacks)
+                self._states.match(run.callbacks)
             self._position = position_of(file.loaded, self._window, self._steps)
         self.callbacks = self._states.found
         self.progress = self._timed(self._position.progress) if "progress" in parts else None
