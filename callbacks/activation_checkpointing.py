@@ -1,4 +1,4 @@
-"""ActivationCheckpointing, a callback that has modules compute their activations again in backward."""
+"""ActivationCheckpointing, a callback that recomputes modules' activations in backward."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 class ActivationCheckpointing(Callback):
-    """Saves memory during fit: modules compute their activations again in backward instead of keeping them.
+    """Saves memory during fit: modules recompute their activations in backward instead of storing them.
 
-    Works under every strategy and for a module of `torch.compile`. Names of modules, parameters and checkpoints stay as
-    they are, and so do the numbers, bit for bit, since a module draws the same random numbers again (dropout). A module
-    whose forward pass changes its own buffers changes them twice: batch norm counts each batch twice.
+    Works with every strategy and with `torch.compile`. The names of modules, parameters and checkpoint entries do not
+    change. Results are bit-identical, since recomputation draws the same random numbers (dropout). A module whose
+    forward pass updates its own buffers updates them twice: batch norm counts each batch twice.
 
-    FSDPStrategy, MeshStrategy and DeepSpeedStrategy have it as `activation_checkpointing_policy`, too.
+    FSDPStrategy, MeshStrategy and DeepSpeedStrategy offer the same as `activation_checkpointing_policy`.
 
     Args:
-        modules: classes of modules, or their names; or a function of a module that returns True for those that are
-            meant. Choose the blocks of a model: what they return is kept, and what they compute inside is not.
-        every: only every n-th of the modules found: 2 takes half of the blocks.
-        offload: keep the inputs of these modules, all that is left of their activations, in the host's memory until
-            backward needs them. Keyword arguments of a module stay on the device.
+        modules: the modules to recompute: their classes, the names of these, or a predicate on modules. Choose the
+            blocks of a model: their outputs are stored, their inner activations are not.
+        every: recompute only every n-th of these modules; 2 selects half of the blocks.
+        offload: keep the inputs of these modules, the only activations still stored, in host memory until backward
+            needs them. Keyword arguments of a module stay on the device.
 
     Attributes:
-        names: of the modules, in a fit.
+        names: the names of the modules recomputed in the current fit.
 
     Raises:
-        ConfigurationError: for invalid arguments; at the start of fit, for a class that the model does not have.
+        ConfigurationError: for invalid arguments; at the start of fit, for a class that is not in the model.
 
     Example:
         >>> callback = ActivationCheckpointing({"Block"}, every=2)
@@ -59,24 +59,24 @@ class ActivationCheckpointing(Callback):
                 f"{type(modules).__name__ if isinstance(modules, nn.Module) else 'Block'}, or their names."
             )
         is_function = callable(modules) and not isinstance(modules, type)
-        wanted: Any = modules if is_function or isinstance(modules, (str, type)) else _each(modules)
-        if isinstance(wanted, (str, tuple)) and not wanted:
+        selection: Any = modules if is_function or isinstance(modules, (str, type)) else _as_tuple(modules)
+        if isinstance(selection, (str, tuple)) and not selection:
             raise ConfigurationError(f"ActivationCheckpointing({modules!r}): give the classes of the model's blocks.")
         check_whole("ActivationCheckpointing", 1, every=every)
         check_flags("ActivationCheckpointing", offload=offload)
-        self.modules, self.every, self.offload = wanted, every, offload
+        self.modules, self.every, self.offload = selection, every, offload
         self.names: list[str] = []
-        self._changed: list[nn.Module] = []
+        self._recomputing: list[nn.Module] = []
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self.names = self._chosen(module)[:: self.every]
-        self._changed += recompute(map(module.get_submodule, self.names), self.offload)
+        self.names = self._selected_names(module)[:: self.every]
+        self._recomputing += recompute(map(module.get_submodule, self.names), self.offload)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        keep(self._changed)
-        self._changed, self.names = [], []
+        keep(self._recomputing)
+        self._recomputing, self.names = [], []
 
-    def _chosen(self, module: nn.Module) -> list[str]:
+    def _selected_names(self, module: nn.Module) -> list[str]:
         if isinstance(self.modules, (str, type, tuple)):
             found = modules_of_classes(module, self.modules, "ActivationCheckpointing")
             order = [name for name, _ in module.named_modules()]
@@ -87,13 +87,13 @@ class ActivationCheckpointing(Callback):
                 raise ConfigurationError("ActivationCheckpointing: the function returned True for no module.")
         if "" in found:
             raise ConfigurationError(
-                f"ActivationCheckpointing names {type(module).__name__}, the module that is trained, whose "
-                "training_step runs: name the blocks in it."
+                f"ActivationCheckpointing cannot recompute {type(module).__name__}, the trained module itself: select "
+                "the blocks in it."
             )
         return found
 
 
-def _each(modules: Any) -> tuple[Any, ...]:
+def _as_tuple(modules: Any) -> tuple[Any, ...]:
     try:
         return tuple(modules)
     except TypeError:

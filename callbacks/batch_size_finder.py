@@ -1,4 +1,4 @@
-"""BatchSizeFinder, a callback that searches the largest batch that fits, before a run begins."""
+"""BatchSizeFinder, a callback that finds the largest batch size that fits into memory, before a run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ KINDS = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 class BatchSizeFinder(Callback):
-    """Searches the largest batch that fits into memory, with copies, and gives it to the module or DataModule.
+    """Searches for the largest batch size that fits into memory, with copies, and sets it on the module or DataModule.
 
-    It searches in `setup` of a fit, validate, test or predict, before the loaders are made; a fit that resumes a
-    checkpoint does not search. Loaders that are passed to the Trainer, and several ranks, are refused.
+    The search runs in `setup` of fit, validate, test or predict, before the loaders are created. A fit that resumes a
+    checkpoint does not search. Loaders passed to the Trainer and several ranks are not supported.
 
     Args:
-        mode: "power" doubles the size until it is too large; "binsearch" halves the interval then.
-        steps_per_trial: steps that must fit.
+        mode: "power" doubles the size until it is too large; "binsearch" then bisects the last interval.
+        steps_per_trial: the number of steps per trial.
         init_val: the first size.
-        max_trials: sizes tried at most.
-        batch_arg_name: the attribute or hyperparameter that is the size.
-        margin: what "binsearch" leaves free of the size that it found, as a fraction.
-        max_val: no larger one is tried; None for no limit.
+        max_trials: the maximum number of trials.
+        batch_arg_name: the attribute or hyperparameter that holds the size.
+        margin: the fraction by which "binsearch" reduces the size it found.
+        max_val: the largest size to try; None for no limit.
 
     Attributes:
-        optimal_batch_size: what was found; None before.
+        optimal_batch_size: the result; None before the search.
 
     Raises:
-        ConfigurationError: for a value that cannot be, and where a size cannot be searched.
+        ConfigurationError: for an invalid value, or if the run does not support a search.
 
     Example:
         >>> BatchSizeFinder(mode="binsearch", max_val=512).optimal_batch_size is None
@@ -58,15 +58,15 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size: int | None = None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        goes_on = stage == "fit" and (trainer.ckpt_path is not None or trainer.global_step > 0)
-        if not goes_on:
+        is_continued = stage == "fit" and (trainer.ckpt_path is not None or trainer.global_step > 0)
+        if not is_continued:
             self.scale_batch_size(trainer, module)
 
     def scale_batch_size(self, trainer: Trainer, module: TrainModule) -> None:
         """Searches now."""
-        stage, given = trainer.state.stage or "fit", trainer.given_loaders
-        loaders = {"train_dataloaders": given.get("train"), "val_dataloaders": given.get("val")}
+        stage, passed = trainer.state.stage or "fit", trainer.given_loaders
+        loaders = {"train_dataloaders": passed.get("train"), "val_dataloaders": passed.get("val")}
         if stage != "fit":
-            loaders = {"dataloaders": given.get(KINDS[stage])}
+            loaders = {"dataloaders": passed.get(KINDS[stage])}
         subject = Subject(trainer, stage, module, loaders, trainer.datamodule)
         self.optimal_batch_size = find_batch_size(self._search, subject)

@@ -11,21 +11,21 @@ from leyden.trainer.arguments.checks import check_whole
 
 
 class BatchSizeScheduler(GradientAccumulation):
-    """Sets the global batch size, in samples of all ranks, by step or by epoch.
+    """Sets the global batch size, in samples across all ranks, by step or by epoch.
 
-    The loader's batches keep their size, which is what fits into memory: a step takes as many of them as make up the
-    size (gradient accumulation). So the order of samples stays as it is, a run on another number of ranks takes the
-    same steps, and a resume goes on with the size of its step. The last step of an epoch takes the samples that are
-    left.
+    The loader's batch size stays the same, so it can be the one that fits into memory. A step accumulates as many
+    batches as make up the global size. The order of samples therefore does not change, a run with another number of
+    ranks takes the same steps, and a resume continues with the size of its step. The last step of an epoch takes the
+    remaining samples.
 
     Args:
-        sizes: {step: samples}, each from the step after so many on; it must have an entry for 0. All are multiples of
-            the loader's batch size times the number of ranks.
-        by: "epoch" for {epoch: samples}.
+        sizes: a schedule {step: samples}. Each entry applies once that many steps are taken; an entry for 0 is
+            required. Sizes must be multiples of the loader's batch size times the number of ranks.
+        by: "step", or "epoch" for a schedule {epoch: samples}.
 
     Raises:
-        ConfigurationError: for an invalid schedule; at the start of fit, if a size is no multiple of a batch of all
-            ranks.
+        ConfigurationError: for an invalid schedule; at the start of fit, if a size is not a multiple of one batch
+            across all ranks.
 
     Example:
         >>> scheduler = BatchSizeScheduler({0: 64, 1000: 128, 5000: 256})
@@ -42,17 +42,17 @@ class BatchSizeScheduler(GradientAccumulation):
             )
         super().__init__(sizes, by)
         self._checked: int | None = None
-        """A batch of all ranks, of which all sizes are multiples."""
+        """The samples in one batch of all ranks that the sizes were last checked against."""
 
     @classmethod
     def rampup(cls, start: int, increment: int, samples: int, size: int) -> BatchSizeScheduler:
-        """Returns a scheduler that grows in equal parts, as Megatron's `--rampup-batch-size start increment samples`.
+        """Returns a scheduler with equal increments, like Megatron's `--rampup-batch-size start increment samples`.
 
         Args:
             start: the first global batch size.
-            increment: what is added each time.
-            samples: over which it grows: each size has an equal share of them, in whole steps.
-            size: the last global batch size; `start` and a multiple of `increment`.
+            increment: the increment between sizes.
+            samples: the number of samples in the ramp. Each size gets an equal share, rounded up to whole steps.
+            size: the last global batch size: `start` plus a multiple of `increment`.
 
         Example:
             >>> BatchSizeScheduler.rampup(32, 32, 960, 128).scheduling
@@ -62,7 +62,7 @@ class BatchSizeScheduler(GradientAccumulation):
         stages, rest = divmod(size - start, increment)
         if stages < 0 or rest:
             raise ConfigurationError(
-                f"BatchSizeScheduler.rampup: size={size} is not start={start} and a multiple of increment={increment}."
+                f"BatchSizeScheduler.rampup: size={size} is not start={start} plus a multiple of increment={increment}."
             )
         sizes, step = {}, 0
         for stage in range(stages):
@@ -72,7 +72,7 @@ class BatchSizeScheduler(GradientAccumulation):
 
     @property
     def constant(self) -> int | None:
-        # Known once the loader is.
+        # Unknown until the loader exists.
         return None
 
     def batches(self, at: int, samples: int | None) -> int:
@@ -80,8 +80,8 @@ class BatchSizeScheduler(GradientAccumulation):
             return 1
         if samples is None:
             raise ConfigurationError(
-                "BatchSizeScheduler needs to know the size of the training loader's batches: give a DataLoader with a "
-                "batch_size (the same in all parts of a sequential CombinedLoader), or count batches by "
+                "BatchSizeScheduler needs the training loader's batch size: use a DataLoader with a batch_size (the "
+                "same in all parts of a sequential CombinedLoader), or schedule batches instead of samples with "
                 "GradientAccumulation({0: 1, 1000: 2}, by='step')."
             )
         if samples != self._checked:
@@ -93,6 +93,6 @@ class BatchSizeScheduler(GradientAccumulation):
         for size in self.scheduling.values():
             if size % samples:
                 raise ConfigurationError(
-                    f"BatchSizeScheduler: {size} samples are no multiple of {samples}, the batch of all ranks: change "
-                    "the loader's batch_size, or the size."
+                    f"BatchSizeScheduler: {size} is not a multiple of {samples}, the samples in one batch of all "
+                    "ranks. Change the size, or the loader's batch_size."
                 )

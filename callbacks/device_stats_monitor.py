@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor, a callback that logs what the device and the machine have left."""
+"""DeviceStatsMonitor, a callback that logs memory and utilization statistics of the device and the machine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs statistics of rank 0's device, and of its machine, at the start and the end of batches.
+    """Logs statistics of rank 0's device and machine at the start and the end of batches.
 
-    Of a CPU these are `cpu_percent`, `cpu_vm_percent` and `cpu_swap_percent` (percent of all cores, of the memory and
-    of the swap space, in use on the whole machine); of a CUDA device all of `torch.cuda.memory_stats` (bytes and counts
-    of the caching allocator); of MPS `allocated_bytes` and `driver_allocated_bytes`. Names are
-    `DeviceStatsMonitor.on_train_batch_start/cpu_percent` and the like. They are read on the host; the device is not
-    waited for.
+    CPU: `cpu_percent`, `cpu_vm_percent` and `cpu_swap_percent` (usage of all cores, memory and swap on the whole
+    machine, in percent). CUDA: all of `torch.cuda.memory_stats` (bytes and counts of the caching allocator). MPS:
+    `allocated_bytes` and `driver_allocated_bytes`. Names have the form
+    `DeviceStatsMonitor.on_train_batch_start/cpu_percent`. Values are read on the host, without waiting for the device.
 
-    A training batch is logged if its step is (`log_every_n_steps`), under the number of the step. Of an evaluation the
-    first batch is logged, and each `log_every_n_steps`-th after it, under the current step.
+    In training, batches are logged at the steps that the Trainer logs (`log_every_n_steps`), under that step. In an
+    evaluation, the first batch and every `log_every_n_steps`-th one after it are logged, under the current step.
 
     Args:
-        cpu_stats: log those of the CPU beside a GPU's too; False never, None where the CPU is the device.
+        cpu_stats: whether to log the CPU's statistics. None: only if the CPU is the device.
 
     Raises:
         ConfigurationError: if `cpu_stats` is invalid, or a run starts without a logger.
-        MissingExtraError: if a run starts that needs `psutil`, and it is not installed.
+        MissingExtraError: if a run needs `psutil` and it is not installed.
 
     Example:
         >>> DeviceStatsMonitor(cpu_stats=True).cpu_stats
@@ -45,12 +44,12 @@ class DeviceStatsMonitor(Callback):
             raise ConfigurationError(f"DeviceStatsMonitor(cpu_stats={cpu_stats!r}): use True, False or None.")
         self.cpu_stats = cpu_stats
         self._step: int | None = None
-        """The step that the batch belongs to, if it is logged."""
+        """The step of the current window, if it is logged; else None."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         check_has_logger(self, trainer)
         if self._has_cpu(trainer.strategy.root_device):
-            # The first call has nothing to compare with, and returns 0.
+            # Usage is measured since the previous call, so the first call always returns 0.
             cpu_statistics()
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
@@ -96,7 +95,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def cpu_statistics() -> dict[str, float]:
-    """Returns what is in use of this machine: its cores since the last call, its memory and its swap space, in percent.
+    """Returns this machine's usage in percent: of its cores since the last call, its memory and its swap space.
 
     Raises:
         MissingExtraError: if `psutil` is not installed.
@@ -111,7 +110,7 @@ def cpu_statistics() -> dict[str, float]:
 
 
 def device_statistics(device: torch.device) -> dict[str, float]:
-    """Returns statistics of a device's allocator: in bytes and counts; none of a CPU's."""
+    """Returns statistics of a device's allocator, in bytes and counts; empty for a CPU."""
     if device.type == "cuda":
         found = torch.cuda.memory_stats(device)
         return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}

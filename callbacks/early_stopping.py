@@ -1,4 +1,4 @@
-"""EarlyStopping, a callback that ends a run whose monitored metric no longer improves."""
+"""EarlyStopping, a callback that stops training when the monitored metric no longer improves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = ("min", "max")
 
 
 class EarlyStoppingReason(Enum):
-    """The reason why EarlyStopping stopped a run."""
+    """Why EarlyStopping stopped a run."""
 
     NOT_STOPPED = "not_stopped"
     NON_FINITE_METRIC = "non_finite_metric"
@@ -36,31 +36,31 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Stops training when a metric has not improved for a number of checks.
 
-    A run that it stopped stays stopped when it is resumed with the same arguments; with other ones it continues.
+    A stopped run stays stopped when it is resumed with the same arguments; with different ones it continues.
 
     Args:
-        monitor: name of a logged metric.
+        monitor: the name of a logged metric.
         min_delta: the smallest change that counts as an improvement, in the metric's unit; not negative.
-        patience: the number of checks in a row without improvement that ends the run. Checks follow validations or
-            training epochs (see `check_on_train_epoch_end`), so this need not be a number of epochs.
+        patience: the number of consecutive checks without improvement after which training stops. Checks follow
+            validations or training epochs (see `check_on_train_epoch_end`), so this need not be a number of epochs.
         verbose: also print each improvement. The reason for stopping is always printed.
-        mode: "min" if a smaller metric is better, "max" if a larger one is.
+        mode: "min" if lower values of the metric are better, "max" if higher values are.
         strict: raise if the metric is missing at a check; otherwise warn and continue.
         check_finite: stop if the metric is nan or infinite. Otherwise nan counts as no improvement.
-        stopping_threshold: stop as soon as the metric is better than this.
-        divergence_threshold: stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: check at the end of training epochs instead of validations. None: at the end of epochs
-            if each ends with its only validation, or there is no validation.
-        log_rank_zero_only: print on the first rank only. All ranks agree on stopping, so nothing else changes.
+        stopping_threshold: stop as soon as the metric is better than this value.
+        divergence_threshold: stop as soon as the metric is worse than this value.
+        check_on_train_epoch_end: check at the end of training epochs instead of after validations. None: at the end of
+            epochs if there is no validation, or if each epoch ends with its only validation.
+        log_rank_zero_only: print on rank 0 only. All ranks agree on stopping, so nothing else changes.
 
     Raises:
-        ConfigurationError: for an invalid argument; at a check if `monitor` was never logged (strict).
+        ConfigurationError: for an invalid argument; if `strict`, also at a check if `monitor` was never logged.
 
     Attributes:
-        stopped_epoch: the epoch in which it stopped the run; 0 if it did not.
+        stopped_epoch: the epoch in which training was stopped; 0 if it was not.
         stopping_reason: an `EarlyStoppingReason`.
-        stopping_reason_message: the reason in words, or None.
-        best_score: the best value so far (0-d tensor); infinite before the first check.
+        stopping_reason_message: the reason in words; None if training was not stopped.
+        best_score: the best value so far, a 0-d tensor; infinite before the first check.
         wait_count: the number of checks since the best value.
 
     Example:
@@ -144,19 +144,19 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count = state["wait_count"]
         self.best_score = state["best_score"]
-        same = state["arguments"] == self._arguments()
-        self.stopped_epoch = state["stopped_epoch"] if same else 0
-        self.stopping_reason = EarlyStoppingReason(state["stopping_reason"] if same else "not_stopped")
-        self.stopping_reason_message = state.get("stopping_reason_message") if same else None
+        is_unchanged = state["arguments"] == self._arguments()
+        self.stopped_epoch = state["stopped_epoch"] if is_unchanged else 0
+        self.stopping_reason = EarlyStoppingReason(state["stopping_reason"] if is_unchanged else "not_stopped")
+        self.stopping_reason_message = state.get("stopping_reason_message") if is_unchanged else None
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Forgets the checks of weights that are gone; a run that it has stopped stays stopped."""
+        """Discards the checks after the checkpoint. A stopped run stays stopped."""
         if self.stopping_reason is EarlyStoppingReason.NOT_STOPPED:
             super().go_back(state, step)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
-            # The checkpoint may be from between the decision to stop and the end of the run.
+            # The checkpoint was saved after the decision to stop.
             trainer.should_stop = True
             warnings.warn(
                 f"EarlyStopping stopped this run in epoch {self.stopped_epoch} ({self.stopping_reason_message}), so it "
@@ -173,15 +173,15 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
-        given = self._check_on_train_epoch_end
-        return validates_at_epoch_end(trainer) if given is None else given
+        choice = self._check_on_train_epoch_end
+        return validates_at_epoch_end(trainer) if choice is None else choice
 
     def _check(self, trainer: Trainer) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.stage != "fit":
             return
         value = trainer.callback_metrics.get(self.monitor)
         number = None if value is None else trainer.read_metrics({self.monitor: value})[self.monitor]
-        # All ranks must agree: if each has its own value, the first rank's decides.
+        # All ranks must agree on stopping, so rank 0's value counts even if the ranks logged different ones.
         current = trainer.strategy.ranks.broadcast(number)
         if current is None:
             message = missing_metric("EarlyStopping", self.monitor, trainer)
@@ -190,8 +190,10 @@ class EarlyStopping(Callback):
             warnings.warn(message, stacklevel=2)
             return
         if math.isnan(current) and not self.check_finite and trainer.is_global_zero:
-            warnings.warn(f"EarlyStopping monitors {self.monitor!r}, which is nan: no improvement.", stacklevel=2)
-        reason, message = self._judge(current)
+            warnings.warn(
+                f"EarlyStopping monitors {self.monitor!r}, which is nan. This counts as no improvement.", stacklevel=2
+            )
+        reason, message = self._compare(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
@@ -204,8 +206,8 @@ class EarlyStopping(Callback):
             else:
                 print(f"[rank {trainer.global_rank}] {message}", flush=True)
 
-    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Compares a value with the best so far; returns the reason to stop, and a message."""
+    def _compare(self, current: float) -> tuple[EarlyStoppingReason, str]:
+        """Compares a value with the best one so far, which it updates. Returns the reason to stop and a message."""
         name, best, reason = self.monitor, float(self.best_score), EarlyStoppingReason
         if self.check_finite and not math.isfinite(current):
             return reason.NON_FINITE_METRIC, f"{name} is {current}. The best value was {best:.3f}."
@@ -250,18 +252,16 @@ def validates(trainer: Trainer) -> bool:
 
 
 def validates_at_epoch_end(trainer: Trainer) -> bool:
-    """Returns True if checks belong to the end of training epochs: each has its only validation there, or there is
-    none.
-    """
+    """Returns True if there is no validation, or if each training epoch ends with its only validation."""
     if not validates(trainer):
         return True
-    # An int counts batches: 1 is every batch, 1.0 the whole epoch.
+    # An int is a number of batches, a float a fraction of the epoch.
     interval = trainer.val_check_interval
     return trainer.check_val_every_n_epoch == 1 and isinstance(interval, float) and interval == 1.0
 
 
 def missing_metric(callback: str, monitor: str, trainer: Trainer) -> str:
-    """Formats the error about a metric that was not logged."""
+    """Returns the error message for a metric that was not logged."""
     known = sorted(trainer.callback_metrics)
     hint = nearest(monitor, known) if known else "No metric was logged."
     return f"{callback} monitors {monitor!r}, which was not logged. {hint} Log it with self.log({monitor!r}, value)."

@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning, callbacks that freeze layers and train them from some epoch on."""
+"""BaseFinetuning and BackboneFinetuning, callbacks that freeze layers and unfreeze them at a later epoch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Modules: TypeAlias = "nn.Module | Iterable[Modules]"
 
 
 def multiplicative(epoch: int) -> float:
-    """The default `lambda_func` of BackboneFinetuning: the learning rate doubles in each epoch."""
+    """The default `lambda_func` of BackboneFinetuning, which doubles the learning rate every epoch."""
     return 2.0
 
 
 class BaseFinetuning(Callback):
-    """Base class of fine-tuning schedules: says what is frozen at first, and what each epoch begins to train.
+    """Base class of fine-tuning schedules, which freeze layers at the start and unfreeze them at later epochs.
 
     Override `freeze_before_training`, which runs before `configure_optimizers`, and `finetune_function`, which runs at
-    the start of each epoch, once for each optimizer. Give the optimizer only what is trained:
-    `filter(lambda p: p.requires_grad, self.parameters())`; later groups are added by `unfreeze_and_add_param_group`.
+    the start of each epoch, once for each optimizer. Pass the optimizer only trainable parameters,
+    `filter(lambda p: p.requires_grad, self.parameters())`; `unfreeze_and_add_param_group` adds the others later.
 
-    A resume adds the same groups before it loads the optimizer, and trains what the run trained: it ends with the bits
-    of a run that was not broken off.
+    A resume restores the added groups before it loads the optimizer, and the frozen state of each layer, so the result
+    is bit-identical to that of an uninterrupted run.
 
     Example:
         >>> class SecondEpoch(BaseFinetuning):
@@ -47,20 +47,18 @@ class BaseFinetuning(Callback):
         ...             self.unfreeze_and_add_param_group(module.features, optimizer, lr=1e-4)
     """
 
-    # what subclasses say ----------------------------------------------------------------------------------------------
+    # for subclasses to override ---------------------------------------------------------------------------------------
     def freeze_before_training(self, pl_module: TrainModule) -> None:
-        """Freezes what is not trained at first."""
-        raise NotImplementedError(f"{type(self).__name__} has no freeze_before_training(module), which freezes layers.")
+        """Freezes the layers that are not trained from the start."""
+        raise NotImplementedError(f"{type(self).__name__} must override freeze_before_training(module).")
 
     def finetune_function(self, pl_module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreezes what is trained from this epoch on; called for each optimizer at each epoch's start."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no finetune_function(module, epoch, optimizer), which unfreezes layers."
-        )
+        """Unfreezes the layers to train from this epoch on. Called at the start of each epoch for each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} must override finetune_function(module, epoch, optimizer).")
 
     # a run ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # A fit that continues from memory goes on with what was trained last.
+        # A fit that continues the previous one in this process keeps the layers' frozen state.
         if stage == "fit" and trainer.global_step == 0:
             self.freeze_before_training(module)
 
@@ -68,8 +66,8 @@ class BaseFinetuning(Callback):
         saved_form = trainer.strategy.master_weights.saved_form
         if any(saved_form(optimizer) is not optimizer for optimizer in trainer.optimizers):
             raise ConfigurationError(
-                f"{type(self).__name__} adds parameter groups during a fit, and strategy={trainer.strategy.name!r} "
-                "cannot follow: use strategy='ddp' or 'fsdp'."
+                f"{type(self).__name__} adds parameter groups during a fit, which strategy={trainer.strategy.name!r} "
+                "does not support: use strategy='ddp' or 'fsdp'."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -83,7 +81,7 @@ class BaseFinetuning(Callback):
     # tools for subclasses ---------------------------------------------------------------------------------------------
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Returns each module once: those without children, and those that have parameters of their own beside them.
+        """Returns the leaf modules, and those with children that also own parameters; each once.
 
         Example:
             >>> BaseFinetuning.flatten_modules([nn.Sequential(nn.Linear(1, 1), nn.ReLU())])
@@ -94,49 +92,49 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yields the parameters that are trained.
+        """Yields the trainable, or the frozen, parameters of modules.
 
         Args:
-            modules: whose parameters.
-            train_bn: False leaves out those of batch norms.
-            requires_grad: False yields those that are frozen.
+            modules: the modules to search, with all their children.
+            train_bn: whether to include batch norms.
+            requires_grad: True yields the trainable parameters, False the frozen ones.
         """
-        for parameter in _own(_without_norms(modules, train_bn)):
+        for parameter in _own_parameters(_without_norms(modules, train_bn)):
             if parameter.requires_grad is requires_grad:
                 yield parameter
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreezes modules: their parameters are trained, and batch norms among them update their statistics."""
+        """Unfreezes modules: their parameters, and the running statistics of batch norms."""
         for part in BaseFinetuning.flatten_modules(modules):
-            _train(part, True)
+            _set_trainable(part, True)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freezes the parameters that a module itself has, without its children; a batch norm its statistics, too."""
-        _train(module, False)
+        """Freezes a module's own parameters, not its children's; for a batch norm, also its running statistics."""
+        _set_trainable(module, False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
         """Freezes modules.
 
         Args:
-            modules: to freeze, with all their children.
-            train_bn: batch norms among them are trained all the same.
+            modules: the modules to freeze, with all their children.
+            train_bn: whether to leave batch norms trainable.
         """
         for part in BaseFinetuning.flatten_modules(modules):
-            _train(part, train_bn and isinstance(part, _BatchNorm))
+            _set_trainable(part, train_bn and isinstance(part, _BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns the parameters that an optimizer does not have yet; warns of those that it has."""
-        taken = _taken(optimizer)
-        given = list(params)
-        new = [parameter for parameter in given if id(parameter) not in taken]
-        if len(new) < len(given):
+        """Returns the parameters that are not in the optimizer yet. Warns if some already are."""
+        existing = _parameter_ids(optimizer)
+        candidates = list(params)
+        new = [parameter for parameter in candidates if id(parameter) not in existing]
+        if len(new) < len(candidates):
             warnings.warn(
-                f"{len(given) - len(new)} of the parameters to unfreeze are in a group of the optimizer already, and "
-                "stay there with its learning rate. Give the optimizer only parameters with requires_grad.",
+                f"{len(candidates) - len(new)} of the parameters to unfreeze are already in the optimizer, and keep "
+                "the learning rate of their group. Pass the optimizer only parameters with requires_grad.",
                 stacklevel=2,
             )
         return new
@@ -149,46 +147,45 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreezes modules, and adds their parameters to an optimizer as a group of their own.
+        """Unfreezes modules and adds their parameters to an optimizer as a new group.
 
         Args:
-            modules: to train from now on.
-            optimizer: that steps them. Frozen parameters that it has already stay where they are, with a
-                warning.
-            lr: learning rate of the group; the first group's, divided by `initial_denom_lr`, if None.
-            initial_denom_lr: see lr; not used where lr is given.
-            train_bn: False leaves batch norms as they are.
+            modules: the modules to unfreeze.
+            optimizer: the optimizer to extend. Frozen parameters that it already has keep their group, with a warning.
+            lr: the learning rate of the new group. None: that of the first group, divided by `initial_denom_lr`.
+            initial_denom_lr: the divisor; unused if `lr` is given.
+            train_bn: whether to include batch norms.
         """
         parts = _without_norms(modules, train_bn)
-        taken = _taken(optimizer)
-        # `freeze` may have left a batch norm to be trained from the start.
-        asked = [p for p in _own(parts) if not (p.requires_grad and id(p) in taken)]
+        existing = _parameter_ids(optimizer)
+        # Batch norms that `freeze` left trainable have been in the optimizer from the start.
+        candidates = [p for p in _own_parameters(parts) if not (p.requires_grad and id(p) in existing)]
         for part in parts:
-            _train(part, True)
+            _set_trainable(part, True)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
-        new = BaseFinetuning.filter_on_optimizer(optimizer, asked)
+        new = BaseFinetuning.filter_on_optimizer(optimizer, candidates)
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freezes `module.backbone`, and trains it from an epoch on, at a growing learning rate of its own.
+    """Freezes `module.backbone` and unfreezes it at a later epoch, with its own growing learning rate.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch that trains it, counted from 0.
-        lambda_func: called with the number of the next epoch; what the backbone's learning rate is multiplied by at the
-            start of each later epoch.
-        backbone_initial_ratio_lr: the backbone's first learning rate, as a part of the first group's.
-        backbone_initial_lr: the same as a number; the ratio is not used then.
-        should_align: the backbone's learning rate never exceeds the first group's.
-        initial_denom_lr: as of `unfreeze_and_add_param_group`; not used here, since the learning rate is known.
-        train_bn: batch norms of the backbone are trained, before it is unfrozen, too; False freezes them throughout.
-        verbose: prints both learning rates at each epoch's start.
-        rounding: digits of what is printed.
+        unfreeze_backbone_at_epoch: the first epoch that trains the backbone, counted from 0.
+        lambda_func: a function of the next epoch's number. At the start of each later epoch, the backbone's learning
+            rate is multiplied by its value.
+        backbone_initial_ratio_lr: the backbone's initial learning rate, as a fraction of the first group's.
+        backbone_initial_lr: the backbone's initial learning rate. Takes precedence over the ratio.
+        should_align: whether to cap the backbone's learning rate at the first group's.
+        initial_denom_lr: as in `unfreeze_and_add_param_group`; unused here, since the learning rate is known.
+        train_bn: whether to train the backbone's batch norms, even while it is frozen. False freezes them throughout.
+        verbose: print both learning rates at the start of each epoch.
+        rounding: the number of digits to print.
 
     Raises:
-        ConfigurationError: for a value that cannot be, a module without `backbone`, several optimizers, and an
-            optimizer that has frozen parameters of the backbone.
+        ConfigurationError: for an invalid value, a module without `backbone`, several optimizers, or an optimizer that
+            has frozen parameters of the backbone.
 
     Example:
         >>> BackboneFinetuning(unfreeze_backbone_at_epoch=2, lambda_func=lambda epoch: 1.5).lambda_func(3)
@@ -210,7 +207,7 @@ class BackboneFinetuning(BaseFinetuning):
         at = unfreeze_backbone_at_epoch
         if type(at) is not int or at < 0:
             raise ConfigurationError(
-                f"BackboneFinetuning(unfreeze_backbone_at_epoch={at!r}): give an epoch, counted from 0."
+                f"BackboneFinetuning(unfreeze_backbone_at_epoch={at!r}): give the number of an epoch, counted from 0."
             )
         if not callable(lambda_func):
             raise ConfigurationError(
@@ -230,9 +227,9 @@ class BackboneFinetuning(BaseFinetuning):
         self.verbose = verbose
         self.rounding = rounding
         self.previous_backbone_lr: float | None = None
-        """The backbone's learning rate as it was set last; None before the first time."""
+        """The backbone's last learning rate; None while it is frozen."""
         self._group: int | None = None
-        """Which group of the optimizer is the backbone's; None before it is added."""
+        """Index of the backbone's parameter group; None before it is added."""
 
     # a run ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -247,15 +244,15 @@ class BackboneFinetuning(BaseFinetuning):
         super().on_fit_start(trainer, module)
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
-                f"BackboneFinetuning adds the backbone to one optimizer, and there are {len(trainer.optimizers)}: "
-                "subclass BaseFinetuning, whose finetune_function is called with each."
+                f"BackboneFinetuning supports one optimizer, and there are {len(trainer.optimizers)}: subclass "
+                "BaseFinetuning, whose finetune_function is called with each of them."
             )
-        taken = _taken(trainer.optimizers[0])
+        existing = _parameter_ids(trainer.optimizers[0])
         frozen = self.filter_params(_backbone(module), requires_grad=False)
-        if any(id(parameter) in taken for parameter in frozen):
+        if any(id(parameter) in existing for parameter in frozen):
             raise ConfigurationError(
-                "the optimizer has frozen parameters of the backbone, so that they would get no learning rate of "
-                "their own: give it filter(lambda p: p.requires_grad, self.parameters()) in configure_optimizers."
+                "the optimizer already has frozen parameters of the backbone, so they cannot get their own learning "
+                "rate: pass it filter(lambda p: p.requires_grad, self.parameters()) in configure_optimizers."
             )
 
     def finetune_function(self, pl_module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
@@ -267,7 +264,7 @@ class BackboneFinetuning(BaseFinetuning):
             rate = self._first_rate(current)
             self._unfreeze(_backbone(pl_module), optimizer, rate)
         elif epoch == self.unfreeze_backbone_at_epoch:
-            # A run that was saved in a hook of this epoch's start, after this one.
+            # The run was saved at the start of this epoch, after this hook.
             return
         else:
             assert self.previous_backbone_lr is not None
@@ -276,25 +273,23 @@ class BackboneFinetuning(BaseFinetuning):
             groups[self._group]["lr"] = rate
         self.previous_backbone_lr = rate
         if self.verbose:
-            pl_module.print(
-                f"learning rate {round(current, self.rounding)}, of the backbone {round(rate, self.rounding)}"
-            )
+            pl_module.print(f"learning rate: {round(current, self.rounding)}, backbone: {round(rate, self.rounding)}")
 
     def _first_rate(self, current: float) -> float:
         if self.previous_backbone_lr is not None:
-            # A resume that left the optimizers out.
+            # A resume without the optimizers' state.
             return self.previous_backbone_lr
         if self.backbone_initial_lr is not None:
             return self.backbone_initial_lr
         return current * self.backbone_initial_ratio_lr
 
     def _unfreeze(self, backbone: nn.Module, optimizer: Optimizer, rate: float) -> None:
-        """Adds what of the backbone the optimizer does not have: batch norms may have been trained before."""
-        before = len(optimizer.param_groups)
+        """Adds the backbone's group, with the parameters that the optimizer does not have yet (see `train_bn`)."""
+        group = len(optimizer.param_groups)
         self.unfreeze_and_add_param_group(backbone, optimizer, rate, self.initial_denom_lr, self.train_bn)
-        if len(optimizer.param_groups) == before:
-            raise ConfigurationError("the backbone has no parameter that could be unfrozen: leave the callback out.")
-        self._group = before
+        if len(optimizer.param_groups) == group:
+            raise ConfigurationError("the backbone has no parameters to unfreeze: remove BackboneFinetuning.")
+        self._group = group
 
     # the state --------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -311,37 +306,36 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _parts(modules: Any) -> Iterator[nn.Module]:
-    """Yields modules with all their children, in the order given."""
+    """Yields modules with all their children, in order."""
     if isinstance(modules, nn.Module):
         yield from modules.modules()
     elif isinstance(modules, Iterable) and not isinstance(modules, (str, bytes, Tensor)):
         for entry in modules:
             yield from _parts(entry)
     else:
-        raise ConfigurationError(f"{kind_of(modules)} is no module: give a module, or a list of modules.")
+        raise ConfigurationError(f"{kind_of(modules)} is not a module: give a module or a list of modules.")
 
 
 def _without_norms(modules: Modules, train_bn: bool) -> list[nn.Module]:
-    """What `flatten_modules` returns, without batch norms unless they are trained."""
+    """Returns the modules of `flatten_modules`; without batch norms if `train_bn` is False."""
     parts = BaseFinetuning.flatten_modules(modules)
     return [part for part in parts if train_bn or not isinstance(part, _BatchNorm)]
 
 
-def _own(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that modules themselves have, each once."""
+def _own_parameters(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters that the modules own directly, each once."""
     return list(dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False)))
 
 
-def _train(part: nn.Module, flag: bool) -> None:
-    """Trains or freezes what a module itself has."""
+def _set_trainable(part: nn.Module, flag: bool) -> None:
+    """Unfreezes or freezes a module's own parameters, and a batch norm's running statistics."""
     if isinstance(part, _BatchNorm) and part.running_mean is not None:
         part.track_running_stats = flag
     for parameter in part.parameters(recurse=False):
         parameter.requires_grad_(flag)
 
 
-def _taken(optimizer: Optimizer) -> set[int]:
-    """The identities of an optimizer's parameters."""
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -349,8 +343,8 @@ def _backbone(module: TrainModule) -> nn.Module:
     backbone = getattr(module, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise ConfigurationError(
-            f"BackboneFinetuning needs {type(module).__name__}.backbone, an nn.Module that is there before "
-            "configure_model: name the part to freeze so, or subclass BaseFinetuning."
+            f"BackboneFinetuning needs {type(module).__name__}.backbone, an nn.Module that exists before "
+            "configure_model runs. Add this attribute, or subclass BaseFinetuning."
         )
     return backbone
 

@@ -1,4 +1,4 @@
-"""GarbageCollection, a callback that has Python collect garbage at the same steps on all ranks."""
+"""GarbageCollection, a callback that runs Python's garbage collector at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Turns Python's automatic garbage collection off during training, and collects every n steps instead.
+    """Disables Python's automatic garbage collection during training, and collects every n steps instead.
 
-    Python collects by the number of objects that each process has made, so that every rank stops for it at a step of
-    its own, and all others wait there. With this callback they stop together: after the first hooks of the fit, at
-    every `every_n_steps`-th step, and at every `every_n_steps`-th batch of a validation in it. What is not part of a
-    cycle of references is freed at once, as always. At the end of the fit, also after an error, automatic collection is
-    what it was before. Processes that are forked from a rank, such as a loader's workers, collect automatically.
+    Automatic collection depends on the number of objects that a process has allocated, so each rank pauses at a
+    different step, and all others wait for it there. With this callback all ranks pause together: once at the start of
+    training, every `every_n_steps` steps, and every `every_n_steps` batches of a validation in fit. Objects outside
+    reference cycles are freed immediately, as always. The previous setting is restored at the end of fit, also after
+    an error. Processes forked from a rank, such as a loader's workers, collect automatically.
 
-    A step whose objects form cycles keeps their memory until the next collection: give a smaller number if memory
+    If a step's objects form cycles, their memory is kept until the next collection. Use a smaller number if memory
     grows.
 
     Args:
-        every_n_steps: optimizer steps from one collection to the next.
-        generation: 2 collects everything. 1 looks at objects that are new since the last collection alone, which is
-            quicker; cycles that survive it once are never freed before the fit ends.
+        every_n_steps: the number of optimizer steps between collections.
+        generation: 2 collects everything. 1 examines only objects created since the last collection, which is faster,
+            but a cycle that survives one collection is not freed before the fit ends.
 
     Attributes:
-        collections: how often it has collected in this fit.
+        collections: the number of collections in this fit.
 
     Raises:
-        ConfigurationError: for steps below 1, and another generation than 0, 1 or 2.
+        ConfigurationError: for a number of steps below 1, or a generation other than 0, 1 or 2.
 
     Example:
         >>> collection = GarbageCollection(every_n_steps=500)
@@ -47,7 +47,7 @@ class GarbageCollection(Callback):
         0
     """
 
-    # On a rank without a sample it is called too. Before checkpoints are saved.
+    # Before checkpoints are saved; also called on a rank without a sample of the batch.
     order: ClassVar[int] = 92
     closing_hooks = frozenset({"on_train_batch_end"})
 
@@ -57,13 +57,13 @@ class GarbageCollection(Callback):
             raise ConfigurationError(f"GarbageCollection(generation={generation!r}): give 2, 1 or 0.")
         self.every_n_steps, self.generation = every_n_steps, generation
         self.collections = 0
-        self._turned_off = False
+        self._has_disabled = False
         self._last_step = -1
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.collections, self._last_step = 0, trainer.global_step
         if gc.isenabled():
-            self._turned_off = True
+            self._has_disabled = True
             _active().add(self)
             gc.disable()
         self._collect()
@@ -72,7 +72,7 @@ class GarbageCollection(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # Within an accumulation window the step is still the last one.
+        # `global_step` changes only at the end of an accumulation window.
         if step % self.every_n_steps == 0 and step != self._last_step:
             self._last_step = step
             self._collect()
@@ -87,7 +87,7 @@ class GarbageCollection(Callback):
         self._restore()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # After an error too.
+        # Also called after an error.
         self._restore()
 
     def _collect(self) -> None:
@@ -95,22 +95,22 @@ class GarbageCollection(Callback):
         gc.collect(self.generation)
 
     def _restore(self) -> None:
-        if self._turned_off:
-            self._turned_off = False
+        if self._has_disabled:
+            self._has_disabled = False
             _active().discard(self)
             gc.enable()
 
 
 @functools.cache
 def _active() -> weakref.WeakSet[GarbageCollection]:
-    """The callbacks that have turned automatic collection off; a forked process turns it on again if there is one."""
+    """Returns the callbacks that have disabled automatic collection. If there are any, forked processes enable it."""
     active: weakref.WeakSet[GarbageCollection] = weakref.WeakSet()
 
-    def turn_on() -> None:
+    def enable_in_child() -> None:
         if active:
             gc.enable()
 
-    # Not there on Windows, where no process is forked. It cannot be undone, hence once in a process.
+    # Registered once per process, since it cannot be undone. Windows has no fork, and no such function.
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=turn_on)
+        os.register_at_fork(after_in_child=enable_in_child)
     return active

@@ -1,4 +1,4 @@
-"""GradNormMonitor, a callback that logs the norm of the gradients, before they are clipped and after."""
+"""GradNormMonitor, a callback that logs the norm of the gradients before and after clipping."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ PER = ("total", "module", "parameter")
 
 
 class GradNormMonitor(Callback):
-    """Logs the norm of the gradients of each step that the Trainer logs: the total, and that of modules or parameters.
+    """Logs the norm of the gradients at the steps that the Trainer logs: in total, and per module or parameter.
 
-    It is the norm before clipping, of unscaled gradients (precision 16-mixed), at the end of an accumulation window. Of
-    sharded gradients (FSDP, tensor and pipeline parallelism) it is the norm of the whole, which takes one small
-    all-reduce. The step does not wait for the device: the values are read together with what the module has logged.
-    Steps between two logged ones have no cost.
+    The norm is that of the unscaled gradients (precision 16-mixed) before clipping, at the end of an accumulation
+    window. For sharded gradients (FSDP, tensor and pipeline parallelism) it is the norm of the whole gradient, at the
+    cost of one small all-reduce. The step does not wait for the device: the values are read back together with those
+    that the module logs. Steps that are not logged cost nothing.
 
-    Names are Lightning's: `grad_2.0_norm_total`, and `grad_2.0_norm/layer.weight` for a parameter, or
-    `grad_2.0_norm/layer` for the module that has it; after clipping `grad_2.0_norm_clipped_total` and so on. With
-    several optimizers the total is that of all of them.
+    Names are Lightning's: `grad_2.0_norm_total`, `grad_2.0_norm/layer.weight` for a parameter and `grad_2.0_norm/layer`
+    for a module; after clipping, `grad_2.0_norm_clipped_total` and so on. With several optimizers the total covers all
+    of them.
 
     Args:
         norm_type: p of the p-norm, above 0; `float("inf")` or "inf" for the largest absolute value.
         per: "total", or also the norm of each "module" or "parameter".
-        max_depth: modules below this depth count with the one above them; 1 for the module's own children. None for no
-            limit.
-        after_clipping: also log the norms with which the optimizer steps; none for a step that a gradient scaler skips.
-        group_separator: between the kind of norm and a name.
+        max_depth: the depth of the modules to log, from 1 for the module's children. Deeper ones count toward their
+            ancestor at this depth. None for no limit.
+        after_clipping: also log the norms after clipping; none for a step that a gradient scaler skips.
+        group_separator: the separator between the kind of norm and a name.
         prog_bar: show the totals in the progress bar.
 
     Raises:
-        ConfigurationError: for invalid arguments; at the start of fit, for an engine that keeps gradients to itself
-            (DeepSpeed), and with `after_clipping` for an optimizer such as LBFGS, which clips within its step.
+        ConfigurationError: for invalid arguments; at the start of fit, for an engine that gives no access to gradients
+            (DeepSpeed), and with `after_clipping` for an optimizer that clips within its step (such as LBFGS).
 
     Example:
         >>> monitor = GradNormMonitor(norm_type=2, per="module", max_depth=1)
@@ -78,53 +78,53 @@ class GradNormMonitor(Callback):
         self.group_separator, self.prog_bar = group_separator, prog_bar
         self._names: dict[int, str] = {}
         self._parts: dict[tuple[int, int], _Parts] = {}
-        self._found: dict[tuple[str, int], tuple[list[str], Tensor]] = {}
-        """By kind and optimizer: names, and the sums of the p-th powers of their gradients."""
+        self._powers: dict[tuple[str, int], tuple[list[str], Tensor]] = {}
+        """By kind and optimizer: the parameters' names, and the sums of the p-th powers of their gradients."""
         self._step = -1
-        """The step that they are of."""
+        """The step of `_powers`."""
         self._hooks = ExitStack()
-        """Those of the optimizers, which it removes at its end."""
+        """Removes the optimizers' hooks when closed."""
 
     @property
     def kind(self) -> str:
-        """What the names of the norms begin with."""
+        """The prefix of the norms' names."""
         return f"grad_{self.norm_type}_norm"
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.strategy.drives_one:
             raise ConfigurationError(
-                f"GradNormMonitor reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: "
-                "leave the callback out."
+                f"GradNormMonitor reads gradients before each step, and {trainer.strategy.name} gives no access to "
+                "them: remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._parts, self._found, self._step = {}, {}, -1
+        self._parts, self._powers, self._step = {}, {}, -1
         self._hooks.close()
         if not self.after_clipping:
             return
         for optimizer in trainer.optimizers:
             if needs_closure(optimizer):
                 raise ConfigurationError(
-                    f"GradNormMonitor(after_clipping=True): {type(optimizer).__name__} clips within its step, several "
-                    "times. Leave after_clipping out."
+                    f"GradNormMonitor(after_clipping=True) does not support {type(optimizer).__name__}, which clips "
+                    "several times within its step: leave after_clipping out."
                 )
-            self._hooks.callback(optimizer.register_step_pre_hook(partial(self._note_clipped, trainer)).remove)
+            self._hooks.callback(optimizer.register_step_pre_hook(partial(self._measure_clipped, trainer)).remove)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        self._note(self.kind, trainer, optimizer)
+        self._measure(self.kind, trainer, optimizer)
 
-    def _note_clipped(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
-        self._note(f"{self.kind}_clipped", trainer, optimizer)
+    def _measure_clipped(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
+        self._measure(f"{self.kind}_clipped", trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Not in the hook before the step: after that the other optimizers step, and gradients are clipped.
-        if not self._found or trainer.global_step != self._step or not trainer.window.closes:
+        # Logged only now, once all optimizers have stepped and gradients have been clipped.
+        if not self._powers or trainer.global_step != self._step or not trainer.window.closes:
             return
-        totals, parts = self._values()
-        self._found = {}
+        totals, parts = self._norms()
+        self._powers = {}
         self.log_dict(totals, on_step=True, on_epoch=False, prog_bar=self.prog_bar)
         if parts:
             self.log_dict(parts, on_step=True, on_epoch=False)
@@ -133,32 +133,32 @@ class GradNormMonitor(Callback):
         self._hooks.close()
 
     # norms ------------------------------------------------------------------------------------------------------------
-    def _note(self, kind: str, trainer: Trainer, optimizer: Optimizer) -> None:
+    def _measure(self, kind: str, trainer: Trainer, optimizer: Optimizer) -> None:
         step, strategy = trainer.global_step + 1, trainer.strategy
         if not is_logged(trainer, step):
             return
         if step != self._step:
-            self._found, self._step = {}, step
+            self._powers, self._step = {}, step
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # A parameter group that a hook adds makes them more.
+        # The number changes if a hook adds a parameter group.
         key = id(optimizer), len(parameters)
         if key not in self._parts:
             self._parts[key] = _Parts.of(strategy, parameters, self._name)
         parts = self._parts[key]
-        self._found[kind, key[0]] = parts.names, parts.powers(strategy, self.norm_type)
+        self._powers[kind, id(optimizer)] = parts.names, parts.powers(strategy, self.norm_type)
 
     def _name(self, parameter: Tensor, index: int) -> str:
         return self._names.get(id(parameter), f"parameter {index}")
 
-    def _values(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the totals, and the norms of parts, by the names under which they are logged."""
+    def _norms(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the total norms and those of modules or parameters, by the names to log them under."""
         totals: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
-        for (kind, _), (names, powers) in self._found.items():
+        for (kind, _), (names, powers) in self._powers.items():
             self._add(totals, f"{kind}_total", powers.max() if math.isinf(self.norm_type) else powers.sum())
             for name, power in zip(names, powers, strict=True) if self.per != "total" else ():
-                self._add(parts, f"{kind}{self.group_separator}{self._owner(name)}", power)
-        return self._rooted(totals), self._rooted(parts)
+                self._add(parts, f"{kind}{self.group_separator}{self._part_name(name)}", power)
+        return self._roots(totals), self._roots(parts)
 
     def _add(self, sums: dict[str, Tensor], name: str, power: Tensor) -> None:
         if name not in sums:
@@ -166,112 +166,114 @@ class GradNormMonitor(Callback):
         else:
             sums[name] = torch.maximum(sums[name], power) if math.isinf(self.norm_type) else sums[name] + power
 
-    def _rooted(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _roots(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if math.isinf(self.norm_type):
             return sums
         return {name: power ** (1.0 / self.norm_type) for name, power in sums.items()}
 
-    def _owner(self, name: str) -> str:
+    def _part_name(self, name: str) -> str:
+        """Returns the name of the parameter, or of the module that it counts toward."""
         if self.per == "parameter":
             return name
         modules = name.split(".")[:-1]
-        # A parameter of the module itself keeps its name.
+        # A parameter that the root module owns directly keeps its name.
         return ".".join(modules[: self.max_depth]) or name
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parameters of an optimizer, on this rank and on the others.
+    """The parameters of an optimizer, on this rank and on all ranks.
 
     Args:
-        here: those that count on this rank.
-        names: of those on all ranks.
-        places: where those of this rank stand in `names`; None if there are no others.
-        weights: what this rank's part of each counts for: several ranks may hold the same one.
+        local: the parameters to measure on this rank.
+        names: the names of the parameters on all ranks.
+        positions: the positions of this rank's parameters in `names`; None if this rank has all of them.
+        weights: the weight of this rank's part of each parameter, below 1 if several ranks hold the same part.
     """
 
-    here: list[Tensor]
+    local: list[Tensor]
     names: list[str]
-    places: Tensor | None
+    positions: Tensor | None
     weights: Tensor | None
 
     @classmethod
     def of(cls, strategy: Strategy, parameters: Iterable[Tensor], name: Callable[[Tensor, int], str]) -> _Parts:
         named = {id(parameter): name(parameter, index) for index, parameter in enumerate(parameters)}
-        here = strategy.counted(list(parameters))
-        own = [named[id(parameter)] for parameter in here]
+        local = strategy.counted(list(parameters))
+        own_names = [named[id(parameter)] for parameter in local]
         if strategy.replicates or strategy.ranks.world_size == 1:
-            return cls(here, own, None, None)
-        sizes = {name: (local_part(p).numel(), p.numel()) for name, p in zip(own, here, strict=True)}
+            return cls(local, own_names, None, None)
+        sizes = {name: (local_part(p).numel(), p.numel()) for name, p in zip(own_names, local, strict=True)}
+        # Elements held by all ranks together, by name: more than the whole if ranks hold the same parts.
         held: dict[str, int] = {}
-        for others in strategy.ranks.all_gather_object(sizes):
-            for other, (part, _) in others.items():
-                held[other] = held.get(other, 0) + part
-        places = {other: place for place, other in enumerate(held)}
+        for rank_sizes in strategy.ranks.all_gather_object(sizes):
+            for rank_name, (part, _) in rank_sizes.items():
+                held[rank_name] = held.get(rank_name, 0) + part
+        positions = {held_name: position for position, held_name in enumerate(held)}
         weights = [whole / max(held[own_name], 1) for own_name, (_, whole) in sizes.items()]
         device = strategy.root_device
         return cls(
-            here,
+            local,
             list(held),
-            torch.tensor([places[own_name] for own_name in own], dtype=torch.long, device=device),
-            torch.tensor(weights, dtype=_wide(device), device=device),
+            torch.tensor([positions[own_name] for own_name in own_names], dtype=torch.long, device=device),
+            torch.tensor(weights, dtype=_widest_float(device), device=device),
         )
 
     def powers(self, strategy: Strategy, norm_type: float) -> Tensor:
-        """Returns the sum of the p-th powers of each whole gradient, for p = ∞ its largest value; on the device."""
+        """Returns, on the device, the sum of the p-th powers of each whole gradient; for p = ∞ its largest value."""
         device = strategy.root_device
-        powers = _norms(self.here, norm_type, device)
+        powers = _local_norms(self.local, norm_type, device)
         is_largest = math.isinf(norm_type)
         if not is_largest:
             powers = powers**norm_type
-        if self.places is None or self.weights is None:
+        if self.positions is None or self.weights is None:
             return powers
-        everywhere = torch.zeros(len(self.names), dtype=powers.dtype, device=device)
-        everywhere[self.places] = powers if is_largest else powers * self.weights
-        return strategy.ranks.reduce(everywhere, reduction="max" if is_largest else "sum")
+        all_powers = torch.zeros(len(self.names), dtype=powers.dtype, device=device)
+        all_powers[self.positions] = powers if is_largest else powers * self.weights
+        return strategy.ranks.reduce(all_powers, reduction="max" if is_largest else "sum")
 
 
-def _norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norms of this rank's gradients, 0 for those that there are not."""
-    zero = torch.zeros((), dtype=_wide(device), device=device)
-    found = [zero] * len(parameters)
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+def _local_norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Returns the norms of this rank's parts of gradients; 0 for a parameter without a gradient."""
+    zero = torch.zeros((), dtype=_widest_float(device), device=device)
+    result = [zero] * len(parameters)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
             continue
-        grad = local_part(_whole_gradient(parameter))
+        grad = local_part(_sharded_gradient(parameter))
         grad = grad.coalesce().values() if grad.is_sparse else grad
         if grad.numel():
-            alike.setdefault((grad.device, grad.dtype), []).append((index, grad))
-    for (_, dtype), grads in alike.items():
-        own = [grad for _, grad in grads]
+            by_kind.setdefault((grad.device, grad.dtype), []).append((index, grad))
+    for (_, dtype), indexed in by_kind.items():
+        grads = [grad for _, grad in indexed]
         if dtype.is_complex:
-            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in own]
+            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
         else:
             half = {} if dtype.itemsize > 2 else {"dtype": torch.float32}
-            norms = list(torch._foreach_norm(own, norm_type, **half))
-        for (index, _), norm in zip(grads, norms, strict=True):
-            found[index] = norm.to(device, zero.dtype, non_blocking=True)
-    return torch.stack(found) if found else zero.new_zeros(0)
+            norms = list(torch._foreach_norm(grads, norm_type, **half))
+        for (index, _), norm in zip(indexed, norms, strict=True):
+            result[index] = norm.to(device, zero.dtype, non_blocking=True)
+    return torch.stack(result) if result else zero.new_zeros(0)
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """The norm of each parameter's gradient now, and their total, as in Lightning's `utilities.grad_norm`.
+    """Returns the current norm of each parameter's gradient and their total, as Lightning's `utilities.grad_norm` does.
 
-    Of a sharded gradient (FSDP, tensor parallelism) it is the norm of the whole; all ranks must call it together, as
-    each gradient takes a message. `GradNormMonitor` takes one for all, and reads nothing in steps that are not logged.
-    A stage of a pipeline sees its own parameters alone.
+    For a sharded gradient (FSDP, tensor parallelism) this is the norm of the whole gradient. It takes one collective
+    per gradient, so all ranks must call this together. `GradNormMonitor` needs one collective for all gradients, and
+    reads nothing at steps that are not logged. A stage of a pipeline sees only its own parameters.
 
     Args:
-        module: whose parameters are read; those without a gradient are left out.
+        module: the module whose gradients are measured; parameters without a gradient are omitted.
         norm_type: p of the p-norm, above 0; `float("inf")` or "inf" for the largest absolute value.
-        group_separator: between the kind of norm and a name.
+        group_separator: the separator between the kind of norm and a name.
 
     Returns:
         `grad_2.0_norm/weight`, … and `grad_2.0_norm_total`, scalars; empty without gradients.
 
     Raises:
-        ConfigurationError: for a norm_type that is not above 0.
+        ConfigurationError: if `norm_type` is not above 0.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -280,26 +282,26 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         {'grad_2.0_norm/weight': 5.0, 'grad_2.0_norm_total': 5.0}
     """
     p = _norm_type("grad_norm", norm_type)
-    found = {
-        f"grad_{p}_norm{group_separator}{name}": _norm(_whole_gradient(parameter), p)
+    norms = {
+        f"grad_{p}_norm{group_separator}{name}": _norm(_sharded_gradient(parameter), p)
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
-    if found:
-        first = next(iter(found.values()))
-        alike = [norm.to(first.device, first.dtype) for norm in found.values()]
-        found[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(alike), p)
-    return found
+    if norms:
+        first = next(iter(norms.values()))
+        converted = [norm.to(first.device, first.dtype) for norm in norms.values()]
+        norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(torch.stack(converted), p)
+    return norms
 
 
 def _norm_type(owner: str, norm_type: Any) -> float:
     try:
-        found = math.nan if isinstance(norm_type, bool) else float(norm_type)
+        p = math.nan if isinstance(norm_type, bool) else float(norm_type)
     except (TypeError, ValueError):
-        found = math.nan
-    if not found > 0:
+        p = math.nan
+    if not p > 0:
         raise ConfigurationError(f"{owner}(norm_type={norm_type!r}): give a number above 0, or 'inf'.")
-    return found
+    return p
 
 
 def _norm(grad: Any, p: float) -> Tensor:
@@ -311,8 +313,8 @@ def _norm(grad: Any, p: float) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
-def _whole_gradient(parameter: Any) -> Any:
-    """A gradient, split as its parameter is: a layer may leave it otherwise, or a partial sum."""
+def _sharded_gradient(parameter: Any) -> Any:
+    """Returns the gradient with its parameter's placements: a layer may leave others, or a partial sum."""
     grad = parameter.grad.detach()
     placements = getattr(parameter, "placements", None)
     if placements is not None and getattr(grad, "placements", placements) != placements:
@@ -320,5 +322,5 @@ def _whole_gradient(parameter: Any) -> Any:
     return grad
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def _widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64

@@ -1,4 +1,4 @@
-"""Callbacks that set how many batches make one optimizer step, or in how many parts a batch is run."""
+"""Callbacks that set the number of batches per optimizer step, or of micro-batches per batch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ BY = ("epoch", "step")
 
 
 class GradientAccumulation(Callback):
-    """Sets the length of accumulation windows, by epoch or by step; the engine counts the batches.
+    """Sets the length of accumulation windows, by epoch or by step.
 
-    The last window of an epoch takes the batches that are left, and its gradient is divided by that true length.
+    The last window of an epoch has the remaining batches, and its gradient is divided by that actual length.
 
     Args:
-        steps: batches per optimizer step, or a schedule {epoch: batches}, each from that epoch on (counted from 0).
-            Epochs before the first one take one batch per step.
-        by: "step" for a schedule {global step: batches}: each from the window after so many steps on.
+        steps: the number of batches per optimizer step, or a schedule {epoch: batches}. Each entry applies from its
+            epoch on (counted from 0); before the first entry, a step takes one batch.
+        by: "epoch", or "step" for a schedule {global step: batches}.
 
     Raises:
-        ConfigurationError: if `steps` is of another type, empty, or has an epoch below 0 or a length below 1; for an
-            unknown `by`.
+        ConfigurationError: if `steps` has another type, is empty, or has an epoch below 0 or a length below 1; or if
+            `by` is unknown.
 
     Example:
         >>> accumulation = GradientAccumulation({2: 4, 8: 16})
@@ -37,9 +37,9 @@ class GradientAccumulation(Callback):
     """
 
     counts_samples: ClassVar[bool] = False
-    """The lengths of its windows are samples, so that they are known in batches once the loader is there."""
+    """Whether the schedule is in samples. Its lengths in batches are then unknown until the loader exists."""
     cuts_batches: ClassVar[bool] = False
-    """A batch that does not fit into memory is cut, so that none is too large."""
+    """Whether a batch that does not fit into memory is cut into micro-batches."""
 
     def __init__(self, steps: int | Mapping[int, int], by: Literal["epoch", "step"] = "epoch") -> None:
         name = type(self).__name__
@@ -47,7 +47,7 @@ class GradientAccumulation(Callback):
         self.by = by
         schedule = {0: steps} if not isinstance(steps, Mapping) else dict(steps)
         if not schedule:
-            raise ConfigurationError(f"{name} got an empty schedule: write {{0: 4}}, for example, or a number.")
+            raise ConfigurationError(f"{name} got an empty schedule: give {{0: 4}}, for example, or a number.")
         for epoch, length in schedule.items():
             if not _is_whole(epoch) or epoch < 0:
                 raise ConfigurationError(
@@ -60,20 +60,20 @@ class GradientAccumulation(Callback):
 
     @property
     def longest(self) -> int:
-        """The longest window in any epoch, in batches."""
+        """The longest window of the schedule, in batches."""
         return max(self.scheduling.values())
 
     def length(self, epoch: int) -> int:
         """Returns the batches per window in an epoch.
 
         Args:
-            epoch: counted from 0; with `by="step"` the steps done before the window.
+            epoch: the epoch, counted from 0; with `by="step"`, the number of steps before the window.
         """
         return next(length for start, length in reversed(self.scheduling.items()) if start <= epoch)
 
     @property
     def constant(self) -> int | None:
-        """The batches of every window; None if they differ."""
+        """The number of batches of every window; None if windows differ."""
         lengths = set(self.scheduling.values())
         return lengths.pop() if len(lengths) == 1 else None
 
@@ -81,13 +81,13 @@ class GradientAccumulation(Callback):
         """Returns the batches of a window.
 
         Args:
-            at: its epoch, or the steps done before it, as `by` says.
-            samples: of one batch of all ranks; None where they are not known, 0 before the loader is there.
+            at: the window's epoch, or the number of steps before it, depending on `by`.
+            samples: the number of samples in one batch of all ranks; None if unknown, 0 before the loader exists.
         """
         return self.length(at)
 
     def at(self, progress: Progress) -> int:
-        """Returns the place in the schedule of a window that starts where the run stands."""
+        """Returns the key in the schedule, an epoch or a step, of a window that starts now."""
         return progress.epoch if self.by == "epoch" else progress.global_step
 
 
@@ -95,7 +95,7 @@ class GradientAccumulationScheduler(GradientAccumulation):
     """Lightning's name for `GradientAccumulation` with a schedule.
 
     Args:
-        scheduling: {epoch: batches}, as `GradientAccumulation`'s `steps`.
+        scheduling: a schedule {epoch: batches}, as for `GradientAccumulation`.
 
     Example:
         >>> schedule = GradientAccumulationScheduler(scheduling={0: 8, 4: 4})
@@ -112,33 +112,34 @@ class GradientAccumulationScheduler(GradientAccumulation):
         super().__init__(scheduling)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Lightning's name of `length`."""
+        """Lightning's name for `length`."""
         return self.length(epoch)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """True if a window of any epoch has several batches."""
+        """Returns True if any epoch has windows of more than one batch."""
         return self.longest > 1
 
 
 class AutoAccumulation(GradientAccumulation):
     """Runs each batch of the loader in micro-batches that fit into memory: `Trainer(accumulate_grad_batches="auto")`.
 
-    A batch stays one optimizer step. If it does not fit into memory, it is cut into twice as many micro-batches, whose
-    gradients are accumulated, and run again; so are all batches from there on. Checkpoints hold the number.
+    Each batch remains one optimizer step. If a batch does not fit into memory, it is run again in twice as many
+    micro-batches, whose gradients are accumulated, and so are all later batches. Checkpoints include the number of
+    micro-batches.
 
     Args:
-        micro_batches: the number to begin with.
-        try_largest: try a large batch when a fit starts, also one that resumes, so that memory runs out then and not
-            hours later. Up to eight batches of samples from all over the data set are read for it in the main process,
-            before workers start, and `training_step` runs once more. So a data set that opens a file at its first
-            read, or draws from a generator of its own, is not as it would be without it; nor is an attribute that
-            `training_step` appends to.
+        micro_batches: the initial number of micro-batches per batch.
+        try_largest: try a large batch at the start of each fit, also on resume, so that memory runs out then and not
+            hours later. This reads up to eight batches of samples from across the data set in the main process, before
+            workers start, and runs `training_step` one extra time. Any side effects remain: of a data set that opens a
+            file at its first read or draws from its own generator, and of a `training_step` that appends to an
+            attribute.
 
     Attributes:
-        micro_batches: into how many a batch is cut now.
+        micro_batches: the current number of micro-batches per batch.
 
     Raises:
-        ConfigurationError: if the number is no whole number from 1, or `try_largest` no bool.
+        ConfigurationError: if `micro_batches` is not a whole number from 1, or `try_largest` is not a bool.
 
     Example:
         >>> AutoAccumulation(micro_batches=4).state_dict()
@@ -155,7 +156,7 @@ class AutoAccumulation(GradientAccumulation):
         self.micro_batches, self.try_largest = micro_batches, try_largest
 
     def cut_finer(self, least: int = 0) -> int:
-        """Doubles the number, or more often until it is at least so large; returns it."""
+        """Doubles `micro_batches`, repeatedly until it is at least `least`, and returns it."""
         self.micro_batches *= 2
         while self.micro_batches < least:
             self.micro_batches *= 2
@@ -172,7 +173,7 @@ class AutoAccumulation(GradientAccumulation):
         self.micro_batches = state["micro_batches"]
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        # Memory is as small as it was: the number never falls within a fit.
+        # Memory has not grown, so the number never decreases within a fit.
         if state:
             self.check_state_dict(state)
             self.micro_batches = max(self.micro_batches, state["micro_batches"])

@@ -1,4 +1,4 @@
-"""LambdaCallback, a callback made of plain functions."""
+"""LambdaCallback, a callback built from plain functions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ HOOKS = tuple(
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions, one per hook. Each takes the arguments of its hook, without `self`.
+    """A callback built from functions, one per hook. Each takes the arguments of its hook, without `self`.
 
     Args:
-        **hooks: hook name → function, or None.
+        **hooks: the function for each hook, by the hook's name; None for none.
 
     Raises:
-        ConfigurationError: if there is no hook of that name, or its value is not callable.
+        ConfigurationError: if there is no hook of that name, or the value is not callable.
 
     Example:
-        >>> callback = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("an epoch is over"))
+        >>> callback = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("an epoch has ended"))
         >>> # Trainer(callbacks=[callback])
     """
 

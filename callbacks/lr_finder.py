@@ -1,4 +1,4 @@
-"""LearningRateFinder, a callback that searches a learning rate before the fit begins."""
+"""LearningRateFinder, a callback that finds a learning rate before fit."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Searches a learning rate at the start of a fit, with a copy of the module, and gives it to the module.
+    """Searches for a learning rate at the start of fit, with a copy of the module, and sets it on the module.
 
-    It searches in `setup`, before `configure_optimizers`, so that optimizer and schedulers are made with what it found
-    (Lightning searches in `on_fit_start`, after them). A fit that resumes a checkpoint does not search again. The run
-    is otherwise bit for bit the one with that rate from the start. On several ranks search with
-    `Tuner(trainer).lr_find(…)` before fit.
+    The search runs in `setup`, before `configure_optimizers`, so the optimizer and schedulers are created with the
+    result. (Lightning searches in `on_fit_start`, after that.) Otherwise the run is bit-identical to one that had this
+    rate from the start. A fit that resumes a checkpoint does not search again. With several ranks, call
+    `Tuner(trainer).lr_find(…)` before fit instead.
 
-    A subclass that overrides `on_fit_start` searches when it calls `lr_find(trainer, module)` itself: at epochs of its
-    own, say, on one process. The optimizer's rate is changed then, too; a scheduler that computes rates from the first
-    one, such as LambdaLR, sets its own again at its next step.
+    A subclass that overrides `on_fit_start` disables this search and calls `lr_find(trainer, module)` itself, at epochs
+    of its choice, for instance; on a single process. `lr_find` also changes the optimizers' rates. A scheduler that
+    derives rates from the initial one, such as LambdaLR, overwrites them at its next step.
 
     Args:
         min_lr: the first rate.
-        max_lr: the last one.
-        num_training_steps: steps of the search.
+        max_lr: the last rate.
+        num_training_steps: the number of steps in the search.
         mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: ends the search once the loss is so many times the best; None for no end.
-        update_attr: give the module the suggested rate.
-        attr_name: which attribute or hyperparameter; `lr` or `learning_rate` if empty.
+        early_stop_threshold: end the search once the loss exceeds the best loss by this factor; None for no limit.
+        update_attr: set the suggested rate on the module.
+        attr_name: the attribute or hyperparameter to set; `lr` or `learning_rate` if empty.
 
     Attributes:
-        optimal_lr: what was found, with `suggestion()`, `results` and `plot()`; None before.
+        optimal_lr: the result, with `suggestion()`, `results` and `plot()`; None before the search.
 
     Raises:
-        ConfigurationError: for a value that cannot be, or if the module has no such attribute.
+        ConfigurationError: for an invalid value, or if the module has no such attribute.
 
     Example:
         >>> LearningRateFinder(num_training_steps=50).optimal_lr is None
@@ -65,28 +65,28 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        searches_itself = type(self).on_fit_start is not LearningRateFinder.on_fit_start
-        if stage == "fit" and trainer.ckpt_path is None and trainer.global_step == 0 and not searches_itself:
-            self._search_now(trainer, module)
+        is_overridden = type(self).on_fit_start is not LearningRateFinder.on_fit_start
+        if stage == "fit" and trainer.ckpt_path is None and trainer.global_step == 0 and not is_overridden:
+            self._run_search(trainer, module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Does nothing: the search is over by then."""
+        """A no-op, since the search has already run in `setup`. An override disables that search."""
 
     def lr_find(self, trainer: Trainer, module: TrainModule) -> None:
-        """Searches now, and gives what is suggested to the optimizers, too."""
-        rate = self._search_now(trainer, module)
+        """Searches now, and also sets the suggested rate on the optimizers."""
+        rate = self._run_search(trainer, module)
         for optimizer in trainer.optimizers if rate is not None else ():
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-    def _search_now(self, trainer: Trainer, module: TrainModule) -> float | None:
-        """Searches; returns the rate that the module was given, or None."""
+    def _run_search(self, trainer: Trainer, module: TrainModule) -> float | None:
+        """Searches; returns the rate set on the module, or None."""
         if trainer.world_size > 1:
             raise ConfigurationError(
-                f"LearningRateFinder searches on one process, and there are {trainer.world_size} ranks: search before "
-                "fit, with Tuner(trainer).lr_find(module, …)."
+                f"LearningRateFinder runs on one process, and there are {trainer.world_size} ranks: call "
+                "Tuner(trainer).lr_find(module, …) before fit."
             )
-        given = trainer.given_loaders
-        loaders = {"train_dataloaders": given.get("train"), "val_dataloaders": given.get("val")}
+        passed = trainer.given_loaders
+        loaders = {"train_dataloaders": passed.get("train"), "val_dataloaders": passed.get("val")}
         self.optimal_lr, rate = find_rate(self._search, Subject(trainer, "fit", module, loaders, trainer.datamodule))
         return rate

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each step used, at that step; it is also in `trainer.callback_metrics`.
+    """Logs the learning rate of each step at that step. `trainer.callback_metrics` includes it.
 
-    Names are `lr-SGD`; `lr-SGD/pg1`, `lr-SGD/pg2` for several parameter groups (or a group's own "name"); `lr-SGD`,
-    `lr-SGD-1` for several optimizers of one class. The `name` in a scheduler's configuration replaces `lr-SGD`.
-    Momentum and weight decay add `-momentum` and `-weight_decay`.
+    The name is `lr-SGD`; with several parameter groups `lr-SGD/pg1`, `lr-SGD/pg2` (or the group's "name"); with several
+    optimizers of one class `lr-SGD`, `lr-SGD-1`. The `name` in a scheduler's configuration replaces `lr-SGD`. Momentum
+    and weight decay are logged with the suffixes `-momentum` and `-weight_decay`.
 
     Args:
-        logging_interval: "step" for the steps that the Trainer logs, "epoch" for the start of each epoch, None for each
-            scheduler's own interval (steps for optimizers without a scheduler).
+        logging_interval: "step" to log at the steps that the Trainer logs, "epoch" at the start of each epoch. None
+            follows each scheduler's interval (steps for an optimizer without a scheduler).
         log_momentum: also log the momentum, or the first beta of Adam and its variants.
         log_weight_decay: also log the weight decay.
 
@@ -34,7 +34,7 @@ class LearningRateMonitor(Callback):
         ConfigurationError: if `logging_interval` is invalid, or a fit starts without a logger.
 
     Attributes:
-        lrs: name → the learning rates logged so far.
+        lrs: the learning rates logged so far, by name.
 
     Example:
         >>> callback = LearningRateMonitor(logging_interval="step")
@@ -69,13 +69,13 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "epoch", trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        # The step at the end of this window is logged under its own number.
+        # The step at the end of this window: `global_step` increases there.
         step = trainer.global_step + 1
         if is_logged(trainer, step) and trainer.window.index == 0 and self.logging_interval != "epoch":
             self._log(trainer, "step", step)
 
     def _names(self, trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
-        """Returns each optimizer with its name and the interval at which it is logged."""
+        """Returns a tuple for each optimizer: its name, the optimizer, and the interval at which to log it."""
         seen: Counter[str] = Counter()
         configs = {id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs}
         named: list[tuple[str, Optimizer, str]] = []
@@ -118,9 +118,9 @@ def _group_names(name: str, optimizer: Optimizer) -> list[str]:
         own = groups[0].get("name")
         return [name if own is None else f"{name}/{own}"]
     names = [f"{name}/{group.get('name', f'pg{index}')}" for index, group in enumerate(groups, start=1)]
-    twice = [label for label, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigurationError(f"two parameter groups are called '{twice[0]}': give each its own 'name'.")
+    duplicates = [label for label, count in Counter(names).items() if count > 1]
+    if duplicates:
+        raise ConfigurationError(f"two parameter groups are called '{duplicates[0]}': give each its own 'name'.")
     return names
 
 

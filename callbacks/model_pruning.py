@@ -1,4 +1,4 @@
-"""ModelPruning, a callback that sets the least important weights to zero during training, and keeps them there."""
+"""ModelPruning, a callback that zeroes the least important weights during training and keeps them at zero."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Method: TypeAlias = Any
-"""A subclass of prune.BasePruningMethod. torch leaves what all of them have, such as PRUNING_TYPE, out of its types."""
+"""A subclass of prune.BasePruningMethod. Any, since torch's annotations lack their attributes, such as PRUNING_TYPE."""
 
 METHODS: dict[str, Method] = {
     "l1_unstructured": prune.L1Unstructured,
@@ -41,37 +41,39 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class ModelPruning(Callback):
-    """Sets the least important weights to zero at the end of epochs, by the methods of torch.nn.utils.prune.
+    """Zeroes the least important weights at the end of epochs, by the methods of torch.nn.utils.prune.
 
-    What is pruned stays zero: its gradients are zeroed before they are clipped, and its weights after each step. An
-    epoch prunes a part of what is left, as repeated calls of torch do. The module keeps its parameters and their names,
-    so a checkpoint of any moment loads into the module as it is; the masks are in the callback's state, and a resume
-    goes on exactly. Under FSDP and tensor parallelism the importance is that of the whole weights.
+    Pruned weights stay zero: their gradients are zeroed before clipping, and the weights themselves after each step.
+    Each pruning removes a fraction of the remaining weights, as repeated calls of torch's functions do. The module
+    keeps its parameters and their names, so every checkpoint loads into the unmodified module. The masks are in the
+    callback's state, and a resume continues exactly. Under FSDP and tensor parallelism, importance is computed on whole
+    weights.
 
     Args:
-        pruning_fn: "l1_unstructured", "ln_structured", "random_structured", "random_unstructured", the function of
-            torch.nn.utils.prune, or a subclass of `torch.nn.utils.prune.BasePruningMethod`.
-        parameters_to_prune: pairs of a module and the name of its parameter; all that `parameter_names` says if empty.
-        parameter_names: which parameters of each module; those in `PARAMETER_NAMES` if None.
-        use_global_unstructured: compare the weights of all parameters with each other, not within each parameter.
-        amount: the part of the remaining weights, from 0.0 to 1.0, or their number, as an int; or a function of the
-            epoch. 0 and None prune nothing.
-        apply_pruning: False for never; or a function of the epoch.
+        pruning_fn: "l1_unstructured", "ln_structured", "random_structured" or "random_unstructured", the function of
+            that name in torch.nn.utils.prune, or a subclass of `torch.nn.utils.prune.BasePruningMethod`.
+        parameters_to_prune: pairs of a module and the name of its parameter. Empty: every parameter named in
+            `parameter_names`.
+        parameter_names: the names of the parameters to prune in each module. None: `PARAMETER_NAMES`.
+        use_global_unstructured: compare weights across all parameters, not within each one.
+        amount: the fraction of the remaining weights to prune, from 0.0 to 1.0, or their number, as an int; or a
+            function of the epoch. 0 and None prune nothing.
+        apply_pruning: whether to prune; or a function of the epoch.
         make_pruning_permanent: False leaves the masks on the module after fit, as torch's pruning does (`weight_orig`
-            and `weight_mask`), so that training it further keeps the zeros.
-        use_lottery_ticket_hypothesis: after pruning, set the other weights back to what they were when the module's
-            first fit began (Frankle and Carbin, https://arxiv.org/abs/1803.03635); or a function of the epoch. A
-            checkpoint then holds those, too.
-        resample_parameters: set them to new random values instead, by the module's `reset_parameters`.
+            and `weight_mask`), so further training keeps the zeros.
+        use_lottery_ticket_hypothesis: whether to reset the remaining weights, after each pruning, to their values at
+            the start of the module's first fit (Frankle and Carbin, https://arxiv.org/abs/1803.03635); or a function of
+            the epoch. Checkpoints then include these values.
+        resample_parameters: reset the remaining weights to new random values instead, with `reset_parameters`.
         pruning_dim: the dimension whose slices "ln_structured" and "random_structured" prune.
         pruning_norm: the norm by which "ln_structured" compares slices, such as 2 or "fro".
-        verbose: 1 logs how much is zero after each pruning, 2 also for each parameter.
-        prune_on_train_epoch_end: False prunes at the end of validation.
+        verbose: 1 logs the number of zeros after each pruning, 2 also that of each parameter.
+        prune_on_train_epoch_end: whether to prune at the end of training epochs. False: at the end of validations.
 
     Raises:
         ConfigurationError: for invalid arguments; at the start of fit, if there is nothing to prune, for an optimizer
-            such as LBFGS, which evaluates the loss within its step, and for engines and pipelines that keep weights to
-            themselves.
+            that evaluates the loss within its step (such as LBFGS), and for a strategy that keeps weights from
+            callbacks (DeepSpeed, pipelines).
 
     Example:
         >>> def twentieths(epoch):
@@ -103,7 +105,7 @@ class ModelPruning(Callback):
         self._new_method = partial(self._method, **options)
         if isinstance(amount, bool) or not (amount is None or callable(amount) or isinstance(amount, (int, float))):
             raise ConfigurationError(
-                f"ModelPruning(amount={amount!r}): give a part, a number, or a function of epochs."
+                f"ModelPruning(amount={amount!r}): give a fraction, a number, or a function of the epoch."
             )
         if not callable(amount):
             _check_amount(amount)
@@ -121,23 +123,24 @@ class ModelPruning(Callback):
         self._verbose, self._after_training = verbose, prune_on_train_epoch_end
         self._parameters_to_prune: list[tuple[nn.Module, str]] = []
         self._names: list[str] = []
-        """Of the parameters, as the whole module knows them."""
+        """The parameters' names in the whole module."""
         self._masks: list[Tensor] = []
-        """This rank's parts of the masks: True for what is left. Empty before the first pruning."""
+        """This rank's parts of the masks, True for remaining weights. Empty before the first pruning."""
         self._originals: list[Tensor] = []
-        """This rank's parts of the weights as they were at first; empty unless they are needed."""
+        """This rank's parts of the weights to rewind to; empty unless needed."""
         self._loaded: dict[str, Any] = {}
+        """The state of a checkpoint, until training starts and the parameters are known."""
         self._trainer: Trainer | None = None
         self._module: nn.Module | None = None
-        """That of the last fit, whose masks these are."""
+        """The module of the last fit, to which the masks belong."""
         self._hooks = ExitStack()
-        """Those of the optimizers, which it removes at its end."""
+        """Removes the optimizers' hooks when closed."""
 
-    # what a subclass may change ---------------------------------------------------------------------------------------
+    # for subclasses to override or call -------------------------------------------------------------------------------
     def filter_parameters_to_prune(
         self, parameters_to_prune: Sequence[tuple[nn.Module, str]] = ()
     ) -> Sequence[tuple[nn.Module, str]]:
-        """Chooses among the parameters that were found, or adds others."""
+        """Returns the parameters to prune. Override it to remove some of those found, or to add others."""
         return parameters_to_prune
 
     @torch.no_grad()
@@ -145,25 +148,25 @@ class ModelPruning(Callback):
         """Prunes once.
 
         Args:
-            amount: the part of what is left, or the number of weights (of slices, for structured methods).
+            amount: the fraction of the remaining weights, or their number (of slices, for structured methods).
         """
         _check_amount(amount)
-        wholes = [_whole(parameter) for parameter in self._parameters()]
-        before = [_whole(sharded_like(mask, p)) for mask, p in zip(self._masks, self._parameters(), strict=False)]
-        before = before or [torch.ones_like(whole) for whole in wholes]
+        weights = [_whole(parameter) for parameter in self._parameters()]
+        masks = [_whole(sharded_like(mask, p)) for mask, p in zip(self._masks, self._parameters(), strict=False)]
+        masks = masks or [torch.ones_like(weight) for weight in weights]
         method = self._new_method(amount=amount)
         if self._is_global:
-            joined = self._further(method, *(torch.cat([t.flatten() for t in some]) for some in (wholes, before)))
-            parts = torch.split(joined, [whole.numel() for whole in wholes])
-            masks = [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
+            flat_weights, flat_mask = (torch.cat([t.flatten() for t in tensors]) for tensors in (weights, masks))
+            parts = torch.split(self._pruned_mask(method, flat_weights, flat_mask), [w.numel() for w in weights])
+            masks = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
         else:
-            masks = [self._further(method, whole, mask) for whole, mask in zip(wholes, before, strict=True)]
-        masks = self._same_everywhere([mask.bool() for mask in masks])
+            masks = [self._pruned_mask(method, weight, mask) for weight, mask in zip(weights, masks, strict=True)]
+        masks = self._same_on_all_ranks([mask.bool() for mask in masks])
         self._masks = [_part(mask, p) for mask, p in zip(masks, self._parameters(), strict=True)]
         self._zero_weights()
 
-    def _further(self, method: prune.BasePruningMethod, values: Tensor, mask: Tensor) -> Tensor:
-        """The mask after a method has pruned what a mask has left, as torch's own container combines them."""
+    def _pruned_mask(self, method: prune.BasePruningMethod, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns the mask after another pruning. torch's own container applies the method to remaining weights."""
         container = prune.PruningContainer()
         container._tensor_name = method._tensor_name = "weight"
         container.add_pruning_method(method)  # type: ignore[no-untyped-call]
@@ -171,14 +174,14 @@ class ModelPruning(Callback):
             found: Tensor = container.compute_mask(values, mask.to(values.dtype))  # type: ignore[no-untyped-call]
         except ValueError as error:
             raise ConfigurationError(
-                f"{type(method).__name__} cannot prune as many as amount says: {error}. Give a part, such as 0.2, or a "
-                "function of the epoch."
+                f"{type(method).__name__} cannot prune that many weights: {error}. Set amount to a fraction, such as "
+                "0.2, or a function of the epoch."
             ) from error
         return found
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Sets what is not pruned back to the first weights, or to new ones."""
+        """Resets the remaining weights to their original values, or to new random ones."""
         if self._resamples:
             values = [_part(value, p) for value, p in zip(self._resampled(), self._parameters(), strict=True)]
         else:
@@ -188,7 +191,7 @@ class ModelPruning(Callback):
         self._zero_weights()
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Removes torch's own pruning from a module and those within, and keeps its zeros."""
+        """Removes torch's own pruning from a module and its children, and keeps the zeros."""
         for part in module.modules():
             for hook in list(part._forward_pre_hooks.values()):
                 if isinstance(hook, prune.BasePruningMethod):
@@ -201,24 +204,24 @@ class ModelPruning(Callback):
         strategy = trainer.strategy
         if strategy.drives_one or strategy.outputs.are_in_parts:
             raise ConfigurationError(
-                f"ModelPruning compares all weights of the model, and strategy={strategy.name!r} keeps them to itself: "
-                "train with ddp, fsdp or on one device."
+                f"ModelPruning compares all weights of the model, and strategy={strategy.name!r} gives no access to "
+                "them: train with ddp, fsdp or on one device."
             )
         if not strategy.replicates and (self._resamples or not self._is_permanent):
             raise ConfigurationError(
-                f"ModelPruning with resample_parameters or make_pruning_permanent=False needs whole weights, and "
+                f"ModelPruning with resample_parameters or make_pruning_permanent=False needs whole weights, but "
                 f"strategy={strategy.name!r} shards them: leave these arguments out, or train with ddp."
             )
         if not self._after_training and any(isinstance(callback, ExchangesWeights) for callback in trainer.callbacks):
             raise ConfigurationError(
-                "ModelPruning(prune_on_train_epoch_end=False) prunes at the end of a validation, when averages stand "
-                "in the place of the weights: leave the argument out beside a callback that averages weights."
+                "ModelPruning(prune_on_train_epoch_end=False) prunes at the end of a validation, when averages have "
+                "replaced the weights: leave the argument out if a callback averages weights."
             )
         self._loaded = {}
         if self._module is not module:
             self._masks, self._originals, self._parameters_to_prune = [], [], []
         for part, name in self._parameters_to_prune:
-            # The masks that an earlier fit has left on the module are here, too.
+            # This callback has its own copy of the masks that an earlier fit left on the module.
             if hasattr(part, f"{name}_mask"):
                 prune.remove(part, name)  # type: ignore[no-untyped-call]
 
@@ -226,11 +229,11 @@ class ModelPruning(Callback):
         self._trainer, self._module = trainer, module
         self._parameters_to_prune = self._find(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        lost = [name for part, name in self._parameters_to_prune if id(getattr(part, name)) not in names]
-        if lost:
+        foreign = [name for part, name in self._parameters_to_prune if id(getattr(part, name)) not in names]
+        if foreign:
             raise ConfigurationError(
-                f"ModelPruning(parameters_to_prune=…) has {lost[0]!r} of a module that is no part of "
-                f"{type(module).__name__}: give modules of it."
+                f"ModelPruning(parameters_to_prune=…) has {foreign[0]!r} of a module that is not part of "
+                f"{type(module).__name__}: use its submodules only."
             )
         self._names = [names[id(parameter)] for parameter in self._parameters()]
         self._restore()
@@ -240,8 +243,8 @@ class ModelPruning(Callback):
         for optimizer in trainer.optimizers:
             if needs_closure(optimizer):
                 raise ConfigurationError(
-                    f"ModelPruning zeroes weights after a step, and {type(optimizer).__name__} evaluates the loss "
-                    "within its step: use another optimizer."
+                    f"ModelPruning zeroes weights after each step, but {type(optimizer).__name__} evaluates the loss "
+                    "within a step: use another optimizer."
                 )
             self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._zero_weights()).remove)
 
@@ -252,15 +255,15 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._after_training:
-            self._run(trainer.current_epoch)
+            self._prune_in(trainer.current_epoch)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not self._after_training and not trainer.sanity_checking and trainer.state.stage == "fit":
-            self._run(trainer.current_epoch)
+            self._prune_in(trainer.current_epoch)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        # Averages have taken the place of the weights, if a callback keeps any.
-        self._bring_back()
+        # A callback may have replaced the weights by averages, which are not zero where the weights are.
+        self._reshard()
         self._zero_weights()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -269,7 +272,7 @@ class ModelPruning(Callback):
         self._hooks.close()
         self._trainer = None
         if not self._is_permanent:
-            # After the last checkpoint, which has the module's own names.
+            # Only after the last checkpoint, since it renames the parameters.
             for (part, name), mask in zip(self._parameters_to_prune, self._masks, strict=False):
                 prune.custom_from_mask(part, name, mask.to(getattr(part, name)))  # type: ignore[no-untyped-call]
 
@@ -288,37 +291,37 @@ class ModelPruning(Callback):
                 raise ConfigurationError(
                     f"ModelPruning(parameters_to_prune=…): {type(part).__name__} has no parameter {name!r}."
                 )
-        # A tied weight is pruned once.
-        once = {id(getattr(part, name)): (part, name) for part, name in reversed(found)}
-        if not once:
+        # A tied weight is pruned once, under the first of its names.
+        unique = {id(getattr(part, name)): (part, name) for part, name in reversed(found)}
+        if not unique:
             raise ConfigurationError(
-                f"ModelPruning found nothing to prune: no module has a parameter named {self._parameter_names}. Give "
-                "parameter_names, or pairs of modules and names as parameters_to_prune."
+                f"ModelPruning found nothing to prune: no module has a parameter named {self._parameter_names}. Set "
+                "parameter_names, or pass pairs of modules and names as parameters_to_prune."
             )
-        if not self._is_permanent and len(_holders(module, once)) > len(once):
+        if not self._is_permanent and len(_names_of(module, unique)) > len(unique):
             raise ConfigurationError(
-                "ModelPruning(make_pruning_permanent=False) leaves torch's masks on the module, which would untie the "
-                "weights that some of its parts share: leave the argument out."
+                "ModelPruning(make_pruning_permanent=False) leaves torch's masks on the module, which would untie its "
+                "shared weights: leave the argument out."
             )
-        return list(reversed(once.values()))
+        return list(reversed(unique.values()))
 
     def _parameters(self) -> Iterator[Any]:
         return (getattr(part, name) for part, name in self._parameters_to_prune)
 
-    def _run(self, epoch: int) -> None:
-        amount = _at(epoch, self.amount)
-        if not _at(epoch, self._applies) or not amount:
+    def _prune_in(self, epoch: int) -> None:
+        amount = _value_in(epoch, self.amount)
+        if not _value_in(epoch, self._applies) or not amount:
             return
-        self._bring_back()
+        self._reshard()
         before = self._zeros()
         self.apply_pruning(amount)
-        if _at(epoch, self._rewinds):
+        if _value_in(epoch, self._rewinds):
             self.apply_lottery_ticket_hypothesis()
         if self._verbose:
             self._log(before, self._zeros(), amount)
 
-    def _bring_back(self) -> None:
-        """Sharded weights are shards again, where an evaluation has left them whole."""
+    def _reshard(self) -> None:
+        """Reshards weights that an evaluation has left unsharded."""
         if self._trainer is not None and not self._trainer.strategy.replicates:
             self._trainer.strategy.local_weights(self._trainer.lightning_module)
 
@@ -327,8 +330,8 @@ class ModelPruning(Callback):
         for parameter, mask in zip(self._parameters(), self._masks, strict=False):
             local_part(parameter).mul_(mask)
 
-    def _same_everywhere(self, masks: list[Tensor]) -> list[Tensor]:
-        """Those of rank 0, where ranks draw random numbers of their own."""
+    def _same_on_all_ranks(self, masks: list[Tensor]) -> list[Tensor]:
+        """Returns rank 0's masks if the method draws random numbers, since these differ between ranks."""
         if self._trainer is None or self._trainer.world_size == 1 or self._method in _BY_VALUE:
             return masks
         return [mask.to(own.device) for mask, own in zip(self._broadcast(masks), masks, strict=True)]
@@ -338,7 +341,7 @@ class ModelPruning(Callback):
         return self._trainer.strategy.ranks.broadcast([tensor.cpu() for tensor in tensors])
 
     def _resampled(self) -> list[Tensor]:
-        """New weights of all parameters; those of modules without `reset_parameters` as they are."""
+        """Returns new random values for all parameters; a copy of the current ones without `reset_parameters`."""
         new: dict[int, nn.Module] = {}
         for part, _ in self._parameters_to_prune:
             if id(part) not in new:
@@ -349,31 +352,31 @@ class ModelPruning(Callback):
         values = [getattr(new[id(part)], name).detach() for part, name in self._parameters_to_prune]
         return values if self._trainer is None or self._trainer.world_size == 1 else self._broadcast(values)
 
-    # what it says -----------------------------------------------------------------------------------------------------
+    # logging ----------------------------------------------------------------------------------------------------------
     def _zeros(self) -> list[tuple[int, int]]:
-        """Of each parameter, how many weights are zero, and how many there are; nothing is read unless it is logged."""
+        """Returns (zeros, elements) of each parameter; empty, without reading anything back, unless verbose."""
         if not self._verbose:
             return []
-        wholes = [_whole(parameter) for parameter in self._parameters()]
-        return [(int((whole == 0).sum()), whole.numel()) for whole in wholes]
+        weights = [_whole(parameter) for parameter in self._parameters()]
+        return [(int((weight == 0).sum()), weight.numel()) for weight in weights]
 
     def _log(self, before: list[tuple[int, int]], after: list[tuple[int, int]], amount: float) -> None:
         total = sum(count for _, count in after)
-        was, now = (sum(zeros for zeros, _ in some) for some in (before, after))
+        old, new = (sum(zeros for zeros, _ in counts) for counts in (before, after))
         rank_zero_info(
-            f"ModelPruning: {self._method.__name__} made {_share(was, total)} of the weights zero into "
-            f"{_share(now, total)}."
+            f"ModelPruning: {self._method.__name__} raised the number of zero weights from {_fraction(old, total)} to "
+            f"{_fraction(new, total)}."
         )
         if self._verbose > 1:
-            for name, (was, count), (now, _) in zip(self._names, before, after, strict=True):
-                rank_zero_info(f"  {name}, amount {amount}: {_share(was, count)} -> {_share(now, count)}")
+            for name, (old, count), (new, _) in zip(self._names, before, after, strict=True):
+                rank_zero_info(f"  {name}, amount {amount}: {_fraction(old, count)} -> {_fraction(new, count)}")
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         return {"masks": self._named(self._masks), "originals": self._named(self._originals)}
 
     def _named(self, parts: list[Tensor]) -> dict[str, Any]:
-        self._bring_back()
+        self._reshard()
         found = zip(self._names, parts, self._parameters(), strict=False)
         return {name: sharded_like(part, parameter) for name, part, parameter in found}
 
@@ -383,7 +386,6 @@ class ModelPruning(Callback):
         saved.nested("originals", {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The parameters are known when training starts.
         self._loaded = state_dict
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
@@ -392,15 +394,16 @@ class ModelPruning(Callback):
 
     def _restore(self) -> None:
         loaded, self._loaded = self._loaded, {}
-        self._masks = self._filled("masks", loaded, torch.bool) or self._masks
-        self._originals = self._filled("originals", loaded, None) or self._originals
+        self._masks = self._local_parts("masks", loaded, torch.bool) or self._masks
+        self._originals = self._local_parts("originals", loaded, None) or self._originals
 
-    def _filled(self, kind: str, loaded: dict[str, Any], dtype: torch.dtype | None) -> list[Tensor]:
+    def _local_parts(self, kind: str, loaded: dict[str, Any], dtype: torch.dtype | None) -> list[Tensor]:
+        """Returns this rank's parts of saved tensors; empty if the state has none of this kind."""
         saved = loaded.get(kind, {})
         if not saved:
             return []
         if set(saved) != set(self._names):
-            raise StateError(kind, f"has {sorted(saved)}, and this run prunes {sorted(self._names)}")
+            raise StateError(kind, f"has {sorted(saved)}, but this run prunes {sorted(self._names)}")
         found = []
         for name, parameter in zip(self._names, self._parameters(), strict=True):
             local = local_part(parameter)
@@ -410,35 +413,35 @@ class ModelPruning(Callback):
 
 
 _BY_VALUE: tuple[Method, ...] = (prune.L1Unstructured, prune.LnStructured)
-"""Methods that find the same masks on ranks with the same weights."""
+"""Deterministic methods, which compute the same masks on all ranks."""
 
 
 def _method_of(pruning_fn: Any, is_global: bool, dim: int | None, norm: Any) -> tuple[Method, dict[str, Any]]:
-    """The method that is meant, and what it is made with beside an amount."""
+    """Returns the pruning method and its arguments other than the amount."""
     if inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod):
         method: Method = pruning_fn
     else:
         name = pruning_fn.lower() if isinstance(pruning_fn, str) else getattr(pruning_fn, "__name__", "")
         if name not in METHODS or not (isinstance(pruning_fn, str) or pruning_fn is getattr(prune, name)):
-            advice = nearest(name, METHODS) if isinstance(pruning_fn, str) else f"known are {', '.join(METHODS)}"
+            advice = nearest(name, METHODS) if isinstance(pruning_fn, str) else f"Use one of {', '.join(METHODS)}."
             raise ConfigurationError(
-                f"ModelPruning(pruning_fn={pruning_fn!r}): {advice}; or a subclass of "
+                f"ModelPruning(pruning_fn={pruning_fn!r}): {advice} Or pass a subclass of "
                 "torch.nn.utils.prune.BasePruningMethod."
             )
         method = METHODS[name]
     options: dict[str, Any] = {}
     if method.PRUNING_TYPE == "structured" and method in METHODS.values():
         if dim is None:
-            raise ConfigurationError("ModelPruning prunes slices: give pruning_dim, the dimension that they are of.")
+            raise ConfigurationError(f"ModelPruning with {method.__name__} prunes slices: set pruning_dim.")
         options["dim"] = dim
         if method is prune.LnStructured:
             if norm is None:
-                raise ConfigurationError("ModelPruning('ln_structured') compares norms: give pruning_norm, such as 2.")
+                raise ConfigurationError("ModelPruning('ln_structured') compares norms: set pruning_norm, such as 2.")
             options["n"] = norm
     if is_global and method.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(
-            f"ModelPruning(use_global_unstructured=True) compares single weights, and {method.__name__} prunes "
-            f"{method.PRUNING_TYPE} parts: give use_global_unstructured=False."
+            f"ModelPruning(use_global_unstructured=True) compares single weights, but {method.__name__} is "
+            f"{method.PRUNING_TYPE}: set use_global_unstructured=False."
         )
     return method, options
 
@@ -448,16 +451,16 @@ def _check_amount(amount: Any) -> None:
     is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
     if amount is not None and not is_part and not is_number:
         raise ConfigurationError(
-            f"ModelPruning(amount={amount!r}): give a part from 0.0 to 1.0, or a number of weights as an int."
+            f"ModelPruning(amount={amount!r}): give a fraction from 0.0 to 1.0, or a number of weights as an int."
         )
 
 
-def _at(epoch: int, value: T | Callable[[int], T]) -> T:
+def _value_in(epoch: int, value: T | Callable[[int], T]) -> T:
     return value(epoch) if callable(value) else value
 
 
-def _holders(module: nn.Module, parameters: Collection[int]) -> list[str]:
-    """The names under which the parts of a module have these parameters, each as often as it is shared."""
+def _names_of(module: nn.Module, parameters: Collection[int]) -> list[str]:
+    """Returns all names of the parameters with these ids; a tied parameter has several."""
     every = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in every if id(parameter) in parameters]
 
@@ -471,7 +474,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _part(whole: Tensor, parameter: Any) -> Tensor:
-    """This rank's part of a whole tensor, that is split as a parameter is."""
+    """Returns this rank's part of a whole tensor, sharded like the parameter."""
     if not is_dtensor(parameter):
         return whole.to(parameter.device)
     from leyden.strategies.fsdp.sharding import shard_like
@@ -479,5 +482,5 @@ def _part(whole: Tensor, parameter: Any) -> Tensor:
     return local_part(shard_like(whole, parameter))
 
 
-def _share(part: int, whole: int) -> str:
+def _fraction(part: int, whole: int) -> str:
     return f"{part}/{whole} ({part / max(whole, 1):.2%})"

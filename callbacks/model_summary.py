@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One row of the table. Sizes are shapes, lists of shapes, or None if unknown."""
+    """A row of the table. Sizes are shapes, lists of shapes, or None if unknown."""
 
     name: str
     type: str
@@ -41,12 +41,12 @@ class Summary:
 
     Attributes:
         layers: a row for each submodule, down to the requested depth.
-        total_parameters: elements of all parameters; shared ones count once.
-        trainable_parameters: elements of the parameters that require a gradient.
-        model_bytes: memory of the parameters in their own dtypes.
-        modules_in_train_mode: number of submodules at any depth in train mode.
-        modules_in_eval_mode: number of submodules at any depth in eval mode.
-        uninitialized: number of parameters of lazy modules, whose size is unknown before the first batch.
+        total_parameters: the number of elements of all parameters; shared ones count once.
+        trainable_parameters: the number of elements of the parameters that require a gradient.
+        model_bytes: the memory of the parameters in their dtypes.
+        modules_in_train_mode: the number of submodules in train mode, at any depth.
+        modules_in_eval_mode: the number of submodules in eval mode, at any depth.
+        uninitialized: the number of lazy modules' parameters, whose size is unknown before the first batch.
     """
 
     layers: list[LayerSummary] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Summary:
         return "\n".join([*lines, *self.remarks(), *aligned(self.totals())])
 
     def cells(self) -> list[list[str]]:
-        """Returns the rows of the table, first the one of titles."""
+        """Returns the rows of the table; the first one has the titles."""
         modes = {True: "train", False: "eval", None: ""}
         titles = ["", "Name", "Type", "Params", "Trainable", "Mode"]
         rows = [
@@ -87,7 +87,7 @@ class Summary:
         return [titles, *rows]
 
     def remarks(self) -> list[str]:
-        """Returns what the numbers leave out, a line each."""
+        """Returns remarks on parameters that the numbers omit, one per line."""
         if not self.uninitialized:
             return []
         return [
@@ -96,7 +96,7 @@ class Summary:
         ]
 
     def totals(self) -> list[tuple[str, str]]:
-        """Returns the numbers of the whole module, each with what it counts."""
+        """Returns the totals of the whole module as pairs of a number and its label."""
         return [
             (_count(self.trainable_parameters), "trainable parameters"),
             (_count(self.total_parameters - self.trainable_parameters), "frozen parameters"),
@@ -111,7 +111,7 @@ class ModelSummary(Callback):
     """Prints a table of the module's layers and parameters at the start of a fit.
 
     Args:
-        max_depth: levels of submodules to show: 1 for direct submodules, 0 for the totals alone, -1 for all.
+        max_depth: levels of submodules to show: 1 for direct submodules, 0 for the totals only, -1 for all.
 
     Raises:
         ConfigurationError: if `max_depth` is neither -1 nor a whole number from 0.
@@ -127,25 +127,25 @@ class ModelSummary(Callback):
 
     @property
     def max_depth(self) -> int:
-        """The levels of submodules that are shown."""
+        """The number of submodule levels shown."""
         return self._max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # On every rank, since a sharded module only runs on all of them together.
+        # On every rank: a sharded module can only run on all ranks together.
         summary = summarize(module, self._max_depth)
         if trainer.is_global_zero:
             self.show(trainer, summary)
 
     def show(self, trainer: Trainer, summary: Summary) -> None:
-        """Prints the summary; called on the first rank. Override it to show it in another way."""
+        """Prints the summary. Called on rank 0; override it to present the summary differently."""
         trainer.print(summary)
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
-    """Counts a module's parameters, layer by layer.
+    """Counts the parameters of each layer of a module.
 
-    A module with an `example_input_array` is run on it once, for the input and output sizes of each layer, in eval
-    mode, without gradients, and without changing the run's random numbers.
+    If the module has an `example_input_array`, it is run on it once to find the layers' input and output sizes: in eval
+    mode, without gradients, and without advancing the run's random numbers.
 
     Args:
         module: any module.
@@ -195,7 +195,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
-    """Prepares a trial run of a module that leaves no trace: in eval mode, without gradients, random numbers restored.
+    """Prepares a trial run of a module without side effects: in eval mode, without gradients, with isolated RNG state.
 
     Yields:
         The inputs on the module's device, with floats in the dtype of its parameters.
@@ -217,10 +217,10 @@ def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
 
 
 def check_depth(max_depth: int) -> None:
-    """Raises if a value is not a depth."""
+    """Raises ConfigurationError for an invalid depth."""
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(
-            f"max_depth={max_depth!r}: give the levels to show, 0 for totals alone, or -1 for all."
+            f"max_depth={max_depth!r}: give the number of levels to show, 0 for totals only, or -1 for all."
         )
 
 
@@ -242,7 +242,7 @@ def _row(
 
 
 def _numel(parameter: Tensor) -> int:
-    # DeepSpeed's stage 3 replaces a parameter that is on other ranks by an empty tensor.
+    # DeepSpeed's stage 3 leaves an empty tensor in place of a parameter that is on other ranks.
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -252,15 +252,15 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
         return {}
     sizes: dict[nn.Module, tuple[Any, Any]] = {}
 
-    def note(layer: nn.Module) -> Callable[..., None]:
+    def record(layer: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, outputs: Any) -> None:
             sizes.setdefault(layer, (_size(inputs[0] if len(inputs) == 1 else inputs), _size(outputs)))
 
         return hook
 
-    # TorchScript modules take no hooks, so their rows have no sizes.
-    plain = [layer for layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
-    handles = [layer.register_forward_hook(note(layer)) for layer in plain]
+    # TorchScript modules do not support hooks, so their rows have no sizes.
+    hookable = [layer for layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
+    handles = [layer.register_forward_hook(record(layer)) for layer in hookable]
     try:
         with undisturbed(module, example) as inputs:
             if isinstance(inputs, tuple):
@@ -270,7 +270,7 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
             else:
                 module(inputs)
     except Exception as error:  # a summary must not end a run that would train
-        warnings.warn(f"the summary shows no sizes, since forward(example_input_array) raised {error!r}.", stacklevel=4)
+        warnings.warn(f"the summary shows no sizes: forward(example_input_array) raised {error!r}.", stacklevel=4)
         return {}
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""NonFiniteGuard, a callback that keeps gradients with nan or infinity out of the weights."""
+"""NonFiniteGuard, a callback that keeps nan and infinite gradients out of the weights."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 
 ACTIONS = ("stop", "skip", "rollback")
 SHOWN = 3
-"""So many names of parameters a message lists."""
+"""The number of parameter names that a message lists."""
 
 
 class NonFiniteError(LeydenError):
-    """Gradients had nan or infinity in them. No weight has been changed by them."""
+    """Gradients contained nan or infinity. They have not changed any weight."""
 
 
 class NonFiniteGuard(Callback):
-    """Looks at the gradients of each step before the optimizer does, and acts if one is nan or infinite.
+    """Checks the gradients before each optimizer step, and acts if any is nan or infinite.
 
-    All ranks act alike. Looking costs one reduction over the gradients and one flag per optimizer step, which on a GPU
-    the host waits for; sharded gradients (FSDP, a mesh) exchange the flag. Weights and optimizer state stay as they
-    were before the step.
+    All ranks act alike. A check costs one reduction over the gradients and one flag per optimizer step, for which the
+    host waits if it is on a GPU. Sharded gradients (FSDP, a mesh) exchange the flag between ranks. Weights and
+    optimizer state stay as they were before the step.
 
-    Under a gradient scaler (precision 16-mixed) infinite gradients are a part of its search for a scale, and the scaler
-    leaves their steps out by itself: there only `patience` counts.
+    A gradient scaler (precision 16-mixed) produces infinite gradients while it searches for a scale, and skips their
+    steps on its own. With a scaler, only `patience` applies.
 
     Args:
-        action: "stop" raises `NonFiniteError`; "skip" leaves the step out with a warning, and goes on with the next
-            batch. A step that is left out counts as one: `global_step` and schedulers go on. "rollback" takes the run
-            back to its last checkpoint with a warning, but not in the data: the batches since the checkpoint are not
-            used again (see `Trainer.roll_back`, and "Bad steps" in docs/trainer.md).
-        patience: steps in a row that may be left out, or times in a row that the run may go back to the same step; the
-            next one raises. Under a scaler "rollback" goes back after so many. None for no limit.
-        further_batches: how many batches after the bad step "rollback" passes over too, at most to the epoch's end.
+        action: "stop" raises `NonFiniteError`. "skip" skips the step with a warning and continues with the next batch;
+            a skipped step counts in `global_step` and for schedulers. "rollback" returns the model to the last
+            checkpoint with a warning and continues with the next batch: the batches since the checkpoint are not used
+            again (see `Trainer.roll_back`, and "Bad steps" in docs/trainer.md).
+        patience: the number of consecutive steps that may be skipped, or of consecutive rollbacks to the same step; the
+            next one raises. With a scaler, "rollback" acts only after this many bad steps. None for no limit.
+        further_batches: the number of batches that "rollback" skips after the bad step, at most to the epoch's end.
 
     Attributes:
-        skipped: the global steps that were left out, by their numbers from 1.
-        rolled_back: for each time that the run went back, the bad step and the step of the checkpoint.
+        skipped: the skipped global steps, numbered from 1.
+        rolled_back: for each rollback, the bad step and the step of the checkpoint.
 
     Raises:
-        ConfigurationError: for an unknown action, a patience below 1, and further batches below 0 or without
-            "rollback"; at the start of fit, where "rollback" would have no checkpoint or could not go back.
+        ConfigurationError: for an unknown action, a patience below 1, or further batches that are negative or without
+            "rollback"; at the start of fit, if "rollback" has no checkpoint to return to or is not supported.
 
     Example:
         >>> guard = NonFiniteGuard("skip", patience=5)
@@ -68,7 +68,7 @@ class NonFiniteGuard(Callback):
     """
 
     state_per_rank = False
-    # Also on a rank that has no sample of the batch. Before digests and checkpoints of the weights.
+    # Also called on a rank without a sample of the batch. Before digests and checkpoints of the weights.
     closing_hooks = frozenset({"on_train_batch_end"})
 
     def __init__(
@@ -88,20 +88,20 @@ class NonFiniteGuard(Callback):
         self.action, self.patience, self.further_batches = action, patience, further_batches
         self.skipped: list[int] = []
         self.rolled_back: list[tuple[int, int]] = []
-        self._in_a_row = self._before = 0
-        """Bad steps in a row, this one included, and without it."""
+        self._in_a_row = self._in_a_row_before = 0
+        """Consecutive bad steps, with the current step and without it."""
         self._batches = -1
-        """Batches done before the step that was looked at last."""
-        self._bad: tuple[int, str] | None = None
-        """The step after which the run goes back, and what was wrong with it; None if nothing was."""
+        """`progress.batches` at the last checked step."""
+        self._bad_step: tuple[int, str] | None = None
+        """The step that calls for a rollback, and its description; None if there is none."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # An error may have ended the last fit within a bad step.
-        self._bad, self._batches = None, -1
+        # An error may have ended the previous fit during a bad step.
+        self._bad_step, self._batches = None, -1
         if stage == "fit" and trainer.strategy.drives_one:
             raise ConfigurationError(
-                f"NonFiniteGuard reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: leave "
-                "the callback out; the engine skips steps whose gradients overflow in fp16."
+                f"NonFiniteGuard reads gradients before each step, and {trainer.strategy.name} gives no access to "
+                "them: remove the callback. The engine skips steps whose gradients overflow in fp16."
             )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -110,75 +110,76 @@ class NonFiniteGuard(Callback):
         why = refusal(trainer.callbacks)
         if why is not None:
             raise ConfigurationError(
-                f"NonFiniteGuard('rollback') cannot take this run back to a checkpoint: {why}. Leave bad steps out: "
-                "NonFiniteGuard('skip')."
+                f"NonFiniteGuard('rollback') cannot roll back this run: {why}. Use NonFiniteGuard('skip') to skip bad "
+                "steps."
             )
         is_replay = any(isinstance(callback, ReplayedStep) for callback in trainer.callbacks)
         if not (
             is_replay or trainer.fast_dev_run or any(c.saves_within(trainer) for c in trainer.checkpoint_callbacks)
         ):
             raise ConfigurationError(
-                "NonFiniteGuard('rollback') goes back to a checkpoint of this run, and no ModelCheckpoint saves one "
-                "before the end of training: add ModelCheckpoint(every_n_train_steps=…)."
+                "NonFiniteGuard('rollback') needs a checkpoint, and no ModelCheckpoint saves one before the end of "
+                "training: add ModelCheckpoint(every_n_train_steps=…)."
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         is_bad, batches = self._is_bad(trainer, parameters), trainer.progress.batches
         if batches != self._batches:
-            # The first of the step's optimizers: the step is good if all of them are.
-            self._batches, self._before, self._in_a_row = batches, self._in_a_row, 0
+            # The first optimizer of a new step. The step is bad if the gradients of any of its optimizers are.
+            self._batches, self._in_a_row_before, self._in_a_row = batches, self._in_a_row, 0
         if not is_bad:
             return
-        self._in_a_row = self._before + 1
-        scales = trainer.strategy.precision.may_skip
-        is_over = self.patience is not None and self._in_a_row > self.patience
-        goes_back = self.action == "rollback" and (is_over or not scales)
+        self._in_a_row = self._in_a_row_before + 1
+        has_scaler = trainer.strategy.precision.may_skip
+        is_patience_exhausted = self.patience is not None and self._in_a_row > self.patience
+        rolls_back = self.action == "rollback" and (is_patience_exhausted or not has_scaler)
         step = trainer.global_step + 1
-        if goes_back:
-            self._bad = self._bad or (step, self._described(trainer, module, parameters))
-        elif is_over or (self.action == "stop" and not scales):
-            raise NonFiniteError(self._described(trainer, module, parameters))
-        if scales:
+        if rolls_back:
+            self._bad_step = self._bad_step or (step, self._description(trainer, module, parameters))
+        elif is_patience_exhausted or (self.action == "stop" and not has_scaler):
+            raise NonFiniteError(self._description(trainer, module, parameters))
+        if has_scaler:
             return
         for parameter in parameters:
-            # Optimizers leave parameters without a gradient alone, with their state and weight decay.
+            # Optimizers skip parameters without a gradient: no update of weights or state, no weight decay.
             parameter.grad = None
-        if goes_back:
+        if rolls_back:
             return
         self.skipped.append(step)
         if trainer.is_global_zero:
             where = f"epoch {trainer.current_epoch}, batch {trainer.progress.batch}"
             samples = _samples(trainer.sample_indices(window=True, all_ranks=True))
-            warnings.warn(f"step {step} ({where}) was left out: its gradients were not finite.{samples}", stacklevel=2)
+            warnings.warn(f"step {step} ({where}) was skipped: its gradients were not finite.{samples}", stacklevel=2)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._bad is None or not trainer.window_is_over:
+        if self._bad_step is None or not trainer.window_is_over:
             return
-        (step, text), self._bad, self._in_a_row = self._bad, None, 0
+        (step, description), self._bad_step, self._in_a_row = self._bad_step, None, 0
         epoch, samples = trainer.current_epoch, _samples(trainer.sample_indices(window=True, all_ranks=True))
         try:
             path = trainer.roll_back(self.further_batches)
         except LeydenError as error:
-            raise NonFiniteError(f"{text} The run cannot go back: {error}") from error
-        self.rolled_back.append((step, trainer.global_step))
-        places = [place for _, place in reversed(self.rolled_back)]
-        times = len(list(itertools.takewhile(lambda place: place == places[0], places)))
-        if self.patience is not None and times > self.patience:
+            raise NonFiniteError(f"{description} The run cannot be rolled back: {error}") from error
+        target = trainer.global_step
+        self.rolled_back.append((step, target))
+        same_target = itertools.takewhile(lambda pair: pair[1] == target, reversed(self.rolled_back))
+        if self.patience is not None and len(list(same_target)) > self.patience:
             raise NonFiniteError(
-                f"{text} The run has gone back to step {places[0]} {self.patience} times in a row, and got no further."
+                f"{description} The run has been rolled back to step {target} {self.patience} times in a row without "
+                "getting past this point."
             )
         if trainer.is_global_zero:
             warnings.warn(
                 f"step {step} (epoch {epoch}, batch {batch_idx}) had gradients that were not finite.{samples} The run "
-                f"goes back to {path}, and on in the data.",
+                f"is rolled back to {path} and continues with the next batch.",
                 stacklevel=2,
             )
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps its record, which says why the run went back."""
+        """Keeps the record of bad steps, which led to the rollback."""
 
     def _is_bad(self, trainer: Trainer, parameters: Sequence[Tensor]) -> bool:
         strategy = trainer.strategy
@@ -187,25 +188,25 @@ class NonFiniteGuard(Callback):
             is_bad = strategy.ranks.reduce(is_bad, reduction="max")
         return bool(is_bad)
 
-    def _described(self, trainer: Trainer, module: TrainModule, parameters: Sequence[Tensor]) -> str:
+    def _description(self, trainer: Trainer, module: TrainModule, parameters: Sequence[Tensor]) -> str:
         ranks = trainer.strategy.ranks
-        reached = {id(parameter) for parameter in parameters}
-        here = [name for name, p in module.named_parameters() if id(p) in reached and not _are_finite([p])]
-        everywhere = ranks.all_gather_object((here, trainer.strategy.data_rank, trainer.sample_indices(window=True)))
-        found = list(dict.fromkeys(name for names, _, _ in everywhere for name in names))
-        # By the rank of the data, as ranks of one tensor-parallel group have the same samples.
-        samples = {rank: indices for _, rank, indices in everywhere if indices is not None}
-        row = f" for {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
+        ids = {id(parameter) for parameter in parameters}
+        own_names = [name for name, p in module.named_parameters() if id(p) in ids and not _are_finite([p])]
+        gathered = ranks.all_gather_object((own_names, trainer.strategy.data_rank, trainer.sample_indices(window=True)))
+        bad_names = list(dict.fromkeys(name for names, _, _ in gathered for name in names))
+        # By data rank, since the ranks of one tensor-parallel group have the same samples.
+        samples = {rank: indices for _, rank, indices in gathered if indices is not None}
+        repeated = f" for {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
         return (
             f"the gradients of step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch "
-            f"{trainer.progress.batch}) were not finite{row}: {listed(found, SHOWN)}. No weight was "
-            f"changed by them.{_samples(list(itertools.chain(*samples.values())))} Look at that batch, lower the "
-            "learning rate, clip gradients (gradient_clip_val=1.0), or leave such steps out: NonFiniteGuard('skip')."
+            f"{trainer.progress.batch}) were not finite{repeated}: {listed(bad_names, SHOWN)}. They changed no weight."
+            f"{_samples(list(itertools.chain(*samples.values())))} Inspect that batch, lower the learning rate, clip "
+            "gradients (gradient_clip_val=1.0), or skip such steps with NonFiniteGuard('skip')."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        found = {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
-        return {**found, "rolled_back": [list(pair) for pair in self.rolled_back]}
+        rolled_back = [list(pair) for pair in self.rolled_back]
+        return {"skipped": list(self.skipped), "in_a_row": self._in_a_row, "rolled_back": rolled_back}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         self._read(SavedState(state))
@@ -214,16 +215,16 @@ class NonFiniteGuard(Callback):
         self.skipped, self._in_a_row, self.rolled_back = self._read(SavedState(state_dict))
 
     def _read(self, saved: SavedState) -> tuple[list[int], int, list[tuple[int, int]]]:
-        # Earlier versions did not have the last one.
+        # Earlier versions did not save "rolled_back".
         pairs = [_steps(f"rolled_back[{number}]", pair) for number, pair in enumerate(saved.items("rolled_back", ()))]
         if any(len(pair) != 2 for pair in pairs):
             raise StateError("rolled_back", "must be a list of pairs")
-        places = [(step, place) for step, place in pairs]
-        return _steps("skipped", saved.value("skipped")), saved.integer("in_a_row", least=0), places
+        rolled_back = [(step, target) for step, target in pairs]
+        return _steps("skipped", saved.value("skipped")), saved.integer("in_a_row", least=0), rolled_back
 
 
 def _steps(key: str, value: Any) -> list[int]:
-    """A list of whole numbers in saved state."""
+    """Reads a list of whole numbers from saved state."""
     entries = SavedState({key: value}).items(key)
     return [SavedState({key: entry}).integer(key) for entry in entries]
 
@@ -233,7 +234,7 @@ def _samples(indices: Sequence[Any] | None) -> str:
 
 
 def _are_finite(parameters: Sequence[Tensor]) -> Tensor:
-    """True, 0-d, unless this rank's gradients have a nan or an infinity."""
+    """Returns a 0-d bool tensor: whether all of this rank's gradients are finite."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -242,6 +243,6 @@ def _are_finite(parameters: Sequence[Tensor]) -> Tensor:
             by_device.setdefault(grad.device, []).append(grad)
     if not by_device:
         return torch.ones((), dtype=torch.bool)
-    # The largest values: a norm of half-precision gradients may overflow where they do not.
+    # The max norm: other norms of finite half-precision gradients may overflow.
     largest = [torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)]) for own in by_device.values()]
     return torch.stack([found.max().to(largest[0].device) for found in largest]).max().isfinite()

@@ -1,4 +1,4 @@
-"""The peak arithmetic rates of accelerators, and the operations that a model needs."""
+"""The peak FLOP rates of accelerators, and the FLOPs of a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Dense rates, in 1e12 floating-point operations per second (half of what a data sheet gives with sparsity), of tensor
-# cores where a device has them for the dtype, float64 included. The first name that the device's name contains counts.
-# A device computes float32 at the rate of "tf32" where torch allows it.
+# Dense rates (half the data sheets' rates with sparsity), in 1e12 floating-point operations per second; of tensor cores
+# if the device has them for the dtype, float64 included. The first entry contained in the device's name applies. If
+# torch allows TF32, the "tf32" rate applies to float32.
 # Sources: NVIDIA's data sheets of GB200 NVL72 and HGX B200 (a single GPU's rates), GH200 Grace Hopper Superchip, H200,
 # H100, A100, A40, A30, L40S, L40, L4, V100 and T4.
 _TERA: tuple[tuple[str, dict[str, float]], ...] = (
@@ -35,7 +35,7 @@ _TERA: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the peak rate of a device in a dtype, in operations per second; None where it is not known.
+    """Returns the peak rate of a device for a dtype, in operations per second; None if unknown.
 
     Example:
         >>> peak_flops(torch.device("cpu"), torch.float32) is None
@@ -45,28 +45,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _allows_tf32() -> bool:
-    """True where torch may round float32 products on a GPU to TF32, whichever of its settings says so.
-
-    `torch.set_float32_matmul_precision` and `allow_tf32` set `fp32_precision` too; to read them where `fp32_precision`
-    was set is an error.
-    """
+    """Returns True if torch may round float32 products on a GPU to TF32."""
+    # `torch.set_float32_matmul_precision` and `allow_tf32` also set `fp32_precision`. Reading those two instead would
+    # raise if the user has set `fp32_precision`.
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Returns the peak rate of a device by its name; None where it is not known, as for a slice of a GPU (MIG).
+    """Returns the peak rate of a device by its name; None if unknown, as for a slice of a GPU (MIG).
 
     Args:
-        name: as torch or nvidia-smi gives it.
-        dtype: of the matrix products.
-        tf32: float32 products may be rounded to TF32.
+        name: the device's name, as reported by torch or nvidia-smi.
+        dtype: the dtype of matrix products.
+        tf32: whether float32 products may be rounded to TF32.
 
     Example:
         >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)
         989000000000000.0
     """
     key = str(dtype).removeprefix("torch.")
-    # "l4" is no L40, and "a30" no A3000.
+    # Compares whole words, so "l4" does not match an L40, nor "a30" an A3000.
     words = f" {name.lower().replace('-', ' ')} "
     if " mig " in words:
         return None
@@ -78,14 +76,14 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
 
 
 def measure_flops(module: nn.Module, forward: Callable[[], Any], loss: Callable[[Any], Tensor] | None = None) -> int:
-    """Counts the floating-point operations of a forward pass, and of its backward pass if a loss is given.
+    """Counts the floating-point operations of a forward pass, and of the backward pass if `loss` is given.
 
-    torch's FlopCounterMode counts; on the meta device nothing is computed.
+    Uses torch's FlopCounterMode. On the meta device nothing is computed.
 
     Args:
-        module: that `forward` calls.
-        forward: runs the module on a batch, and returns its output.
-        loss: makes a loss of the output.
+        module: the module that `forward` calls. Its gradients are cleared.
+        forward: a function that runs the module on a batch and returns its output.
+        loss: a function that returns the loss of an output.
 
     Example:
         >>> with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""BasePredictionWriter, the base of callbacks that write predictions while `predict` runs."""
+"""BasePredictionWriter, the base class of callbacks that write predictions during `predict`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class WriteInterval(Enum):
 
 
 class BasePredictionWriter(Callback):
-    """Hands predictions to methods that write them: after each batch, at the end of `predict`, or both.
+    """Base class of callbacks that write predictions after each batch, at the end of `predict`, or both.
 
-    On several ranks each writes those of its own samples: put `trainer.global_rank` into the name of a file, or the
-    samples' indices. With `predict(return_predictions=False)` no rank keeps or gathers them; between batches, only
-    "epoch" keeps this rank's on the CPU.
+    Each rank writes the predictions for its own samples: include `trainer.global_rank`, or the samples' indices, in the
+    file name. With `predict(return_predictions=False)` no rank keeps or gathers predictions for the caller. "epoch"
+    keeps this rank's predictions on the CPU.
 
     Args:
         write_interval: "batch" calls `write_on_batch_end`, "epoch" `write_on_epoch_end`, "batch_and_epoch" both.
 
     Raises:
-        ConfigurationError: for another interval; at the start of `predict`, if a method that it calls is not written.
+        ConfigurationError: for an unknown interval; at the start of `predict`, if the method to call is not overridden.
 
     Example:
         >>> class Writer(BasePredictionWriter):
@@ -79,17 +79,17 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Writes the predictions of one batch; override it.
+        """Writes the predictions for one batch. Override it.
 
         Args:
             trainer: the Trainer.
             module: the module.
-            prediction: what `predict_step` returned, on its device.
-            batch_indices: of the batch's samples in the data set; None where a loader shuffles, has a sampler of its
-                own, or reads an iterable.
+            prediction: the return value of `predict_step`, on its device.
+            batch_indices: the indices of the batch's samples in the data set; None if the loader shuffles, has a custom
+                sampler, or reads an iterable.
             batch: the batch.
-            batch_idx: its number, which the ranks' parts of a global batch have in common.
-            dataloader_idx: the number of its loader.
+            batch_idx: the index of the batch, the same for the ranks' parts of a global batch.
+            dataloader_idx: the index of its loader.
         """
 
     def write_on_epoch_end(
@@ -99,13 +99,14 @@ class BasePredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        """Writes all predictions of this rank; override it.
+        """Writes all predictions of this rank. Override it.
 
         Args:
             trainer: the Trainer.
             module: the module.
-            predictions: what `predict_step` returned for each batch, on the CPU; by loader where there are several.
-            batch_indices: for each loader, those of each batch, as `write_on_batch_end` is given them.
+            predictions: the return value of `predict_step` for each batch, on the CPU; with several loaders, a list for
+                each loader.
+            batch_indices: a list for each loader with the `batch_indices` of each batch, as in `write_on_batch_end`.
         """
 
     # a run ------------------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class BasePredictionWriter(Callback):
             if is_called and getattr(type(self), name) is getattr(BasePredictionWriter, name):
                 raise ConfigurationError(
                     f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
-                    "have: write it, or choose another interval."
+                    "override: override it, or use another interval."
                 )
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -142,18 +143,18 @@ class BasePredictionWriter(Callback):
         self._predictions, self._indices = [], []
 
 
-def _loaders(given: Any) -> list[Any]:
-    """The loaders of a prediction, in the order in which they run."""
-    if isinstance(given, CombinedLoader) and given.mode == "sequential":
-        return list(given.flattened)
-    if holds_loaders(given):
-        values = given.values() if isinstance(given, Mapping) else given
-        return [part for value in values for part in _loaders(value)]
-    return [given]
+def _loaders(loaders: Any) -> list[Any]:
+    """Returns the loaders of a prediction as a flat list, in the order in which they run."""
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return list(loaders.flattened)
+    if holds_loaders(loaders):
+        values = loaders.values() if isinstance(loaders, Mapping) else loaders
+        return [loader for value in values for loader in _loaders(value)]
+    return [loaders]
 
 
 def _indices(trainer: Trainer, loader: Any, batch_idx: int) -> list[int] | None:
-    """The indices of this rank's samples in a batch; None where the loader's order is not that of its data set."""
+    """Returns the indices of this rank's samples in a batch; None unless the loader follows its data set's order."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if not isinstance(loader.sampler, SequentialSampler) or type(loader.batch_sampler) is not BatchSampler:
@@ -161,9 +162,9 @@ def _indices(trainer: Trainer, loader: Any, batch_idx: int) -> list[int] | None:
     if loader.batch_size is None:
         return None
     strategy = trainer.strategy
-    # A loader that is not sharded gives every rank all samples.
-    is_shared = trainer.accelerator.share is not None and trainer.arguments.use_distributed_sampler
-    ranks = strategy.data_size if is_shared else 1
+    # If the loader is not sharded, every rank gets all samples.
+    is_sharded = trainer.accelerator.share is not None and trainer.arguments.use_distributed_sampler
+    ranks = strategy.data_size if is_sharded else 1
     start = batch_idx * loader.batch_size * ranks
     whole = range(start, min(start + loader.batch_size * ranks, len(loader.dataset)))  # type: ignore[arg-type]
-    return list(whole[block(len(whole), strategy.data_rank, ranks)] if is_shared else whole)
+    return list(whole[block(len(whole), strategy.data_rank, ranks)] if is_sharded else whole)

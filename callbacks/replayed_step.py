@@ -1,4 +1,4 @@
-"""ReplayedStep, a callback that reports on one step of a run and ends the run after it, for `leyden replay`."""
+"""ReplayedStep, the callback of `leyden replay`, which reports on one step of a run and then ends the run."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 
 
 Measured: TypeAlias = tuple[bool, dict[str, float]]
-"""Whether it is of a part of a gradient, and the measures."""
+"""Whether the gradient is sharded, and its measures."""
 
 
 class ReplayedStep(Callback):
-    """Reports on one step: its samples, losses, gradients and the weights after it; then ends the run and process.
+    """Reports on one step (its samples, losses and gradients, and the resulting weights), then ends the process.
 
-    The report is written as soon as the gradients are known, so that it is there if the step raises an error.
+    The report is first written once the gradients are known, so it exists even if the step raises an error.
 
     Args:
-        step: the step, from 1.
-        report: the file, of JSON.
+        step: the step to report on, from 1.
+        report: the JSON file to write.
     """
 
-    # Before all others, such as a guard that ends the run or clears gradients.
+    # Before all other callbacks, such as a guard that ends the run or clears gradients.
     order: ClassVar[int] = -2000
     closing_hooks = frozenset({"on_train_batch_end"})
 
     def __init__(self, step: int, report: Path) -> None:
         self._step, self._path = step, report
-        self._found: dict[str, Any] = {}
+        self._report: dict[str, Any] = {}
         self._losses: list[float] = []
-        self._bad: list[dict[str, Any]] = []
+        self._bad_samples: list[dict[str, Any]] = []
         self._gradients: dict[str, Measured] = {}
 
     def _is_due(self, trainer: Trainer) -> bool:
         return trainer.global_step == self._step - 1
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._found = {"from": trainer.global_step}
+        self._report = {"from": trainer.global_step}
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if self._is_due(trainer):
-            self._bad += _not_finite(batch, trainer.sample_indices())
+            self._bad_samples += _non_finite_samples(batch, trainer.sample_indices())
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
         if self._is_due(trainer):
@@ -67,62 +67,63 @@ class ReplayedStep(Callback):
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
                 name = names.get(id(parameter), f"parameter {number}")
-                self._gradients[name] = is_sharded(parameter.grad), _measured(parameter.grad)
-        self._note_step(trainer)
+                self._gradients[name] = is_sharded(parameter.grad), _measure(parameter.grad)
+        self._report_step(trainer)
 
-    def _note_step(self, trainer: Trainer) -> None:
-        """Gathers what the ranks have found of the step, and writes it."""
+    def _report_step(self, trainer: Trainer) -> None:
+        """Gathers the ranks' findings about the step and writes them."""
         strategy, progress = trainer.strategy, trainer.progress
-        own = (strategy.data_rank, self._losses, self._bad, trainer.sample_indices(window=True), self._gradients)
+        samples = trainer.sample_indices(window=True)
+        own = (strategy.data_rank, self._losses, self._bad_samples, samples, self._gradients)
         ranks = strategy.ranks.all_gather_object(own)
         shares = {rank: (losses, bad, samples) for rank, losses, bad, samples, _ in ranks}
-        self._found |= {
+        self._report |= {
             "step": self._step,
             "epoch": progress.epoch,
             "batch": progress.batch,
             "losses": [losses for losses, _, _ in shares.values()],
             "bad": [bad for _, rank_bad, _ in shares.values() for bad in rank_bad],
             "samples": [samples for _, _, samples in shares.values()],
-            "gradients": _over_ranks(found for *_, found in ranks),
+            "gradients": _combined(gradients for *_, gradients in ranks),
         }
         self._write(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step < self._step or "weights" in self._found:
+        if trainer.global_step < self._step or "weights" in self._report:
             return
-        if "step" not in self._found:
-            # An engine that steps by itself shows no gradients.
-            self._note_step(trainer)
+        if "step" not in self._report:
+            # An engine that takes its own steps (DeepSpeed) gives no access to gradients.
+            self._report_step(trainer)
         strategy = trainer.strategy
         held = DigestReader().held(strategy, module, lambda _, tensor: trainer.is_global_zero or is_sharded(tensor))
         digests = merged(strategy.ranks.all_gather_object(held))
-        self._found["weights"] = {name: [digest.form, digest.value] for name, digest in digests.items()}
-        everywhere = strategy.ranks.all_gather_object(_bad_weights(module))
-        self._found["bad_weights"] = list(dict.fromkeys(name for names in everywhere for name in names))
+        self._report["weights"] = {name: [digest.form, digest.value] for name, digest in digests.items()}
+        gathered = strategy.ranks.all_gather_object(_non_finite_weights(module))
+        self._report["bad_weights"] = list(dict.fromkeys(name for names in gathered for name in names))
         self._write(trainer)
         trainer.signals.leave()
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.global_step < self._step:
-            self._found["ended"] = trainer.global_step
+            self._report["ended"] = trainer.global_step
             self._write(trainer)
             trainer.signals.leave()
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if isinstance(exception, Exception) and self._found:
-            self._found["error"] = f"{type(exception).__name__}: {exception}"
-            self._found.setdefault("at", trainer.global_step)
+        if isinstance(exception, Exception) and self._report:
+            self._report["error"] = f"{type(exception).__name__}: {exception}"
+            self._report.setdefault("at", trainer.global_step)
             self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
-            self._path.write_text(json.dumps(self._found, default=str), encoding="utf-8")
+            self._path.write_text(json.dumps(self._report, default=str), encoding="utf-8")
 
 
-def _not_finite(batch: Any, indices: list[Any] | None) -> Iterator[dict[str, Any]]:
-    """The samples of a batch that have nan or infinity in them, each with the tensor in which it is."""
+def _non_finite_samples(batch: Any, indices: list[Any] | None) -> Iterator[dict[str, Any]]:
+    """Yields the samples of a batch that contain nan or infinity, each with the place of the tensor."""
     for place, tensor in _leaves(batch, ""):
         if not tensor.is_floating_point() or tensor.dim() == 0 or bool(tensor.isfinite().all()):
             continue
@@ -133,7 +134,7 @@ def _not_finite(batch: Any, indices: list[Any] | None) -> Iterator[dict[str, Any
 
 
 def _leaves(batch: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, each with the way to it."""
+    """Yields the tensors of a batch, each with its place, such as `['input'][0]`."""
     if isinstance(batch, Tensor):
         yield place, batch
     elif isinstance(batch, Mapping):
@@ -144,16 +145,16 @@ def _leaves(batch: Any, place: str) -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(value, f"{place}[{number}]")
 
 
-def _measured(grad: Tensor) -> dict[str, float]:
-    """The sum of squares, the largest value and the numbers of nan and infinity in this rank's part of a gradient.
+def _measure(grad: Tensor) -> dict[str, float]:
+    """Returns the sum of squares, the largest value and the counts of nan and inf in this rank's part of a gradient.
 
-    Of a part that several ranks hold, the first of them measures it.
+    If several ranks hold the same part, only the first of them measures it.
     """
-    here = local_part(grad)
-    values = here.coalesce().values() if here.is_sparse else here
+    local = local_part(grad)
+    values = local.coalesce().values() if local.is_sparse else local
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values.double() if values.dtype is torch.float64 else values.float()
-    if _is_copy(grad):
+    if _is_replica(grad):
         values = values.flatten()[:0]
     finite = values[values.isfinite()]
     return {
@@ -165,28 +166,28 @@ def _measured(grad: Tensor) -> dict[str, float]:
     }
 
 
-def _is_copy(grad: Any) -> bool:
-    """True if a rank before this one in the mesh holds the same part of a DTensor."""
+def _is_replica(grad: Any) -> bool:
+    """Returns True if an earlier rank of the mesh holds the same part of a DTensor."""
     if not hasattr(grad, "device_mesh"):
         return False
-    place = grad.device_mesh.get_coordinate() or ()
-    return any(index and kind.is_replicate() for index, kind in zip(place, grad.placements, strict=False))
+    coordinate = grad.device_mesh.get_coordinate() or ()
+    return any(index and kind.is_replicate() for index, kind in zip(coordinate, grad.placements, strict=False))
 
 
-def _over_ranks(found: Iterable[dict[str, Measured]]) -> dict[str, dict[str, float]]:
-    """The measures of all ranks together: shards are added up, and of what a rank holds whole the first one counts."""
-    total: dict[str, dict[str, float]] = {}
-    for own in found:
-        for name, (is_part, measures) in own.items():
-            if name not in total:
-                total[name] = dict(measures)
-            elif is_part:
-                before = total[name]
+def _combined(ranks: Iterable[dict[str, Measured]]) -> dict[str, dict[str, float]]:
+    """Combines the measures of all ranks: sums those of shards, and takes the first rank's of whole gradients."""
+    combined: dict[str, dict[str, float]] = {}
+    for gradients in ranks:
+        for name, (is_shard, measures) in gradients.items():
+            if name not in combined:
+                combined[name] = dict(measures)
+            elif is_shard:
+                total = combined[name]
                 for key, value in measures.items():
-                    before[key] = max(before[key], value) if key == "largest" else before[key] + value
-    return total
+                    total[key] = max(total[key], value) if key == "largest" else total[key] + value
+    return combined
 
 
-def _bad_weights(module: nn.Module) -> list[str]:
-    """The parameters that are not finite in this rank's part of them."""
+def _non_finite_weights(module: nn.Module) -> list[str]:
+    """Returns the names of the parameters whose local part contains nan or infinity."""
     return [name for name, p in module.named_parameters() if not bool(local_part(p).isfinite().all())]

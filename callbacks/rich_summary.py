@@ -1,4 +1,4 @@
-"""RichModelSummary, a callback that prints a module's layers and parameters as a table of Rich's."""
+"""RichModelSummary, a callback that prints a module's layers and parameters as a Rich table."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SIZES = ("In sizes", "Out sizes")
 
 
 class RichModelSummary(ModelSummary):
-    """Prints ModelSummary's table in colour at the start of a fit; the plain one if there is no terminal.
+    """Prints ModelSummary's table in color at the start of a fit; without a terminal, the plain table.
 
-    With a RichProgressBar, `Trainer(enable_model_summary=True)` adds this one.
+    With a RichProgressBar, `Trainer(enable_model_summary=True)` adds this callback in place of ModelSummary.
 
     Args:
-        max_depth: levels of submodules to show: 1 for direct submodules, 0 for the totals alone, -1 for all.
+        max_depth: levels of submodules to show: 1 for direct submodules, 0 for the totals only, -1 for all.
         **summarize_kwargs: arguments of `rich.table.Table`, such as `header_style="bold green"`.
 
     Raises:
         MissingExtraError: if `rich` is not installed.
-        ConfigurationError: if `max_depth` is neither -1 nor a whole number from 0, or Rich does not know an argument.
+        ConfigurationError: if `max_depth` is neither -1 nor a whole number from 0, or Rich rejects an argument.
 
     Example:
         >>> callback = RichModelSummary(max_depth=2, header_style="bold green")
@@ -49,7 +49,7 @@ class RichModelSummary(ModelSummary):
                     console.get_style(value)
         except (TypeError, MissingStyle) as error:
             raise ConfigurationError(
-                f"{type(self).__name__}(**{summarize_kwargs!r}): rich.table.Table says: {error}."
+                f"{type(self).__name__}(**{summarize_kwargs!r}): rich.table.Table rejects this ({error})."
             ) from None
 
     def show(self, trainer: Trainer, summary: Summary) -> None:
@@ -92,7 +92,7 @@ class RichModelSummary(ModelSummary):
 
 
 def _plain(text: str) -> Any:
-    """Text in which Rich finds no markup: a size in brackets would be taken for a style."""
+    """Returns text without markup. Rich would take a size in brackets for a style."""
     from rich.text import Text
 
     return Text(text)

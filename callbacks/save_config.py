@@ -1,4 +1,4 @@
-"""SaveConfigCallback, which keeps the resolved configuration of a run beside what the run writes."""
+"""SaveConfigCallback, the callback that saves a run's resolved configuration in the run's folder."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 WHOLE = ".whole"
-"""The configuration's name where no part can have it."""
+"""Temporary name of the main file. No part of a configuration can have it."""
 
 
 class SaveConfigCallback(Callback):
-    """Saves the configuration that a `LeydenCLI` has parsed, once, before training; only the first rank writes.
+    """Saves the configuration that a `LeydenCLI` has parsed, once per run and before training, on rank 0.
 
-    A fit saves it in the folder of its first logger that has one, and without any in `default_root_dir`, as
-    `config_filename`. `validate`, `test` and `predict` save theirs as `test-config.yaml` and so on. A file with the
-    same content stays as it is. A fit that begins anew refuses to replace another run's configuration; one that
-    resumes, and an evaluation, keep the earlier file as `config-1.yaml`, and several files in a folder `config-1`.
+    A fit saves it as `config_filename` in the folder of its first logger that has one, or else in `default_root_dir`.
+    `validate`, `test` and `predict` save theirs as `test-config.yaml` and so on. A file with the same content is left
+    alone. A new fit refuses to replace another run's configuration. A resumed fit and an evaluation rename the earlier
+    file to `config-1.yaml`, or move several files to a folder `config-1`.
 
     Args:
-        parser: the parser of the subcommand, whose `dump` writes.
-        config: what it has parsed.
-        config_filename: the file's name.
+        parser: the parser of the subcommand; its `dump` formats the configuration.
+        config: the parsed configuration.
+        config_filename: the name of the file.
         overwrite: replace another run's file.
-        multifile: write a file for each that the configuration was read from, by its name, which `config_filename`
-            then names. Those of an evaluation are in a folder, such as `test-config`.
-        save_to_log_dir: False saves nothing but what `save_config` of a subclass does.
+        multifile: write one file for each file that the configuration was read from, under the same name;
+            `config_filename` then refers to them. The files of an evaluation go to a folder, such as `test-config`.
+        save_to_log_dir: whether to write these files. If not, only `save_config` of a subclass is called.
     """
 
     state_per_rank = False
@@ -59,12 +59,12 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ConfigurationError(
-                "save_to_log_dir=False saves no configuration at all: override save_config of SaveConfigCallback, or "
-                "give LeydenCLI(save_config_callback=None)."
+                "save_to_log_dir=False saves no configuration at all: override SaveConfigCallback.save_config, or pass "
+                "LeydenCLI(save_config_callback=None)."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ranks that are spawned: a parser may hold what cannot be sent to them, and its texts can."""
+        # For spawned ranks: a parser may not be picklable, so its texts are sent instead.
         return {**vars(self), "parser": _Texts(self.parser.dump(self.config, skip_unset=False), self._texts())}
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -72,13 +72,13 @@ class SaveConfigCallback(Callback):
             self._save_once(trainer, module, stage)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # Later than `setup`, since a run that resumes continues in its earlier folder.
+        # Not in `setup`: a resumed run returns to its earlier folder after that.
         self._save_once(trainer, module, "fit")
 
     def save_config(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Override this to save the configuration elsewhere, too, such as to a logger; called on the first rank.
+        """Override this to also save the configuration elsewhere, such as to a logger. Called on rank 0.
 
-        `self.parser.dump(self.config)` is the text.
+        `self.parser.dump(self.config)` returns its text.
         """
 
     def _save_once(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -93,17 +93,17 @@ class SaveConfigCallback(Callback):
         texts = self._texts()
         name = self.config_filename
         if stage != "fit" and len(texts) > 1:
-            # Parts have the names of the fit's, which stay as they are.
+            # A folder of its own, since the parts have the same names as those of the fit.
             folder /= f"{stage}-{Path(name).stem}"
         elif stage != "fit":
             name = f"{stage}-{name}"
         folder.mkdir(parents=True, exist_ok=True)
         files = {folder / (part or name): text for part, text in texts.items()}
         if not self.overwrite:
-            there = {path: path.read_text(encoding="utf-8") for path in files if path.exists()}
-            if there == files:
+            existing = {path: path.read_text(encoding="utf-8") for path in files if path.exists()}
+            if existing == files:
                 return
-            changed = [path for path, text in there.items() if files[path] != text]
+            changed = [path for path, text in existing.items() if files[path] != text]
             if changed:
                 _set_aside(folder / name, changed, self.multifile, replaces)
         for path, text in files.items():
@@ -112,7 +112,7 @@ class SaveConfigCallback(Callback):
             os.replace(temporary, path)
 
     def _texts(self) -> dict[str, str]:
-        """What is saved, by name: parts first, and last the configuration itself, whose name here is empty."""
+        """Returns the texts to save by file name: the parts, then the main file under the name ""."""
         if isinstance(self.parser, _Texts):
             return self.parser.texts
         if not self.multifile:
@@ -124,15 +124,15 @@ class SaveConfigCallback(Callback):
             except ValueError as error:
                 if "Refusing to overwrite" not in str(error):
                     raise
-                twice = Path(str(error).rpartition(": ")[2]).name
+                duplicate = Path(str(error).rpartition(": ")[2]).name
                 raise ConfigurationError(
-                    f"multifile: two files of the configuration are called {twice}: rename one of them."
+                    f"multifile: two files of the configuration are called {duplicate}. Rename one of them."
                 ) from error
             parts = {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path != whole}
             if self.config_filename in parts:
                 raise ConfigurationError(
-                    f"multifile: a part of the configuration is called {self.config_filename}, as the configuration "
-                    "itself will be: rename the part, or give another config_filename."
+                    f"multifile: a part of the configuration is called {self.config_filename}, like the main file. "
+                    "Rename the part, or use another config_filename."
                 )
             return {**parts, "": whole.read_text(encoding="utf-8")}
 
@@ -141,8 +141,8 @@ class _Texts:
     """Stands in for a parser on a spawned rank.
 
     Args:
-        text: the whole configuration, as the parser dumps it.
-        texts: the files that are saved.
+        text: the whole configuration, as dumped by the parser.
+        texts: the texts of the files to save, by name.
     """
 
     def __init__(self, text: str, texts: dict[str, str]) -> None:
@@ -152,20 +152,20 @@ class _Texts:
         return self.text
 
 
-def _set_aside(whole: Path, changed: list[Path], has_parts: bool, may: bool) -> None:
-    """Keeps the configuration that is in the folder under another name, with the parts that it names.
+def _set_aside(whole: Path, changed: list[Path], has_parts: bool, is_allowed: bool) -> None:
+    """Renames the configuration in the folder, together with the parts that it refers to.
 
     Args:
-        whole: the configuration's file.
-        changed: the files there that will be replaced.
+        whole: the main file of the configuration.
+        changed: the existing files that are about to be replaced.
         has_parts: whether there may be several files.
-        may: False raises an error.
+        is_allowed: whether the files may be replaced; if not, an error is raised.
     """
-    if not may or not whole.exists():
-        whose = "the configuration of another run" if whole.exists() else "no part of a configuration that a run saved"
+    if not is_allowed or not whole.exists():
+        kind = "the configuration of another run" if whole.exists() else "not part of a saved configuration"
         raise ConfigurationError(
-            f"{changed[0]} is {whose}: give this one a folder of its own, by --trainer.default_root_dir or a logger; "
-            "remove the file; or replace it with LeydenCLI(save_config_kwargs={'overwrite': True})."
+            f"{changed[0]} is {kind}. Use another folder (--trainer.default_root_dir, or a logger), remove the file, "
+            "or replace it with LeydenCLI(save_config_kwargs={'overwrite': True})."
         )
     parts = _parts_of(whole) if has_parts else []
     if not parts:
@@ -180,7 +180,7 @@ def _set_aside(whole: Path, changed: list[Path], has_parts: bool, may: bool) -> 
 
 
 def _parts_of(whole: Path) -> list[Path]:
-    """The files beside a configuration that it names."""
+    """Returns the files in a configuration's folder that it refers to."""
     import yaml
 
     named: set[str] = set()

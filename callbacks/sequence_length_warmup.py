@@ -1,4 +1,4 @@
-"""SequenceLengthWarmup, a callback that begins a fit with short sequences."""
+"""SequenceLengthWarmup, a callback that starts training with short sequences."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
 
 
 class SequenceLengthWarmup(Callback):
-    """Cuts the sequences of training batches to a length that grows with the steps (Li et al., arXiv:2108.06084).
+    """Truncates the sequences of training batches to a length that grows with the steps (Li et al., arXiv:2108.06084).
 
-    The length grows in a straight line from `min_seq_length` to `max_seq_length`, rounded down to a multiple of
-    `step_size`, and all batches of a step have the same. It follows from the number of steps alone, so that it is the
-    same on all ranks and after a resume; samples keep their order. Validation has whole sequences.
+    The length grows linearly from `min_seq_length` to `max_seq_length`, rounded down to a multiple of `step_size`. All
+    batches of a step have the same length. It depends only on the number of steps, so it is the same on all ranks and
+    after a resume. Samples keep their order. Validation uses whole sequences.
 
-    What is cut are the tensors in a batch (in dicts, lists, tuples and dataclasses) whose second dimension is as long
-    as that of its tokens, the integer tensors (B, T), which must have one length; without any, as that of the first
-    tensor. So are labels and embeddings (B, T, D), and masks in both dimensions: (B, 1, T, T), and (B, T, T) of whole
-    numbers or flags. Name the entries by `keys` where others have that length by chance, such as dense labels (B, C),
-    or where lengths differ. The batch that the loader has made is left as it is. A loss that is a mean over the tokens
-    of its batch needs no change; so does one that returns `num_items`.
+    The sequence length T of a batch is that of its tokens, the integer tensors (B, T), which must all have the same
+    length; without any, it is the second dimension of the first tensor. Every tensor of the batch (in dicts, lists,
+    tuples and dataclasses) whose second dimension has this length is truncated, labels and embeddings (B, T, D)
+    included. Masks (B, 1, T, T), and integer or bool masks (B, T, T), are truncated in both dimensions. Set `keys` if
+    other entries have this length by chance, such as dense labels (B, C), or if lengths differ. The loader's batch is
+    not modified. A loss that is a mean over the batch's tokens needs no change, nor does one with `num_items`.
 
     Args:
-        duration: steps over which the length grows; a float is a part of the steps of the run
-            (`trainer.estimated_stepping_batches` at its start; a resume keeps that number).
+        duration: the number of steps over which the length grows; a float is a fraction of the run's steps
+            (`trainer.estimated_stepping_batches` at its start; a resume keeps the number).
         min_seq_length: the first length, in tokens.
-        max_seq_length: the last length; longer sequences are cut to it from then on, too.
-        step_size: the length is a multiple of this, apart from both ends; 8 suits tensor cores, and a compiled module
-            is compiled again for each length.
-        truncate: False, by which Composer makes samples of what is cut off, is refused.
-        keys: the names to cut in batches that are dicts or dataclasses, each with its own length; None for those
-            described above. The batch must have all of them.
+        max_seq_length: the last length, in tokens. Longer sequences are still truncated to it afterwards.
+        step_size: the multiple that lengths are rounded to, except the first and the last. 8 suits tensor cores. A
+            compiled module is recompiled for each length.
+        truncate: must be True. False, with which Composer makes new samples of the truncated parts, is not supported.
+        keys: the names of the entries to truncate in batches that are dicts or dataclasses, each by its own length.
+            The batch must have all of them. None: the tensors described above.
 
     Attributes:
-        length: the length of the step that runs or ran last, in tokens.
+        length: the length of the current or last step, in tokens.
 
     Raises:
-        ConfigurationError: for invalid arguments; at the first batch, if nothing in it can be cut, if
-            its tokens differ in length, or if it lacks one of the `keys`.
+        ConfigurationError: for invalid arguments; at the first batch, if nothing in it can be truncated, if its tokens
+            differ in length, or if it lacks one of the `keys`.
 
     Example:
         >>> warmup = SequenceLengthWarmup(duration=100, min_seq_length=8, max_seq_length=64, step_size=8)
@@ -70,11 +70,11 @@ class SequenceLengthWarmup(Callback):
         truncate: bool = True,
         keys: Collection[str] | None = None,
     ) -> None:
-        is_part = isinstance(duration, float) and 0 < duration <= 1
-        if not is_part and (type(duration) is not int or duration < 1):
+        is_fraction = isinstance(duration, float) and 0 < duration <= 1
+        if not is_fraction and (type(duration) is not int or duration < 1):
             raise ConfigurationError(
-                f"SequenceLengthWarmup(duration={duration!r}): give a number of steps from 1, or a part of the run, "
-                "such as 0.3."
+                f"SequenceLengthWarmup(duration={duration!r}): give a number of steps from 1, or a fraction of the "
+                "run, such as 0.3."
             )
         check_whole("SequenceLengthWarmup", 1, min_seq_length=min_seq_length, step_size=step_size)
         if type(max_seq_length) is not int or max_seq_length < min_seq_length:
@@ -84,25 +84,25 @@ class SequenceLengthWarmup(Callback):
             )
         if not truncate:
             raise ConfigurationError(
-                "SequenceLengthWarmup(truncate=False) would make other samples than those that the loader counts: "
-                "leave it out, or cut the data into shorter samples."
+                "SequenceLengthWarmup(truncate=False) would create samples that the loader does not count: leave it "
+                "out, or split the data into shorter samples."
             )
-        is_names = isinstance(keys, Collection) and not isinstance(keys, (str, bytes)) and len(keys) > 0
-        if keys is not None and not (is_names and all(isinstance(key, str) for key in keys)):
+        is_collection = isinstance(keys, Collection) and not isinstance(keys, (str, bytes)) and len(keys) > 0
+        if keys is not None and not (is_collection and all(isinstance(key, str) for key in keys)):
             raise ConfigurationError(f"SequenceLengthWarmup(keys={keys!r}): give names, such as {{'input_ids'}}.")
         self.duration, self.min_seq_length, self.max_seq_length = duration, min_seq_length, max_seq_length
         self.step_size, self.keys = step_size, None if keys is None else frozenset(keys)
         self.length = min_seq_length
-        self._steps: int | None = None if is_part else int(duration)
+        self._steps: int | None = None if is_fraction else int(duration)
 
     def length_at(self, step: int) -> int:
-        """Returns the length after so many steps, in tokens.
+        """Returns the length after `step` steps, in tokens.
 
         Raises:
-            ConfigurationError: before the fit, if `duration` is a part of it.
+            ConfigurationError: before the fit, if `duration` is a fraction.
         """
         if self._steps is None:
-            raise ConfigurationError(f"duration={self.duration!r} is known in steps once the fit has begun.")
+            raise ConfigurationError(f"duration={self.duration!r} is unknown in steps before the fit starts.")
         if step >= self._steps:
             return self.max_seq_length
         grown = self.min_seq_length + (self.max_seq_length - self.min_seq_length) * step // self._steps
@@ -121,7 +121,7 @@ class SequenceLengthWarmup(Callback):
             self._steps = state.get("steps")
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # Another fit, even of another Trainer, has another number of steps; one that resumes loads it.
+        # A new fit may have another number of steps. A resume loads it from the checkpoint.
         if stage == "fit" and trainer.global_step == 0 and isinstance(self.duration, float):
             self._steps = None
 
@@ -130,39 +130,39 @@ class SequenceLengthWarmup(Callback):
             steps = trainer.estimated_stepping_batches
             if steps == float("inf"):
                 raise ConfigurationError(
-                    f"SequenceLengthWarmup(duration={self.duration!r}) is a part of a run without an end: give it in "
-                    "steps, or the Trainer max_steps."
+                    f"SequenceLengthWarmup(duration={self.duration!r}) is a fraction, but the run has no end: give a "
+                    "number of steps, or set the Trainer's max_steps."
                 )
             self._steps = max(1, int(self.duration * steps))
 
     def transform_train_batch(self, trainer: Trainer, module: TrainModule, batch: Any) -> Any:
         self.length = self.length_at(trainer.global_step)
         if self.keys is not None:
-            cut = _Named(self.keys, self.length)
-            result = cut.visit(batch)
-            cut.check()
+            truncation = _NamedTruncation(self.keys, self.length)
+            result = truncation.visit(batch)
+            truncation.check()
             return result
-        found: list[Tensor] = []
-        map_tensors(batch, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        whole = _whole_length(found, type(batch).__name__)
-        return batch if whole <= self.length else map_tensors(batch, lambda part: _cut(part, whole, self.length))
+        tensors: list[Tensor] = []
+        map_tensors(batch, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        whole = _sequence_length(tensors, type(batch).__name__)
+        return batch if whole <= self.length else map_tensors(batch, lambda part: _truncate(part, whole, self.length))
 
 
-def _whole_length(tensors: list[Tensor], batch: str) -> int:
-    """The length of the first sequences in a batch."""
+def _sequence_length(tensors: list[Tensor], batch: str) -> int:
+    """Returns the sequence length of a batch."""
     sequences = [tensor for tensor in tensors if tensor.dim() > 1]
     if not sequences:
         raise ConfigurationError(
-            f"SequenceLengthWarmup found nothing to cut in the batch, {batch}: it needs a tensor (B, T); `keys` names "
-            "the entries of a dict."
+            f"SequenceLengthWarmup found nothing to truncate in the batch ({batch}): it needs a tensor (B, T). For a "
+            "dict, `keys` names the entries."
         )
     tokens = {part.shape[1]: tuple(part.shape) for part in sequences if part.dim() == 2 and _is_tokens(part)}
     if len(tokens) > 1:
         raise ConfigurationError(
-            f"SequenceLengthWarmup cannot find the sequences of the batch, {batch}, which has integer tensors of the "
-            f"shapes {listed(list(tokens.values()))}: name those to cut by `keys`, in a batch that is a dict."
+            f"SequenceLengthWarmup cannot tell which tensors of the batch ({batch}) are sequences: integer tensors "
+            f"have the shapes {listed(list(tokens.values()))}. Make it a dict, and name the sequences with `keys`."
         )
-    # Tokens are whole numbers; features of another width may stand before them.
+    # Tokens take precedence: features of another width may precede them.
     return next(iter(tokens), sequences[0].shape[1])
 
 
@@ -170,20 +170,20 @@ def _is_tokens(tensor: Tensor) -> bool:
     return not _has_fractions(tensor) and tensor.dtype != torch.bool
 
 
-def _cut(tensor: Tensor, whole: int, length: int) -> Tensor:
-    """A tensor of which the sequences are cut; a mask in both of its dimensions."""
+def _truncate(tensor: Tensor, whole: int, length: int) -> Tensor:
+    """Truncates sequences of the length `whole`; a mask in both of its dimensions."""
     if tensor.dim() < 2:
         return tensor
     if _is_mask(tensor) and tensor.shape[-1] == whole:
         tensor = tensor[..., :length, :length]
     elif tensor.shape[1] == whole:
         tensor = tensor[:, :length]
-    # Modules call `labels.view(-1)`.
+    # Contiguous, since modules call `labels.view(-1)`.
     return tensor.contiguous()
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """True for (B, 1, T, T), and for (B, T, T) unless it has fractions, as embeddings of the width T have."""
+    """Returns True for (B, 1, T, T), and for (B, T, T) unless it is floating-point, as embeddings of width T are."""
     shape = tensor.shape
     is_square = tensor.dim() > 2 and shape[-1] == shape[-2]
     return is_square and ((tensor.dim() == 4 and shape[1] == 1) or (tensor.dim() == 3 and not _has_fractions(tensor)))
@@ -193,12 +193,12 @@ def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class _Named:
-    """Cuts the entries of some names in the mappings and dataclasses of a batch.
+class _NamedTruncation:
+    """Truncates named entries in the mappings and dataclasses of a batch.
 
     Args:
-        keys: their names.
-        length: to which they are cut.
+        keys: the names of the entries.
+        length: the length to truncate them to.
     """
 
     def __init__(self, keys: frozenset[str], length: int) -> None:
@@ -214,24 +214,24 @@ class _Named:
         else:
             return item if isinstance(item, Tensor) else map_children(item, self.visit)
         self.known.update(names)
-        # Children come in the order of their names.
-        following = iter(names)
-        return map_children(item, lambda value: self._named(next(following), value))
+        # map_children visits the children in the order of `names`.
+        next_name = iter(names)
+        return map_children(item, lambda value: self._entry(next(next_name), value))
 
-    def _named(self, name: str, value: Any) -> Any:
+    def _entry(self, name: str, value: Any) -> Any:
         if name not in self.keys:
             return self.visit(value)
         self.found.add(name)
         if not isinstance(value, Tensor) or value.dim() < 2:
-            what = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            kind = f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
             raise ConfigurationError(
-                f"SequenceLengthWarmup(keys=…) names {name!r}, which is {what} and no tensor (B, T, …): leave it out."
+                f"SequenceLengthWarmup(keys=…) names {name!r}, which is {kind}, not a tensor (B, T, …): leave it out."
             )
         whole = value.shape[-1] if _is_mask(value) else value.shape[1]
-        return _cut(value, whole, self.length) if whole > self.length else value
+        return _truncate(value, whole, self.length) if whole > self.length else value
 
     def check(self) -> None:
-        """Refuses names that the batch does not have."""
+        """Raises ConfigurationError for a key that the batch does not have."""
         for name in sorted(self.keys - self.found):
-            hint = nearest(name, sorted(self.known)) if self.known else "It has no names: leave keys out."
+            hint = nearest(name, sorted(self.known)) if self.known else "It has no named entries: leave keys out."
             raise ConfigurationError(f"SequenceLengthWarmup(keys=…) names {name!r}, which the batch lacks. {hint}")

@@ -1,4 +1,4 @@
-"""SpikeDetection, a callback that ends a run whose loss jumps, and writes down the batches that may be the cause."""
+"""SpikeDetection, a callback that ends a run when its loss spikes, and records the batches that may be the cause."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FILE = "skip_batches.json"
 
 
 class TrainingSpikeException(LeydenError):
-    """The loss of a batch was far from the mean of those before it, or not finite.
+    """The loss of a batch was not finite, or far from the mean of the previous losses.
 
     Args:
-        message: which batch, and how far.
-        batch_idx: its index in the epoch.
+        message: the error message.
+        batch_idx: the index of the batch in its epoch.
 
     Attributes:
-        batch_idx: the same.
+        batch_idx: the index of the batch in its epoch.
     """
 
     def __init__(self, message: str, batch_idx: int = -1) -> None:
@@ -47,35 +47,35 @@ class TrainingSpikeException(LeydenError):
 
 
 class SpikeDetection(Callback):
-    """Ends the run with `TrainingSpikeException` when the loss of a batch jumps, and names the batch and its samples.
+    """Ends the run with `TrainingSpikeException` when the loss of a batch spikes, and names the batch and its samples.
 
-    A loss is a spike if it is worse than the one before, and worse than the mean of the last `window` losses by `atol`
-    and by `rtol` times that mean, as far as they are given. What `training_step` returns is looked at; where it returns
-    `num_items`, the loss of one item.
+    A loss is a spike if it is worse than the previous loss, and worse than the mean of the last `window` losses by
+    `atol` and by `rtol` times that mean (either may be None). The loss is the one that `training_step` returns, divided
+    by `num_items` if it returns that too.
 
-    Each rank compares its own losses, and a spike on one ends all of them. No step waits for the device: a loss is
-    looked at when the next batch is done, and on several ranks the answer is known one batch later still, so that the
-    run ends one or two steps after the spike. A checkpoint with the run's state waits for the answer, and is not
-    written after a spike; one of the weights alone does not.
+    Each rank compares its own losses, and a spike on one rank ends all of them. No step waits for the device: a loss is
+    checked after the next batch, and with several ranks the result is known another batch later, so the run ends one or
+    two steps after the spike. Saving a checkpoint with the run's state waits for the result, and fails after a spike;
+    saving a checkpoint of the weights alone does not wait.
 
-    The batch, and the one before it (whose step may be to blame), are added to a file, a list of
-    `{"epoch": 0, "batch": 37, "samples": [5, 3]}`, with the indices of all ranks' samples in the data set (see
-    `Trainer.sample_indices`), or null where the order is not known, as of the last batch of the epoch before.
+    The batch and the previous one (whose step may be the cause) are appended to a JSON file, a list of
+    `{"epoch": 0, "batch": 37, "samples": [5, 3]}`. The samples are the indices in the data set of all ranks' samples
+    (see `Trainer.sample_indices`), or null if the order is unknown, as for the last batch of the previous epoch.
 
     Args:
-        mode: "min" if a smaller loss is better, "max" if a larger one is.
-        window: losses that the mean is taken of.
-        warmup: batches of the run before the first one that is looked at.
-        atol: how much worse than the mean a spike is, in the loss's unit.
-        rtol: how much worse, as a multiple of the mean.
-        exclude_batches_path: the file, or its folder; None for `skip_batches.json` in `default_root_dir`.
-        finite_only: nan and infinity are spikes. Otherwise nan is passed over; neither comes into the mean.
+        mode: "min" if lower losses are better, "max" if higher ones are.
+        window: the number of losses in the mean.
+        warmup: the number of batches, from the start of the run, that are not checked.
+        atol: the least distance from the mean, in the loss's unit, that is a spike.
+        rtol: the least distance from the mean, as a multiple of the mean, that is a spike.
+        exclude_batches_path: the file, or its folder. None: `skip_batches.json` in `default_root_dir`.
+        finite_only: whether nan and infinity are spikes. If not, nan is ignored. The mean never includes either.
 
     Attributes:
-        bad_batches: the indices of the batches that were written to the file.
+        bad_batches: the indices of the batches written to the file.
 
     Raises:
-        ConfigurationError: for invalid arguments; at the start of fit, if the file holds something else.
+        ConfigurationError: for invalid arguments; at the start of fit, if the file has other content.
 
     Example:
         >>> spikes = SpikeDetection(window=20, rtol=1.5, exclude_batches_path="logs")
@@ -84,7 +84,7 @@ class SpikeDetection(Callback):
         []
     """
 
-    # Before early stopping and checkpoints. On a rank without a sample it is called too.
+    # Before early stopping and checkpoints; also called on a rank without a sample of the batch.
     order: ClassVar[int] = 91
     closing_hooks = frozenset({"on_train_batch_end"})
     state_per_rank = True
@@ -107,7 +107,7 @@ class SpikeDetection(Callback):
             if tolerance is not None and not (is_number and tolerance >= 0):
                 raise ConfigurationError(f"SpikeDetection({name}={tolerance!r}): give a number from 0, or None.")
         if atol is None and rtol is None:
-            raise ConfigurationError("SpikeDetection(atol=None, rtol=None) knows no spike: give one of them.")
+            raise ConfigurationError("SpikeDetection(atol=None, rtol=None) detects nothing: give at least one of them.")
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
         if exclude_batches_path is not None and not isinstance(exclude_batches_path, (str, os.PathLike)):
             raise ConfigurationError(
@@ -120,32 +120,33 @@ class SpikeDetection(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets all batches."""
+        """Resets the state for a new run."""
         self.bad_batches: list[int] = []
         self._losses: deque[float] = deque(maxlen=self.window)
-        self._last: float | None = None
-        self._seen = 0
-        """Losses that were looked at."""
-        self._next: _Batch | None = None
-        """The last batch, whose loss is on its way from the device."""
-        self._asked: tuple[_Batch, Callable[[], list[bool]]] | None = None
-        """The batch before it, and the answer of all ranks."""
-        self._unanswered: _Batch | None = None
-        """That batch in a run that was saved before the answer came: it is asked for again."""
-        self._former: tuple[int, int] | None = None
-        """Epoch and index of the last batch of the epoch before."""
-        self._is_over = False
+        self._last_loss: float | None = None
+        self._checked = 0
+        """The number of losses checked so far."""
+        self._copying: _Batch | None = None
+        """The last batch, whose loss is being copied from the device."""
+        self._exchanging: tuple[_Batch, Callable[[], list[bool]]] | None = None
+        """The batch before it, and a function that waits until the ranks have exchanged whether it is a spike."""
+        self._to_exchange: _Batch | None = None
+        """That batch in a resumed run, whose checkpoint was saved before the exchange ended."""
+        self._last_of_previous_epoch: tuple[int, int] | None = None
+        """Epoch and index of the last batch of the previous epoch."""
+        self._has_failed = False
 
     def state_dict(self) -> dict[str, Any]:
-        last, asked = self._next, self._unanswered if self._asked is None else self._asked[0]
+        copying = self._copying
+        exchanging = self._to_exchange if self._exchanging is None else self._exchanging[0]
         return {
             "losses": list(self._losses),
-            "last": self._last,
-            "seen": self._seen,
+            "last": self._last_loss,
+            "seen": self._checked,
             "bad_batches": list(self.bad_batches),
-            "next": None if last is None else last.state_dict(),
-            "asked": None if asked is None else asked.state_dict(),
-            "former": None if self._former is None else list(self._former),
+            "next": None if copying is None else copying.state_dict(),
+            "asked": None if exchanging is None else exchanging.state_dict(),
+            "former": None if self._last_of_previous_epoch is None else list(self._last_of_previous_epoch),
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,15 +154,16 @@ class SpikeDetection(Callback):
         self._read_batches(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        losses, self._last, self._seen, self.bad_batches = self._read(state)
+        losses, self._last_loss, self._checked, self.bad_batches = self._read(state)
         self._losses = deque(losses, maxlen=self.window)
-        self._next, self._unanswered, self._former = self._read_batches(state)
+        self._copying, self._to_exchange, self._last_of_previous_epoch = self._read_batches(state)
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Goes back, on all ranks alike: an answer that is on its way is on a batch that is undone."""
-        if self._asked is not None:
-            self._asked[1]()
-        self._asked, self._next = None, None
+        """Discards the exchange in flight, which concerns a batch that is undone, and loads the state."""
+        if self._exchanging is not None:
+            # All ranks must complete it.
+            self._exchanging[1]()
+        self._exchanging, self._copying = None, None
         super().go_back(state, step)
 
     def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int]]:
@@ -182,129 +184,133 @@ class SpikeDetection(Callback):
 
     # hooks ------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        # Another fit, even of another Trainer; one that resumes loads its state later.
+        # Drops the state of an earlier fit. A resume loads its own later.
         if stage == "fit" and trainer.global_step == 0:
             self._begin()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._asked, self._is_over = None, False
-        if self._unanswered is not None:
-            batch, self._unanswered = self._unanswered, None
-            self._asked = batch, trainer.strategy.ranks.exchange_flags([batch.is_spike])
+        self._exchanging, self._has_failed = None, False
+        if self._to_exchange is not None:
+            batch, self._to_exchange = self._to_exchange, None
+            self._exchanging = batch, trainer.strategy.ranks.exchange_flags([batch.is_spike])
         if trainer.is_global_zero:
             _entries(self._path(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._settle(trainer, waits=False)
+        self._advance(trainer, waits=False)
         loss = None if outputs is None else _loss_of(outputs)
         if loss is None and batch is not NO_SAMPLES and trainer.strategy.outputs.are_here:
             raise ConfigurationError(
-                "SpikeDetection looks at the loss that training_step returns, which was None: return it, or leave the "
-                "callback out."
+                "SpikeDetection checks the loss that training_step returns, which was None: return the loss, or remove "
+                "the callback."
             )
-        self._next = _Batch(trainer.current_epoch, batch_idx, (lambda: [None]) if loss is None else _reading(loss))
+        read = (lambda: [None]) if loss is None else _start_copy(loss)
+        self._copying = _Batch(trainer.current_epoch, batch_idx, read)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        last = self._next
-        self._settle(trainer, waits=True)
+        last = self._copying
+        self._advance(trainer, waits=True)
         if last is not None:
-            self._former = last.epoch, last.index
+            self._last_of_previous_epoch = last.epoch, last.index
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if not self._is_over and trainer.state.stage == "fit":
-            self._settle(trainer, waits=True)
+        if not self._has_failed and trainer.state.stage == "fit":
+            self._advance(trainer, waits=True)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        # The state still holds what was not looked at.
-        self._is_over = True
+        # A checkpoint of the failed run saves the batches in flight unchecked, and the resume checks them.
+        self._has_failed = True
 
-    # judging ----------------------------------------------------------------------------------------------------------
-    def _settle(self, trainer: Trainer, waits: bool) -> None:
-        """Takes the ranks' answer on the batch before the last, and asks for one on the last.
+    # checks -----------------------------------------------------------------------------------------------------------
+    def _advance(self, trainer: Trainer, waits: bool) -> None:
+        """Completes the exchange in flight, then checks the last batch and starts its exchange.
 
         Args:
-            trainer: of the run.
-            waits: for that answer too.
+            trainer: the Trainer of the run.
+            waits: whether to complete that exchange too.
         """
-        self._take(trainer)
-        if self._next is None:
+        self._finish_exchange(trainer)
+        if self._copying is None:
             return
-        batch, self._next = self._next, None
-        self._asked = batch, trainer.strategy.ranks.exchange_flags([self._is_spike(batch)])
+        batch, self._copying = self._copying, None
+        self._exchanging = batch, trainer.strategy.ranks.exchange_flags([self._is_spike(batch)])
         if waits or trainer.world_size == 1:
-            self._take(trainer)
+            self._finish_exchange(trainer)
 
-    def _take(self, trainer: Trainer) -> None:
-        if self._asked is None:
+    def _finish_exchange(self, trainer: Trainer) -> None:
+        if self._exchanging is None:
             return
-        (batch, answer), self._asked = self._asked, None
-        if answer()[0]:
-            self._next = None
+        (batch, wait), self._exchanging = self._exchanging, None
+        [is_spike_on_any_rank] = wait()
+        if is_spike_on_any_rank:
+            self._copying = None
             self._raise(trainer, batch)
 
     def _is_spike(self, batch: _Batch) -> bool:
-        """Judges a batch by this rank's losses before it, and counts it in with them unless it is a spike."""
+        """Compares a batch with this rank's previous losses, and adds its loss to them unless it is a spike."""
         loss = batch.loss
         if loss is None:
             return False
-        batch.compare(self._losses)
+        batch.set_mean(self._losses)
         is_finite = math.isfinite(loss)
-        if self._seen >= self.warmup:
-            batch.is_spike = (self.finite_only and not is_finite) or self._jumps(batch)
-        self._seen += 1
+        if self._checked >= self.warmup:
+            batch.is_spike = (self.finite_only and not is_finite) or self._is_far_from_mean(batch)
+        self._checked += 1
         if is_finite and not batch.is_spike:
             self._losses.append(loss)
-            self._last = loss
+            self._last_loss = loss
         return batch.is_spike
 
-    def _jumps(self, batch: _Batch) -> bool:
-        loss, mean, last = batch.loss, batch.mean, self._last
+    def _is_far_from_mean(self, batch: _Batch) -> bool:
+        loss, mean, last = batch.loss, batch.mean, self._last_loss
         if loss is None or mean is None or last is None:
             return False
         sign = 1.0 if self.mode == "min" else -1.0
         if not sign * (loss - last) > 0:
-            # No worse than the one before, or nan.
+            # Not worse than the previous loss, or nan.
             return False
-        by = sign * (loss - mean)
-        return (self.atol is None or by >= self.atol) and (self.rtol is None or by >= self.rtol * abs(mean))
+        distance = sign * (loss - mean)
+        return (self.atol is None or distance >= self.atol) and (self.rtol is None or distance >= self.rtol * abs(mean))
 
     def _raise(self, trainer: Trainer, batch: _Batch) -> None:
-        """Writes the file on the first rank, and raises on all."""
-        found = trainer.strategy.ranks.all_gather_object(batch.described() if batch.is_spike else None)
-        spikes = [(rank, words) for rank, words in enumerate(found) if words]
+        """Writes the file on rank 0, and raises on all ranks."""
+        descriptions = trainer.strategy.ranks.all_gather_object(batch.description() if batch.is_spike else None)
+        spikes = [(rank, description) for rank, description in enumerate(descriptions) if description]
         places = [(batch.epoch, batch.index)]
         if batch.index > 0:
             places.insert(0, (batch.epoch, batch.index - 1))
-        elif self._former is not None:
-            places.insert(0, self._former)
-        epoch = trainer.current_epoch
-        # The order of an epoch that is over is not there any more.
+        elif self._last_of_previous_epoch is not None:
+            places.insert(0, self._last_of_previous_epoch)
+        current = trainer.current_epoch
+        # Only the order of the current epoch is known.
         samples = [
-            _plain(trainer.sample_indices(all_ranks=True, batch_idx=index)) if of == epoch else None
-            for of, index in places
+            _as_json(trainer.sample_indices(all_ranks=True, batch_idx=index)) if epoch == current else None
+            for epoch, index in places
         ]
         self.bad_batches += [index for _, index in places]
         path = self._path(trainer)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             excluded = zip(places, samples, strict=True)
-            new = [{"epoch": of, "batch": index, "samples": own} for (of, index), own in excluded]
+            new = [{"epoch": epoch, "batch": index, "samples": indices} for (epoch, index), indices in excluded]
             _write(path, [*_entries(path), *new])
-        where = f" on rank {spikes[0][0]}" if trainer.world_size > 1 else ""
-        named = f" Its samples are {listed(samples[-1])} of the data set." if samples[-1] else ""
-        before = "resume from a checkpoint before them, without their samples."
-        written = f"It is in {path} with the batch before it: {before}"
-        if trainer.fast_dev_run:
-            written = "fast_dev_run writes no file of it."
+        rank, description = spikes[0]
+        where = f" on rank {rank}" if trainer.world_size > 1 else ""
+        sample_text = f" Its samples are {listed(samples[-1])} of the data set." if samples[-1] else ""
+        file_text = (
+            "fast_dev_run writes no file about it."
+            if trainer.fast_dev_run
+            else f"{path} lists it and the previous batch: resume from an earlier checkpoint, without their samples."
+        )
         raise TrainingSpikeException(
-            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {spikes[0][1]}.{named} {written}",
+            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {description}.{sample_text} {file_text}",
             batch.index,
         )
 
     def _path(self, trainer: Trainer) -> Path:
-        given = trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
-        path = Path(os.path.expanduser(given))
+        root = trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
+        path = Path(os.path.expanduser(root))
         return path if path.suffix == ".json" else path / FILE
 
 
@@ -313,9 +319,12 @@ class _Batch:
     """A batch of this rank.
 
     Args:
-        epoch: from 0.
-        index: in the epoch.
-        read: waits for its loss; [None] on a rank that has none.
+        epoch: the epoch, from 0.
+        index: the index of the batch in its epoch.
+        read: returns the loss, once it is copied to the host; [None] on a rank without a loss.
+        is_spike: whether its loss is a spike on this rank.
+        mean: the mean of the previous losses; None before the first.
+        count: the number of losses in the mean.
     """
 
     epoch: int
@@ -323,88 +332,89 @@ class _Batch:
     read: Callable[[], list[Any]]
     is_spike: bool = False
     mean: float | None = None
-    before: int = 0
+    count: int = 0
 
     @classmethod
     def of(cls, saved: SavedState) -> _Batch:
         loss = None if saved.is_none("loss") else saved.number("loss")
         place = saved.integer("epoch", least=0), saved.integer("index", least=0)
         mean = saved.number("mean") if "mean" in saved and not saved.is_none("mean") else None
-        before = saved.integer("before", 0, least=0)
-        return cls(*place, lambda: [loss], saved.flag("is_spike", False), mean, before)
+        count = saved.integer("before", 0, least=0)
+        return cls(*place, lambda: [loss], saved.flag("is_spike", False), mean, count)
 
     def state_dict(self) -> dict[str, Any]:
-        judged = {"is_spike": self.is_spike, "mean": self.mean, "before": self.before}
-        return {"epoch": self.epoch, "index": self.index, "loss": self.loss, **judged}
+        checked = {"is_spike": self.is_spike, "mean": self.mean, "before": self.count}
+        return {"epoch": self.epoch, "index": self.index, "loss": self.loss, **checked}
 
     @property
     def loss(self) -> float | None:
         [loss] = self.read()
         return None if loss is None else float(loss)
 
-    def compare(self, losses: deque[float]) -> None:
-        self.before = len(losses)
+    def set_mean(self, losses: deque[float]) -> None:
+        self.count = len(losses)
         self.mean = math.fsum(losses) / len(losses) if losses else None
 
-    def described(self) -> str:
-        beside = "" if self.mean is None else f", after a mean of {self.mean:.6g} over {self.before} batches"
-        return f"was {self.loss:.6g}{beside}"
+    def description(self) -> str:
+        comparison = "" if self.mean is None else f", after a mean of {self.mean:.6g} over {self.count} batches"
+        return f"was {self.loss:.6g}{comparison}"
 
 
 def _loss_of(outputs: Any) -> Tensor:
-    """The loss of a batch, or of an item where `training_step` counts them: one element on its device."""
+    """Returns the loss of a batch, per item if `training_step` returns `num_items`: one element, on its device."""
     loss, items = outputs, None
     if isinstance(outputs, Mapping):
         loss, items = outputs.get("loss"), outputs.get("num_items")
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            f"SpikeDetection looks at the loss that training_step returns, which was {kind_of(loss)}: return a tensor, "
+            f"SpikeDetection checks the loss that training_step returns, which was {kind_of(loss)}: return a tensor, "
             "or a dict with the key 'loss'."
         )
     loss, items = (_whole(value) for value in (loss.detach(), items))
     if items is None:
         return loss  # type: ignore[no-any-return]
-    # A batch without items has a loss of 0.
+    # Avoids 0/0: a batch without items has a loss of 0.
     divisor = items.masked_fill(items == 0, 1) if isinstance(items, Tensor) else items or 1
     return loss / divisor  # type: ignore[no-any-return]
 
 
 def _whole(value: Any) -> Any:
-    """On a mesh, a loss is a DTensor where its logits are split."""
+    """Returns the whole tensor of a DTensor. On a mesh, a loss is a DTensor if the logits are sharded."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _reading(loss: Tensor) -> Callable[[], list[float]]:
-    # A copy, as the user may change the loss in place.
+def _start_copy(loss: Tensor) -> Callable[[], list[float]]:
+    """Starts copying a loss to the host; returns a function that waits for the value."""
+    # `copy` protects against a user who changes the loss in place.
     return start_reading(loss.reshape(1).to(torch.float32 if loss.dtype != torch.float64 else loss.dtype, copy=True))
 
 
-def _plain(samples: list[Any] | None) -> list[Any] | None:
-    """Indices as JSON has them: numbers as they are, others as text."""
+def _as_json(samples: list[Any] | None) -> list[Any] | None:
+    """Converts sample indices for JSON: whole numbers to int, others to text."""
     if samples is None:
         return None
     return [int(index) if isinstance(index, (int, Tensor)) else str(index) for index in samples]
 
 
 def _entries(path: Path) -> list[Any]:
-    """What the file of excluded batches holds; an empty list if there is none."""
+    """Returns the content of the file of excluded batches; an empty list if there is no file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"SpikeDetection cannot add to {path} ({error}): give another exclude_batches_path."
+            f"SpikeDetection cannot append to {path} ({error}): give another exclude_batches_path."
         ) from error
     if not isinstance(found, list):
         raise ConfigurationError(
-            f"SpikeDetection cannot add to {path}, which holds {kind_of(found)}: give another exclude_batches_path."
+            f"SpikeDetection cannot append to {path}, which holds {kind_of(found)}: give another exclude_batches_path."
         )
     return found
 
 
 def _write(path: Path, entries: list[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(entries, indent=4) + "\n", encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(entries, indent=4) + "\n", encoding="utf-8")
+    temporary.replace(path)

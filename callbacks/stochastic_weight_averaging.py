@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging, a callback that averages the weights of the last epochs at a learning rate of its own."""
+"""StochasticWeightAveraging, a callback that averages the last epochs' weights under a separate learning rate."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ ANNEALING = ("cos", "linear")
 
 
 class StochasticWeightAveraging(ExchangesWeights):
-    """Averages the weights at the ends of the last epochs, by torch's recipe (Izmailov et al., 2018).
+    """Averages the weights at the end of each of the last epochs, by torch's recipe (Izmailov et al., 2018).
 
-    From its first epoch on, torch's `SWALR` sets the learning rate, and the run's schedulers rest. When the last epoch
-    ends, the averages take the place of the weights, and one more pass over the training data gives batch norm the
-    statistics of the averages. What is saved after that, at the epoch's end or later, holds the averages; validations
-    before it, and checkpoints that are saved by steps or after a validation, the last epoch's too, have the current
-    weights. A resume continues bit for bit.
+    From the first averaged epoch on, torch's `SWALR` sets the learning rate, and the run's scheduler is suspended. At
+    the end of the last epoch the averages replace the weights, and one more pass over the training data recomputes
+    batch norm's statistics for them. Checkpoints saved after that, at the epoch's end or later, hold the averages.
+    Earlier validations use the current weights, and earlier checkpoints hold them; so do those that the last epoch
+    saves after a step or a validation. A resume continues bit for bit.
 
-    Lightning averages the weights with which each of these epochs begins, and so never those of the last one.
+    Lightning averages the weights at the start of each of these epochs, so it never includes those of the last epoch.
 
     Args:
-        swa_lrs: the learning rate, or one for each group of the optimizer.
-        swa_epoch_start: the first epoch: a number counted from 1, or a fraction of `max_epochs`.
-        annealing_epochs: epochs in which the learning rate goes to `swa_lrs`; 0 for at once.
-        annealing_strategy: how: "cos" or "linear".
-        avg_fn: called with average, weight and the number of averages so far; the plain mean if left out.
-        device: where the averages are kept; where the weights are if None.
+        swa_lrs: the learning rate during averaging, or a list with one for each parameter group.
+        swa_epoch_start: the first averaged epoch: a number counted from 1, or a fraction of `max_epochs`.
+        annealing_epochs: the number of epochs over which the learning rate moves to `swa_lrs`; 0 for immediately.
+        annealing_strategy: the shape of that transition: "cos" or "linear".
+        avg_fn: a function of the average, the weight and the number of updates so far. None: the plain mean.
+        device: the device of the averages. None: the device of the weights.
 
     Raises:
-        ConfigurationError: for a value that cannot be, several optimizers or schedulers, and under a strategy that
-            cannot exchange weights, or with weights that are trained in float16 or bfloat16.
+        ConfigurationError: for an invalid value, several optimizers or schedulers, a strategy that cannot exchange
+            weights, or weights trained in float16 or bfloat16.
 
     Example:
         >>> swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.5)
@@ -66,8 +66,8 @@ class StochasticWeightAveraging(ExchangesWeights):
             isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0 for rate in rates
         ):
             raise ConfigurationError(
-                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): give a learning rate above 0, or a list of one for "
-                "each group of the optimizer."
+                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): give a learning rate above 0, or a list with one for "
+                "each parameter group."
             )
         start = swa_epoch_start
         is_count = type(start) is int and start >= 1
@@ -85,27 +85,27 @@ class StochasticWeightAveraging(ExchangesWeights):
         self._function, self._device = avg_fn, parse_device(self, device)
         self._scheduler: SWALR | None = None
         self._steps: int | None = None
-        """Steps of the scheduler; None before the first epoch."""
+        """Steps of the SWALR; None before the first averaged epoch."""
         self._measured = 0
-        """Number of averages for which batch norm has its statistics."""
+        """The number of updates included in the averages for which batch norm's statistics were last computed."""
 
-    refuses_rollback = "sets the learning rates from an epoch on, which a checkpoint from before it does not know of"
+    refuses_rollback = "replaces the learning rate schedule at some epoch, which earlier checkpoints do not record"
 
     def first_epoch(self, max_epochs: int | None) -> int:
-        """The first epoch that is averaged, counted from 0.
+        """Returns the first averaged epoch, counted from 0.
 
         Args:
-            max_epochs: of the fit.
+            max_epochs: the Trainer's `max_epochs`.
 
         Raises:
-            ConfigurationError: if a fraction was given, and the fit has no number of epochs.
+            ConfigurationError: if `swa_epoch_start` is a fraction and the fit has no `max_epochs`.
         """
         if isinstance(self._start, int):
             return self._start - 1
         if max_epochs is None or max_epochs < 0:
             raise ConfigurationError(
-                f"swa_epoch_start={self._start} is a fraction of max_epochs={max_epochs}: give the Trainer max_epochs, "
-                "or the epoch itself."
+                f"swa_epoch_start={self._start} is a fraction, but max_epochs={max_epochs}: set the Trainer's "
+                "max_epochs, or use the number of an epoch."
             )
         return max(int(max_epochs * self._start) - 1, 0)
 
@@ -123,21 +123,20 @@ class StochasticWeightAveraging(ExchangesWeights):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not module.automatic_optimization and any(isinstance(part, _BatchNorm) for part in module.modules()):
             raise ConfigurationError(
-                "StochasticWeightAveraging runs training_step once more for batch norm's statistics of the averages, "
-                "and in manual optimisation it would step. Use WeightAveraging, or a module without batch norm."
+                "StochasticWeightAveraging runs training_step again to recompute batch norm's statistics, and under "
+                "manual optimization that would step. Use WeightAveraging, or a module without batch norm."
             )
         self._scheduler = None
         if len(trainer.optimizers) != 1 or len(trainer.lr_schedulers) > 1:
             raise ConfigurationError(
-                f"StochasticWeightAveraging sets the learning rate of one optimizer with at most one scheduler, and "
-                f"there are {len(trainer.optimizers)} and {len(trainer.lr_schedulers)}: return one of each from "
-                "configure_optimizers."
+                "StochasticWeightAveraging supports one optimizer with at most one scheduler. configure_optimizers "
+                f"returned {len(trainer.optimizers)} and {len(trainer.lr_schedulers)}."
             )
         groups = len(trainer.optimizers[0].param_groups)
         if isinstance(self._rates, list) and len(self._rates) != groups:
             raise ConfigurationError(
-                f"swa_lrs has {len(self._rates)} learning rates, and the optimizer has {groups} groups: give one for "
-                "each, or a single one for all."
+                f"swa_lrs has {len(self._rates)} learning rates, but the optimizer has {groups} parameter groups: give "
+                "one for each group, or a single number."
             )
         super().on_fit_start(trainer, module)
 
@@ -151,14 +150,14 @@ class StochasticWeightAveraging(ExchangesWeights):
             self._take_over(trainer, 0)
 
     def _take_over(self, trainer: Trainer, steps: int) -> None:
-        """Lets SWALR set the learning rate in place of the run's scheduler; `steps` of it are done."""
+        """Suspends the run's scheduler and lets SWALR set the learning rate, from its step `steps` on."""
         trainer.rest_schedulers()
         [optimizer] = trainer.optimizers
-        before = [{key: group.get(key) for key in ("lr", "initial_lr")} for group in optimizer.param_groups]
+        saved_rates = [{key: group.get(key) for key in ("lr", "initial_lr")} for group in optimizer.param_groups]
         self._scheduler = SWALR(optimizer, self._rates, self._epochs, self._strategy)  # type: ignore[arg-type]
         if steps:
-            # Its making is a step, which a run that goes on has done.
-            for group, values in zip(optimizer.param_groups, before, strict=True):
+            # The constructor takes a first step. A continued run has taken it already, so its effect is undone.
+            for group, values in zip(optimizer.param_groups, saved_rates, strict=True):
                 group.update({key: value for key, value in values.items() if value is not None})
             rates = [group["lr"] for group in optimizer.param_groups]
             self._scheduler.load_state_dict({"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
@@ -179,7 +178,7 @@ class StochasticWeightAveraging(ExchangesWeights):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Replaces the weights by the averages, and gives batch norm the statistics of these."""
+        """Replaces the weights by the averages and recomputes batch norm's statistics."""
         weights = self._weights
         if weights is None or not weights.count:
             return
@@ -190,7 +189,7 @@ class StochasticWeightAveraging(ExchangesWeights):
         if trainer.update_batch_norm():
             self._measured = weights.count
         else:
-            # A signal ends the run: its checkpoint has the current weights, and the resume measures.
+            # A signal ends the run: its checkpoint holds the current weights, and the resume repeats this pass.
             weights.exchange()
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class StochasticWeightAveraging(ExchangesWeights):
             "n_averaged": weights.count,
             "measured": self._measured,
             "averages_are_in_model": weights.in_module,
-            "held": weights.held(),
+            "held": weights.stored(),
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,10 +222,10 @@ class StochasticWeightAveraging(ExchangesWeights):
         self._latest_update_epoch = saved.integer("latest_update_epoch", least=-1)
         self._steps = None if saved.is_none("steps") else saved.integer("steps", least=0)
         self._measured = saved.integer("measured", 0)
-        self._restored = saved if saved.integer("n_averaged", 0) else None
+        self._pending_state = saved if saved.integer("n_averaged", 0) else None
 
     def weights_loaded(self) -> None:
-        saved, self._restored = self._restored, None
+        saved, self._pending_state = self._pending_state, None
         if saved is not None and self._weights is not None:
             in_module = saved.flag("averages_are_in_model")
             self._weights.restore(saved.integer("n_averaged"), saved.nested("held").entries, in_module)

@@ -1,4 +1,4 @@
-"""ThroughputMonitor, a callback that logs how many samples and items a run takes in per second."""
+"""ThroughputMonitor, a callback that logs how many samples and items a run processes per second."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ STAGES = ("train", "validate", "test", "predict")
 class ThroughputMonitor(Callback):
     """Logs the throughput of training, validation, test and prediction: batches, samples, items and flops per second.
 
-    Rates are of the last `window_size` batches, once there are so many; `time`, `batches`, `samples` and `lengths` are
-    totals, in seconds and counts, which a resumed fit takes up again. Names begin with the stage: `train/time`,
-    `train/device/samples_per_sec` (of this rank) and `train/samples_per_sec` (of all ranks, as many as rank 0 each).
-    Values are logged at the steps that the Trainer logs (or at the next one for which rank 0 has a sample), at every
-    `log_every_n_steps`-th batch of an evaluation, and are in `trainer.callback_metrics`.
+    Rates cover the last `window_size` batches, and are logged once there are that many. `time`, `batches`, `samples`
+    and `lengths` are totals, in seconds and counts, which a resumed fit continues. Names begin with the stage:
+    `train/time`, `train/device/samples_per_sec` (this rank) and `train/samples_per_sec` (all ranks, assuming that each
+    has as many as rank 0). Values are logged at the steps that the Trainer logs (or at the next one for which rank 0
+    has a sample) and at every `log_every_n_steps`-th batch of an evaluation. `trainer.callback_metrics` includes them.
 
-    A module with `flops_per_batch` (the operations of forward and backward, see `measure_flops`; a number, or a
-    function of the batch) also has `flops_per_sec`, and `mfu` where the device's peak rate is known: the share of it
-    that the model uses (PaLM, arXiv:2204.02311, appendix B).
+    For a module with `flops_per_batch` (the operations of forward and backward, see `measure_flops`; a number, or a
+    function of the batch), `flops_per_sec` is logged too. If the device's peak rate is known, so is `mfu`, the fraction
+    of that rate that the model uses (PaLM, arXiv:2204.02311, appendix B).
 
-    Time is taken on the host, and nothing waits for the device. A GPU works behind the host by a few batches at most,
-    so rates over a window hold; `split=True` shows where the host spends its time, not the GPU. Validation in between
-    is no part of the training's time.
+    Time is measured on the host, without waiting for the device. A GPU lags the host by a few batches at most, so rates
+    over a window are accurate; `split=True` shows where the host spends its time, not the GPU. Training time excludes
+    validation.
 
     Args:
-        batch_size_fn: returns the number of samples in a batch of this rank.
-        length_fn: returns what a batch adds to `lengths`, such as its tokens; with it `items_per_sec` is logged.
-        available_flops: the peak rate of one device in operations per second; None looks it up by the device's name.
-        window_size: batches that a rate is the mean of, from 2.
-        separator: between the parts of a name.
-        split: also log how a step's time divides: the shares `train/split/data` (from the end of a batch to the start
-            of the next, saves included), `forward`, `backward` and `optimizer` (all that follows backward) sum to 1.
+        batch_size_fn: a function that returns the number of samples in a batch of this rank.
+        length_fn: a function that returns the number to add to `lengths` for a batch, such as its tokens. Enables
+            `items_per_sec`.
+        available_flops: the peak rate of one device, in operations per second. None looks it up by the device's name.
+        window_size: the number of batches that a rate is averaged over, from 2.
+        separator: the separator between the parts of a name.
+        split: also log the fractions of a step's time, which sum to 1: `train/split/data` (from the end of a batch to
+            the start of the next, saves included), `forward`, `backward` and `optimizer` (everything after backward).
 
     Raises:
-        ConfigurationError: for invalid arguments, and if a run starts without a logger.
+        ConfigurationError: for invalid arguments, or if a run starts without a logger.
 
     Example:
         >>> monitor = ThroughputMonitor(batch_size_fn=len, window_size=10)
@@ -82,11 +83,11 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.available_flops, self.window_size, self.separator = available_flops, window_size, separator
         self.split = split
-        self._stages = {stage: _Counted(window_size) for stage in STAGES}
+        self._stages = {stage: _StageCounts(window_size) for stage in STAGES}
         self._clock = _Clock()
         self._peak: float | None = None
-        self._row = 0
-        """The step of the last row of training."""
+        self._logged_step = 0
+        """The last training step that was logged."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self._stages["train"].totals)
@@ -95,32 +96,32 @@ class ThroughputMonitor(Callback):
         _Totals.of(SavedState(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._stages["train"] = _Counted(self.window_size, _Totals.of(SavedState(state)))
+        self._stages["train"] = _StageCounts(self.window_size, _Totals.of(SavedState(state)))
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps its totals: what was read and computed still counts once it is undone."""
-        # Steps that come again get their rows again.
-        self._row = min(self._row, step)
+        """Keeps the totals: batches that are undone were still processed."""
+        # Repeated steps are logged again.
+        self._logged_step = min(self._logged_step, step)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         check_has_logger(self, trainer)
-        self._stages |= {name: _Counted(self.window_size) for name in self._stages if name != "train"}
-        dtype = _computed_in(trainer)
+        self._stages |= {name: _StageCounts(self.window_size) for name in self._stages if name != "train"}
+        dtype = _compute_dtype(trainer)
         self._peak = self.available_flops
         if self._peak is None and dtype is not None:
             self._peak = peak_flops(trainer.strategy.root_device, dtype)
 
     # training ---------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A fit that goes on keeps its totals.
+        # A continued fit keeps its totals.
         totals = self._stages["train"].totals if trainer.global_step else _Totals()
-        self._stages["train"] = _Counted(self.window_size, totals)
-        self._row = trainer.global_step
+        self._stages["train"] = _StageCounts(self.window_size, totals)
+        self._logged_step = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._clock.begin()
+        self._clock.restart()
 
-    # The time between two epochs, and from an evaluation to the next batch, does not count.
+    # Restarting excludes the time between epochs, and between an evaluation and the next batch.
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = on_train_epoch_start
     on_validation_end = on_train_epoch_start
 
@@ -138,9 +139,9 @@ class ThroughputMonitor(Callback):
     ) -> None:
         self._clock.mark("optimizer")
         self._count("train", module, batch, self._clock.take())
-        if trainer.window.closes and self._due(trainer, trainer.global_step, self._row):
-            self._row = trainer.global_step
-            self._log(trainer, "train", self._row)
+        if trainer.window.closes and self._due(trainer, trainer.global_step, self._logged_step):
+            self._logged_step = trainer.global_step
+            self._log(trainer, "train", self._logged_step)
 
     # evaluation -------------------------------------------------------------------------------------------------------
     def on_validation_batch_end(
@@ -153,7 +154,7 @@ class ThroughputMonitor(Callback):
         self._count(stage, module, batch, self._clock.take())
         batches = self._stages[stage].totals.batches
         if self._due(trainer, batches, batches - 1):
-            # Beside the steps of a fit; else by its own batches, which no other step counts.
+            # During fit, under the current step. Otherwise there is no step, so under the number of batches.
             self._log(trainer, stage, trainer.global_step if stage == "validate" else batches)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -168,13 +169,13 @@ class ThroughputMonitor(Callback):
             flops(batch) if callable(flops) else flops,
         )
 
-    def _due(self, trainer: Trainer, now: int, before: int) -> bool:
-        """True if a row is due by now that was not yet due before.
+    def _due(self, trainer: Trainer, now: int, last: int) -> bool:
+        """Returns True if a multiple of `log_every_n_steps` lies after `last`, up to `now`.
 
-        A rank may have had no sample at the row's own step (its hooks are not called then): the row comes at the next.
+        Hooks are not called on a rank without a sample, so the step itself may pass without one: the next step logs.
         """
         every = trainer.log_every_n_steps
-        return every > 0 and now // every > before // every
+        return every > 0 and now // every > last // every
 
     def _log(self, trainer: Trainer, stage: str, step: int) -> None:
         values = self._values(trainer, self._stages[stage])
@@ -182,9 +183,9 @@ class ThroughputMonitor(Callback):
         trainer.logs.show(named)
         log_to_all(trainer, named, step)
 
-    def _values(self, trainer: Trainer, counted: _Counted) -> dict[tuple[str, ...], float]:
-        """Returns what is logged, by the parts of its name."""
-        totals = counted.totals
+    def _values(self, trainer: Trainer, counts: _StageCounts) -> dict[tuple[str, ...], float]:
+        """Returns the values to log, by the parts of their names."""
+        totals = counts.totals
         values: dict[tuple[str, ...], float] = {
             ("time",): totals.time,
             ("batches",): totals.batches,
@@ -192,13 +193,13 @@ class ThroughputMonitor(Callback):
         }
         if self.length_fn is not None:
             values["lengths",] = totals.lengths
-        if len(counted.window) < self.window_size:
+        if len(counts.window) < self.window_size:
             return values
         size, world = trainer.strategy.data_size, trainer.world_size
-        rates = counted.rates()
+        rates = counts.rates()
         if self.length_fn is None:
             del rates["items"]
-        # Ranks that share a batch share its operations too.
+        # Ranks that share a batch (data_size < world_size) also share its operations.
         flops = rates.pop("flops", None)
         for name, rate in rates.items():
             values["device", f"{name}_per_sec"] = rate
@@ -209,13 +210,13 @@ class ThroughputMonitor(Callback):
             if self._peak is not None:
                 values["device", "mfu"] = flops * size / world / self._peak
         if self.split:
-            values |= {("split", part): share for part, share in counted.shares().items()}
+            values |= {("split", part): fraction for part, fraction in counts.fractions().items()}
         return values
 
 
 @dataclass
 class _Totals:
-    """Since the run began: seconds and counts."""
+    """Seconds and counts since the start of the run."""
 
     time: float = 0.0
     batches: int = 0
@@ -243,11 +244,12 @@ class _Batch:
 
 
 @dataclass
-class _Counted:
-    """The batches of a stage.
+class _StageCounts:
+    """The totals and the window of recent batches of a stage.
 
     Args:
-        size: of the window.
+        size: the number of batches in the window.
+        totals: the totals to continue.
     """
 
     size: int
@@ -262,7 +264,7 @@ class _Counted:
         self.totals.add(sum(parts.values()), samples, length)
 
     def rates(self) -> dict[str, float]:
-        """Returns the rates of the window's batches per second; flops only if all of them report theirs."""
+        """Returns the window's rates per second; "flops" only if every batch has a number."""
         seconds = max(sum(sum(batch.parts.values()) for batch in self.window), 1e-9)
         found = {
             "batches": len(self.window) / seconds,
@@ -274,37 +276,37 @@ class _Counted:
             found["flops"] = sum(flops) / seconds
         return found
 
-    def shares(self) -> dict[str, float]:
-        """Returns how the window's time divides."""
+    def fractions(self) -> dict[str, float]:
+        """Returns the fraction of the window's time that each part of a step takes."""
         sums = {part: sum(batch.parts.get(part, 0.0) for batch in self.window) for part in PARTS}
         whole = max(sum(sums.values()), 1e-9)
         return {part: seconds / whole for part, seconds in sums.items()}
 
 
 class _Clock:
-    """Divides time into parts that end with a mark."""
+    """Measures the parts of a batch; each part ends with a mark."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self._parts: dict[str, float] = {}
 
-    def begin(self) -> None:
-        """Drops the time since the last mark."""
+    def restart(self) -> None:
+        """Discards the parts and the time since the last mark."""
         self._last, self._parts = time.perf_counter(), {}
 
     def mark(self, part: str) -> None:
-        """Ends a part of the batch; several of a name add up."""
+        """Ends a part of the batch. Parts of the same name add up."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
 
     def take(self) -> dict[str, float]:
-        """Returns the parts of the batch that has ended."""
+        """Returns the seconds of each part, and starts a new batch."""
         parts, self._parts = self._parts, {}
         return parts
 
 
-def _computed_in(trainer: Trainer) -> torch.dtype | None:
-    """Returns the dtype of a run's matrix products, as the name of its precision says; None for several (fp8)."""
+def _compute_dtype(trainer: Trainer) -> torch.dtype | None:
+    """Returns the dtype of matrix products, from the name of the precision; None if there are several (fp8)."""
     known = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
     return known.get(str(trainer.precision).partition("-")[0])

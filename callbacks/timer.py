@@ -24,14 +24,14 @@ UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micros
 
 
 class Timer(Callback):
-    """Measures the stages of a run, and stops training when a time limit is reached.
+    """Measures the duration of each stage of a run, and stops training at a time limit.
 
-    Time before a resume counts. The time of training includes validations during the fit.
+    Time before a resume counts. Training time includes the validations during fit.
 
     Args:
-        duration: the time limit of training: "DD:HH:MM:SS", a timedelta, or a dict such as {"hours": 8}; None for no
+        duration: the limit on training time: "DD:HH:MM:SS", a timedelta, or a dict such as {"hours": 8}; None for no
             limit.
-        interval: when the limit is checked: at the end of each "step" or "epoch".
+        interval: how often to check the limit: at the end of each "step" or "epoch".
         verbose: print a message when the limit is reached.
 
     Raises:
@@ -55,7 +55,7 @@ class Timer(Callback):
         self._verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
-        self._before: dict[str, float] = {}
+        self._earlier: dict[str, float] = {}
         """Seconds of each stage before the last resume."""
         self._deadline = float("inf")
 
@@ -64,7 +64,7 @@ class Timer(Callback):
         return f"{type(self).__qualname__}(duration={self._duration}, interval={self._interval!r})"
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Returns when the stage began, by `time.monotonic()`; None if it has not begun.
+        """Returns the `time.monotonic()` at which the stage started; None if it has not.
 
         Args:
             stage: "train", "sanity_check", "validate", "test" or "predict".
@@ -72,17 +72,17 @@ class Timer(Callback):
         return self._start.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Returns when the stage ended; None before and while it runs."""
+        """Returns the `time.monotonic()` at which the stage ended; None if it has not."""
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Returns the seconds that the stage has taken, over all resumes; for an evaluation, those of its last pass."""
+        """Returns the seconds spent in the stage, across resumes; for an evaluation, in its last pass."""
         name = _stage(stage)
-        before, start = self._before.get(name, 0.0), self._start.get(name)
-        return before if start is None else before + self._end.get(name, time.monotonic()) - start
+        earlier, start = self._earlier.get(name, 0.0), self._start.get(name)
+        return earlier if start is None else earlier + self._end.get(name, time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Returns the seconds left of `duration`; None if there is no limit."""
+        """Returns the remaining seconds of `duration`; None without a limit."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,17 +98,17 @@ class Timer(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start.clear()
         self._end.clear()
-        self._before = {_stage(stage): float(seconds) for stage, seconds in state["time_elapsed"].items()}
+        self._earlier = {_stage(stage): float(seconds) for stage, seconds in state["time_elapsed"].items()}
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Keeps its times: time that has passed does not come back."""
+        """Keeps all times: a rollback does not undo elapsed time."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A fit that continues the last one adds to its time; a new fit has reset the state.
-        self._before["train"] = self.time_elapsed("train")
+        # A fit that continues the previous one adds to its time; a fresh fit starts from an empty state.
+        self._earlier["train"] = self.time_elapsed("train")
         self._begin("train")
         if self._duration is not None:
-            self._deadline = self._start["train"] + self._duration - self._before["train"]
+            self._deadline = self._start["train"] + self._duration - self._earlier["train"]
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("train")
@@ -131,52 +131,52 @@ class Timer(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self._begin("validate", anew=True)
+            self._begin("validate", resets=True)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
             self._finish("validate")
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("test", anew=True)
+        self._begin("test", resets=True)
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("test")
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("predict", anew=True)
+        self._begin("predict", resets=True)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("predict")
 
-    def _begin(self, stage: str, anew: bool = False) -> None:
+    def _begin(self, stage: str, resets: bool = False) -> None:
         self._start[stage] = time.monotonic()
         self._end.pop(stage, None)
-        if anew:
-            self._before.pop(stage, None)
+        if resets:
+            self._earlier.pop(stage, None)
 
     def _finish(self, stage: str) -> None:
         self._end[stage] = time.monotonic()
 
     def _stop(self, trainer: Trainer) -> None:
-        # Clocks differ by rank, so the first rank decides; the Trainer stops the others at the same step.
+        # The ranks' clocks differ, so rank 0 decides. The Trainer stops all ranks at the same step.
         if not trainer.is_global_zero or trainer.should_stop:
             return
         trainer.should_stop = True
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
-            trainer.print(f"The time limit was reached after {elapsed}: training stops at step {trainer.global_step}.")
+            trainer.print(f"Time limit reached after {elapsed}. Training stops at step {trainer.global_step}.")
 
 
 def parse_duration(value: Duration, name: str = "duration") -> timedelta:
-    """Reads a duration.
+    """Parses a duration.
 
     Args:
         value: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments.
-        name: its name in errors.
+        name: the argument's name in error messages.
 
     Raises:
-        ConfigurationError: if it has another form, or is negative.
+        ConfigurationError: if the value has another form or is negative.
 
     Example:
         >>> parse_duration("00:12:30:00") == parse_duration({"hours": 12, "minutes": 30})
@@ -188,8 +188,8 @@ def parse_duration(value: Duration, name: str = "duration") -> timedelta:
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip(), flags=re.ASCII)
         if match is None:
             raise ConfigurationError(
-                f"{name}={value!r} does not have the form 'DD:HH:MM:SS': write days, hours, minutes and seconds, such "
-                "as '00:12:00:00' for twelve hours."
+                f"{name}={value!r} does not have the form 'DD:HH:MM:SS' (days, hours, minutes, seconds). Twelve hours "
+                "are '00:12:00:00'."
             )
         days, hours, minutes, seconds = (int(part) for part in match.groups())
         duration = _timedelta(name, value, days=days, hours=hours, minutes=minutes, seconds=seconds)
@@ -200,9 +200,7 @@ def parse_duration(value: Duration, name: str = "duration") -> timedelta:
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise ConfigurationError(f"{name}[{unit!r}]={amount!r} is not a number: write {{{unit!r}: 8}}.")
         if not value:
-            raise ConfigurationError(
-                f"{name} is an empty dict: write {{'hours': 8}}, for example, or None for no limit."
-            )
+            raise ConfigurationError(f"{name} is an empty dict: use {{'hours': 8}}, for example, or None for no limit.")
         duration = _timedelta(name, value, **value)
     else:
         raise ConfigurationError(

@@ -23,24 +23,24 @@ FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
 class WeightAveraging(ExchangesWeights):
-    """Averages the weights after steps or epochs, by torch's `AveragedModel`; the plain mean if left as it is.
+    """Averages the weights after steps or epochs with torch's `AveragedModel`; by default, their plain mean.
 
-    The averages are in the module during each validation in fit, and once fit has ended: so test, predict and what is
-    exported use them. A checkpoint's model is the averages, and the current weights are saved in this callback's state,
-    from which a resume continues bit for bit. Before the first update there are no averages, and the current weights
-    are evaluated and saved (Lightning evaluates and saves those from before the first step until then).
+    The module holds the averages during each validation in fit and after fit has ended, so test, predict and exports
+    use them. A checkpoint's model is the averages; the current weights are in this callback's state, from which a
+    resume continues bit for bit. Before the first update, the current weights are evaluated and saved. (Lightning
+    evaluates and saves the weights from before the first step until then.)
 
     Under FSDP and tensor parallelism each rank averages its own shards.
 
     Args:
-        device: where the averages are kept, such as "cpu" to save a GPU's memory; where the weights are if None.
-        use_buffers: average buffers, such as batch norm's statistics, too; False keeps those of the last update. Those
-            of integers and flags are always those of the last update.
-        **kwargs: of `AveragedModel`: `avg_fn(average, current, count)` or `multi_avg_fn(averages, currents, count)`.
+        device: the device of the averages, such as "cpu" to save GPU memory. None: the device of the weights.
+        use_buffers: also average buffers, such as batch norm's statistics. False copies them at each update instead;
+            integer and bool buffers are always copied.
+        **kwargs: `avg_fn(average, current, count)` or `multi_avg_fn(averages, currents, count)` of `AveragedModel`.
 
     Raises:
-        ConfigurationError: for an unknown argument, and under a strategy that cannot exchange weights (DeepSpeed, a
-            pipeline, XLA), or with weights that are trained in float16 or bfloat16 (precision="bf16-true").
+        ConfigurationError: for an unknown argument; under a strategy that cannot exchange weights (DeepSpeed, a
+            pipeline, XLA); or for weights trained in float16 or bfloat16 (precision="bf16-true").
 
     Example:
         >>> from torch.optim.swa_utils import get_ema_avg_fn
@@ -56,18 +56,18 @@ class WeightAveraging(ExchangesWeights):
             if name not in FUNCTIONS:
                 raise ConfigurationError(f"{type(self).__name__}({name}=…): {nearest(name, FUNCTIONS)}")
         if all(kwargs.get(name) is not None for name in FUNCTIONS):
-            raise ConfigurationError(f"{type(self).__name__} was given avg_fn and multi_avg_fn: give one of them.")
+            raise ConfigurationError(f"{type(self).__name__} got both avg_fn and multi_avg_fn: pass only one.")
         self._device = parse_device(self, device)
         self._use_buffers, self._functions = use_buffers, kwargs
         self._latest_update_step = 0
-        """The global step after which `should_update` was true last."""
+        """The global step of the last update after a step."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Returns True if the averages are to be updated now. Override it to choose when; by default after each step.
+        """Returns True if the averages should be updated now: by default after each step. Override to change this.
 
         Args:
-            step_idx: number from 0 of the step just done; None at the end of an epoch.
-            epoch_idx: number from 0 of the epoch that ends; None after a step.
+            step_idx: the index of the step just taken, from 0; None at the end of an epoch.
+            epoch_idx: the index of the epoch that has just ended, from 0; None after a step.
         """
         return step_idx is not None
 
@@ -81,11 +81,11 @@ class WeightAveraging(ExchangesWeights):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_fit_start(trainer, module)
-        if self._restored is not None:
-            self._restored = None
+        if self._pending_state is not None:
+            self._pending_state = None
             warnings.warn(
-                f"{type(self).__name__} starts its averages anew, since restore= leaves out the weights, which the "
-                "saved averages are.",
+                f"{type(self).__name__} starts new averages: restore= leaves out the weights, and in this checkpoint "
+                "they are the averages.",
                 stacklevel=2,
             )
 
@@ -108,23 +108,23 @@ class WeightAveraging(ExchangesWeights):
         self._weights.update()
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._put(trainer, in_module=True)
+        self._place_averages(trainer, in_module=True)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._put(trainer, in_module=False)
+        self._place_averages(trainer, in_module=False)
 
     def on_validation_model_train(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called when a signal has broken off a validation, too, which then has no other end."""
-        self._put(trainer, in_module=False)
+        # Unlike on_validation_end, this is also called when a signal interrupts a validation.
+        self._place_averages(trainer, in_module=False)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._put(trainer, in_module=True)
+        self._place_averages(trainer, in_module=True)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        self._put(trainer, in_module=False)
+        self._place_averages(trainer, in_module=False)
 
-    def _put(self, trainer: Trainer, in_module: bool) -> None:
-        """Brings the averages into the module, or the current weights, if there are averages."""
+    def _place_averages(self, trainer: Trainer, in_module: bool) -> None:
+        """Puts the averages into the module, or takes them out of it; a no-op before the first update."""
         weights = self._weights
         if trainer.state.stage == "fit" and weights is not None and weights.count and weights.in_module != in_module:
             weights.exchange()
@@ -132,7 +132,7 @@ class WeightAveraging(ExchangesWeights):
     # in a checkpoint --------------------------------------------------------------------------------------------------
     def saved_weights(self) -> Mapping[str, Tensor]:
         weights = self._weights
-        return {} if weights is None or not weights.count or weights.in_module else weights.replacing()
+        return {} if weights is None or not weights.count or weights.in_module else weights.replacements()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -142,7 +142,7 @@ class WeightAveraging(ExchangesWeights):
         weights = self._weights
         if weights is None or not weights.count:
             return state
-        current = weights.held() if weights.in_module else weights.in_place()
+        current = weights.stored() if weights.in_module else weights.of_module()
         return {**state, "n_averaged": weights.count, "current": current}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,16 +156,16 @@ class WeightAveraging(ExchangesWeights):
         saved = SavedState(state)
         self._latest_update_step = saved.integer("latest_update_step", least=0)
         self._latest_update_epoch = saved.integer("latest_update_epoch", -1, least=-1)
-        self._restored = saved if saved.integer("n_averaged", 0) else None
+        self._pending_state = saved if saved.integer("n_averaged", 0) else None
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         super().go_back(state, step)
-        if self._restored is None and self._weights is not None:
+        if self._pending_state is None and self._weights is not None:
             # The checkpoint is from before the first update.
-            self._weights.forget()
+            self._weights.reset()
 
     def weights_loaded(self) -> None:
-        saved, self._restored = self._restored, None
+        saved, self._pending_state = self._pending_state, None
         if saved is not None and self._weights is not None:
             self._weights.restore(saved.integer("n_averaged"), saved.nested("current").entries, in_module=True)
             self._weights.exchange()
@@ -174,20 +174,20 @@ class WeightAveraging(ExchangesWeights):
 class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average of the weights: `average = decay * average + (1 - decay) * current`.
 
-    Everything else is as in `WeightAveraging`. The first update takes the weights as they are.
+    The first update copies the weights. Everything else is as in `WeightAveraging`.
 
     Args:
-        device: where the averages are kept; where the weights are if None.
-        use_buffers: average buffers too.
-        decay: from 0 to 1; how much of the average stays at an update.
-        update_every_n_steps: update after every n-th step, counted from the first one of the run; 0 for updates at
-            the ends of epochs alone.
-        update_starting_at_step: no update after steps before this one, counted from 0.
-        update_starting_at_epoch: update at the ends of epochs from this one on as well, counted from 0.
-        **kwargs: nothing more; named so that a wrong name is answered by the nearest.
+        device: the device of the averages. None: the device of the weights.
+        use_buffers: also average buffers.
+        decay: the weight of the old average in an update, from 0 to 1.
+        update_every_n_steps: steps between updates; 0 to update only at the end of epochs.
+        update_starting_at_step: the first step, counted from 0, that may be followed by an update.
+        update_starting_at_epoch: the first epoch, counted from 0, whose end is also followed by an update. None: no
+            epoch's.
+        **kwargs: accepts no further arguments; an unknown one raises an error that suggests the nearest name.
 
     Raises:
-        ConfigurationError: for a decay outside of 0 to 1, and numbers below 0.
+        ConfigurationError: for a decay outside of 0 to 1, or a number below 0.
 
     Example:
         >>> ema = EMAWeightAveraging(decay=0.99, update_every_n_steps=2, update_starting_at_step=4)
@@ -208,8 +208,8 @@ class EMAWeightAveraging(WeightAveraging):
         given: dict[str, Callable[..., Any]] = {name: kwargs[name] for name in FUNCTIONS if kwargs.get(name)}
         if given:
             raise ConfigurationError(
-                f"EMAWeightAveraging({next(iter(given))}=…) has the average's function already, by its decay: use "
-                "WeightAveraging for another."
+                f"EMAWeightAveraging({next(iter(given))}=…) is not supported: its decay defines the average. Use "
+                "WeightAveraging for a custom function."
             )
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ConfigurationError(f"EMAWeightAveraging(decay={decay!r}): give a number from 0 to 1, such as 0.999.")

@@ -1,4 +1,4 @@
-"""WeightDigests, a callback that records digests of the weights, by which `leyden bisect` compares two runs."""
+"""WeightDigests, a callback that records digests of the weights, which `leyden bisect` compares between runs."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 class WeightDigests(Callback):
-    """Records a digest of every parameter and buffer, in `digests.jsonl` in the run's folder.
+    """Records a digest of every parameter and buffer in `digests.jsonl`, in the run's folder.
 
     `Trainer(digest_every_n_steps=…)` adds it; `leyden bisect` names the first step and tensor in which two runs differ.
-    The first line is of the weights before the first step. A resume cuts the lines after the checkpoint, so the file of
-    a run that was killed and resumed is that of one that was not.
+    The first line describes the weights before the first step. A resume truncates the lines after the checkpoint, so
+    a killed and resumed run leaves the same file as an uninterrupted one.
 
-    It records what a checkpoint holds of the module, without optimizer state: parameters and persistent buffers. Of
-    replicas rank 0 reads its own (`DriftGuard` watches the others); of sharded weights each rank reads its shards, and
-    their digests compare between runs whose ranks hold the same shards. The digest is XXH3 of the bytes. A GPU copies
-    its part of the weights to the host at each recorded step, which waits for it once.
+    The digests cover the module's part of a checkpoint: parameters and persistent buffers, without optimizer state. Of
+    replicas, only rank 0's is read (`DriftGuard` compares the others). Of sharded weights each rank reads its shards,
+    whose digests are comparable between runs with the same sharding. The digest is XXH3 of the bytes. At each recorded
+    step a GPU's part of the weights is copied to the host, which waits once.
 
-    The file is in `trainer.log_dir`, without loggers in `default_root_dir`; with `fast_dev_run` there is none.
+    The file is in `trainer.log_dir`, or in `default_root_dir` without loggers. `fast_dev_run` writes none.
 
     Args:
-        every_n_steps: optimizer steps from one line to the next.
+        every_n_steps: the number of optimizer steps between lines.
 
     Raises:
-        ConfigurationError: if it is below 1.
+        ConfigurationError: if `every_n_steps` is below 1.
 
     Example:
         >>> WeightDigests(every_n_steps=10).path is None
         True
     """
 
-    # After those that write weights, before checkpoints. On a rank without a sample it is called too.
+    # After callbacks that write weights, before checkpoints; also called on a rank without a sample of the batch.
     order: ClassVar[int] = 90
     closing_hooks = frozenset({"on_train_batch_end"})
     state_per_rank = False
@@ -52,15 +52,15 @@ class WeightDigests(Callback):
         check_whole("WeightDigests", 1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._place = Place()
-        """How far the file was written when the run was saved, or when the last fit ended."""
+        """The position in the file at the last save, or at the end of the last fit."""
         self._file: DigestFile | None = None
         self._recorded = -1
-        """The step of the last line, known on every rank."""
+        """The step of the last line; the same on every rank."""
         self._reader = DigestReader()
 
     @property
     def path(self) -> Path | None:
-        """The file that is written; None outside of a fit, and on other ranks than the first."""
+        """The file being written; None outside of fit and on ranks other than 0."""
         return None if self._file is None else self._file.path
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class WeightDigests(Callback):
         self._place = Place.of(state)
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
-        """Cuts the lines of the steps that are undone, so that the file is of the steps which led to the weights."""
+        """Truncates the lines of steps that are undone, so the file describes only steps that led to the weights."""
         if self._file is not None:
             self._file.go_back(step)
         self._recorded = min(self._recorded, step - step % self.every_n_steps)
@@ -82,9 +82,9 @@ class WeightDigests(Callback):
         if trainer.fast_dev_run:
             return
         if trainer.is_global_zero:
-            self._file = self._opened(trainer)
+            self._file = self._open(trainer)
         self._recorded = trainer.strategy.ranks.broadcast(-1 if self._file is None else self._file.step)
-        # The weights before the first step; in a resume those of a step that was saved before it was recorded.
+        # Records the weights before the first step; on resume, those of a step whose checkpoint preceded its line.
         self._record_if_due(trainer, module)
 
     def on_train_batch_end(
@@ -102,9 +102,9 @@ class WeightDigests(Callback):
             self._file.close()
             self._file = None
 
-    def _opened(self, trainer: Trainer) -> DigestFile:
+    def _open(self, trainer: Trainer) -> DigestFile:
         folder, place = folder_of(trainer), self._place
-        # A new run leaves the file of the fit before it as it is.
+        # A new run does not append to the file of an earlier fit.
         is_new = trainer.global_step == 0 and trainer.ckpt_path is None
         if is_new or not place.file or place.step > trainer.global_step:
             return DigestFile.begin(folder)
@@ -113,22 +113,22 @@ class WeightDigests(Callback):
             return file
         file = DigestFile.begin(folder)
         warnings.warn(
-            f"{folder / place.file} is not the file of digests that the resumed run has written: {file.path} begins "
-            f"after step {trainer.global_step}.",
+            f"{folder / place.file} is not the digest file that the resumed run wrote: {file.path} begins after step "
+            f"{trainer.global_step}.",
             stacklevel=2,
         )
         return file
 
     def _record_if_due(self, trainer: Trainer, module: TrainModule) -> None:
         step = trainer.global_step
-        # Within an accumulation window the step is still the last one.
+        # `global_step` changes only at the end of an accumulation window.
         if step % self.every_n_steps or step <= self._recorded or trainer.fast_dev_run:
             return
         self._recorded = step
         strategy, is_first = trainer.strategy, trainer.is_global_zero
         held = self._reader.held(strategy, module, lambda _, tensor: is_first or is_sharded(tensor))
-        # An engine may step shards of weights that each rank has whole (ZeRO).
-        is_alone = trainer.world_size == 1 or (strategy.replicates and not strategy.drives_one)
-        found = [held] if is_alone else strategy.ranks.gather_object(held)
-        if self._file is not None and found is not None:
-            self._file.append(step, merged(found))
+        # `drives_one`: an engine may shard the update even though each rank has whole weights (ZeRO).
+        has_all = trainer.world_size == 1 or (strategy.replicates and not strategy.drives_one)
+        gathered = [held] if has_all else strategy.ranks.gather_object(held)
+        if self._file is not None and gathered is not None:
+            self._file.append(step, merged(gathered))

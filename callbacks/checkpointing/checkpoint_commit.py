@@ -121,12 +121,12 @@ def notify_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:
         logger.after_save_checkpoint(checkpoint)
 
 
-def report_of(checkpoint: ModelCheckpoint, path: str, step: int, ranks: bool, verb: str) -> str:
+def report_of(checkpoint: ModelCheckpoint, path: str, step: int, is_ranked: bool, verb: str) -> str:
     """Returns the line that `verbose=True` prints for a save."""
     monitor, score, best = checkpoint.monitor, checkpoint.current_score, checkpoint.save_top_k
     if monitor is None or score is None:
         return f"step {step}: {verb} {path}"
-    rank = "not among the best" if not ranks else f"among the best {best}" if best > 0 else "kept"
+    rank = "not among the best" if not is_ranked else f"among the best {best}" if best > 0 else "kept"
     return f"step {step}: {monitor} = {float(score):.5f}, {rank}: {verb} {path}"
 
 

@@ -57,10 +57,9 @@ class ModelCheckpoint(Callback):
     checkpoints in the same folder are neither ranked nor deleted.
 
     Args:
-        dirpath: the folder to save in. None: `checkpoints` in the Trainer's `default_root_dir`, with any logger.
+        dirpath: the folder to save in. None: `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
         filename: template of the name, with `{epoch}`, `{step}` and logged metrics, such as "{epoch}-{val_loss:.2f}".
-            None: "{epoch}-{step}". A `/` creates a subfolder, as in "fold-1/{epoch}"; in a metric's name it becomes
-            `_`.
+            None: "{epoch}-{step}". A `/` creates a subfolder ("fold-1/{epoch}"); in a metric's name it becomes `_`.
         monitor: the metric to rank by. None keeps the newest checkpoints.
         verbose: print a line for each save.
         save_last: also keep the newest checkpoint even if it is not among the best, save at the end of the run (Ctrl-C
@@ -251,7 +250,7 @@ class ModelCheckpoint(Callback):
         inside = self.dirpath is not None and path.startswith(os.path.join(self.dirpath, ""))
         return os.path.relpath(path, self.dirpath) if inside else path
 
-    # when -------------------------------------------------------------------------------------------------------------
+    # when to save -----------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         folder, self._storage = self.folder_of(trainer), storage_of(trainer)
         self.dirpath = folder if self.saves_on_each_node else trainer.strategy.ranks.broadcast(folder)
@@ -375,7 +374,7 @@ class ModelCheckpoint(Callback):
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         return validates_at_epoch_end(trainer) if self._on_train_epoch_end is None else self._on_train_epoch_end
 
-    # what -------------------------------------------------------------------------------------------------------------
+    # saving -----------------------------------------------------------------------------------------------------------
     def _save(self, trainer: Trainer, may_rank: bool = True, asynchronous: bool | None = None) -> None:
         """Saves a checkpoint unless it would not be kept, or this batch already has one.
 
@@ -387,21 +386,21 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
             return
         values = self._values(trainer)
-        ranks = may_rank and self._is_among_best(self._score(trainer, values))
-        if ranks or self.save_last:
+        is_ranked = may_rank and self._is_among_best(self._score(trainer, values))
+        if is_ranked or self.save_last:
             # Only one save runs at a time, and the previous one must exist before a free name is chosen.
             trainer.finish_saving()
             self._finish_background_save(trainer)
-        path = self._path(values, ranks) if ranks or self.save_last else None
+        path = self._path(values, is_ranked) if is_ranked or self.save_last else None
         # Only rank 0 is sure to see the folder, so it decides.
-        decision = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
-        ranks, name, replaces = trainer.strategy.ranks.broadcast(decision)
+        decision = is_ranked, path and self._relative(path), path is not None and os.path.lexists(path)
+        is_ranked, name, replaces = trainer.strategy.ranks.broadcast(decision)
         if name is None:
             return
         path = os.path.join(self.dirpath or "", name)
         asynchronous = self.asynchronous if asynchronous is None else asynchronous
         with self._restored_on_failure() as ranking_before:
-            self._enter(path, trainer, ranks)
+            self._enter(path, trainer, is_ranked)
             written = str(
                 trainer.save_checkpoint(path, self.save_weights_only, overwrite=replaces, asynchronous=asynchronous)
             )
@@ -410,7 +409,7 @@ class ModelCheckpoint(Callback):
         is_keeper, save, link = self._ranks(trainer).is_keeper, trainer.pending_save, self._link(values)
         if self.verbose:
             verb = "saved" if save is None else "saving"
-            trainer.print(report_of(self, written, trainer.global_step, ranks, verb))
+            trainer.print(report_of(self, written, trainer.global_step, is_ranked, verb))
         if save is not None:
             to_delete = dict(self._to_delete)
             background = BackgroundSave(save, written, ranking_before, to_delete, link, is_keeper, self._storage)
@@ -484,15 +483,15 @@ class ModelCheckpoint(Callback):
         return score < worst if self.mode == "min" else score > worst
 
     # the ranking ------------------------------------------------------------------------------------------------------
-    def _enter(self, path: str, trainer: Trainer, ranks: bool) -> None:
+    def _enter(self, path: str, trainer: Trainer, is_ranked: bool) -> None:
         """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
         kept_before = self.kept_checkpoints()
-        if ranks and self.monitor is None:
+        if is_ranked and self.monitor is None:
             self._recent = [*(old for old in self._recent if old != path), path]
             if self.save_top_k > 0:
                 self._recent = self._recent[-self.save_top_k :]
             self.best_model_path = path
-        elif ranks:
+        elif is_ranked:
             assert self.current_score is not None
             self.best_k_models = {**self.best_k_models, path: self.current_score}
             if 0 < self.save_top_k < len(self.best_k_models):
@@ -565,22 +564,23 @@ class ModelCheckpoint(Callback):
         equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         return NameStyle(equals, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION)
 
-    def _path(self, values: Mapping[str, float], ranks: bool) -> str:
+    def _path(self, values: Mapping[str, float], is_ranked: bool) -> str:
         name = self._style.name(self.filename, values)
-        return self._free_path(name, self._replaceable(name, ranks))
+        return self._free_path(name, self._replaceable(name, is_ranked))
 
-    def _replaceable(self, name: str, ranks: bool) -> set[str]:
+    def _replaceable(self, name: str, is_ranked: bool) -> set[str]:
         """Returns the paths that the new checkpoint may overwrite: the save would delete them anyway."""
         assert self.dirpath is not None
-        kept = {*self.best_k_models, *self._recent}
-        is_full = 0 < self.save_top_k <= len(self._recent)
-        evicted = (self._recent[0] if is_full else self.kth_best_model_path) if ranks and self.save_top_k > 0 else ""
-        protected = kept - {evicted}
+        evicted = ""
+        if is_ranked and self.save_top_k > 0:
+            is_full = self.save_top_k <= len(self._recent)
+            evicted = self._recent[0] if is_full else self.kth_best_model_path
+        protected = {*self.best_k_models, *self._recent} - {evicted}
         candidates = {evicted, self.last_model_path} if self.save_last else {evicted}
         if not self.enable_version_counter:
             candidates.add(os.path.join(self.dirpath, name))
             # An unranked checkpoint must not overwrite one that is kept for its score.
-            protected = set() if ranks else protected
+            protected = set() if is_ranked else protected
         return candidates - protected
 
     def _free_path(self, name: str, replaceable: Collection[str] = ()) -> str:

@@ -157,7 +157,7 @@ def test_a_search_recomputes_too() -> None:
         (lambda: fit(ActivationCheckpointing("Blok")), "names Blok, and the model has no such module. Did you mean 'B"),
         (lambda: fit(ActivationCheckpointing(nn.LSTM)), "names LSTM, and the model has no such module"),
         (lambda: fit(ActivationCheckpointing(lambda module: False)), "True for no module"),
-        (lambda: fit(ActivationCheckpointing(Squares)), "names Squares, the module that is trained, whose"),
+        (lambda: fit(ActivationCheckpointing(Squares)), "cannot recompute Squares, the trained module itself"),
         (lambda: fit(ActivationCheckpointing([3])), "holds 3: give classes"),  # type: ignore[list-item]
         (lambda: ActivationCheckpointing([]), "give the classes of the model's blocks"),
         (lambda: ActivationCheckpointing(3), "give classes of modules, their names, or a function"),  # type: ignore

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer, seed_everything
 from leyden.callbacks import DriftGuard, ModelCheckpoint
-from leyden.callbacks.drift_guard import _described
+from leyden.callbacks.drift_guard import _compare
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 
 FLIPPED = 137
@@ -132,7 +132,7 @@ def refuse() -> None:
 
 def test_a_strategy_without_replicas_is_refused() -> None:
     ended = [str(end) for end in run_world(2, refuse, may_fail=True)]
-    words = "ConfigurationError: DriftGuard compares replicas, and strategy='fsdp' has none on these 2 ranks"
+    words = "ConfigurationError: DriftGuard compares replicas, and strategy='fsdp' has none: each of the 2 ranks"
     assert any(end.startswith(words) for end in ended)
 
 
@@ -183,7 +183,7 @@ def test_one_process_has_nothing_to_compare() -> None:
 )
 def test_a_majority_names_the_others(values: str, odd: list[int], words: str) -> None:
     digests = {rank: {"v": "same", "w": value, "x": value} for rank, value in enumerate(values)}
-    apart, text = _described(digests)
+    apart, text = _compare(digests)
     assert apart == odd and text.startswith(words)
 
 

@@ -250,7 +250,7 @@ def test_two_early_stoppings_save_and_restore_their_own_states(tmp_path: Path) -
 
 
 def test_a_nan_that_does_not_stop_the_run_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="monitors 'val', which is nan: no improvement"):
+    with pytest.warns(UserWarning, match=r"monitors 'val', which is nan\. This counts as no improvement"):
         fit(tmp_path, [5, float("nan"), 4], EarlyStopping("val", check_finite=False))
 
 

@@ -207,7 +207,7 @@ def test_a_second_fit_begins_frozen_again_and_one_that_continues_does_not() -> N
 
 def test_both_learning_rates_are_printed_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     fit(Net(), backbone(verbose=True, rounding=3))
-    assert "learning rate 0.1, of the backbone 0.02" in capsys.readouterr().out
+    assert "learning rate: 0.1, backbone: 0.02" in capsys.readouterr().out
 
 
 def test_manual_optimisation_and_every_optimizer_of_a_schedule_are_served() -> None:
@@ -261,7 +261,7 @@ def test_flatten_modules_lists_what_has_parameters_or_no_children() -> None:
     assert flat == [layer, tree["a"][1], odd, odd.child]  # type: ignore[index]
     assert BaseFinetuning.flatten_modules([[tree["a"]], (odd, layer)]) == flat
     assert BaseFinetuning.flatten_modules([]) == []
-    with pytest.raises(ConfigurationError, match="is no module"):
+    with pytest.raises(ConfigurationError, match="is not a module"):
         BaseFinetuning.flatten_modules([layer.weight])  # type: ignore[list-item]
 
 
@@ -297,7 +297,7 @@ def test_a_parameter_that_the_optimizer_has_stays_in_its_group_with_a_warning() 
     net.requires_grad_(False)
     # What is trained already is none to unfreeze.
     net[1].requires_grad_(True)
-    with pytest.warns(UserWarning, match="^1 of the parameters to unfreeze are in a group of the optimizer already"):
+    with pytest.warns(UserWarning, match="^1 of the parameters to unfreeze are already in the optimizer"):
         BaseFinetuning.unfreeze_and_add_param_group(net, optimizer, initial_denom_lr=5.0)
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
     assert optimizer.param_groups[1]["lr"] == 0.1 and len(trained(net)) == 5

@@ -163,7 +163,7 @@ def test_the_kth_best_is_what_must_be_beaten(tmp_path: Path) -> None:
 
 def test_the_ranking_is_written_as_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = ModelCheckpoint(monitor="val", save_top_k=2)
-    with pytest.raises(ConfigurationError, match="no folder before a fit: give a filepath"):
+    with pytest.raises(ConfigurationError, match="no default folder before a fit: pass a filepath"):
         callback.to_yaml()
     fit(tmp_path, callback)
     monkeypatch.chdir(tmp_path)

@@ -128,7 +128,7 @@ def test_validation_may_prune_but_not_the_sanity_check(caplog: pytest.LogCapture
     trainer.fit(module, data(), data())
     assert sum(zeros(module)) == 29
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0].endswith("made 0/58 (0.00%) of the weights zero into 29/58 (50.00%).")
+    assert lines[0].endswith("raised the number of zero weights from 0/58 (0.00%) to 29/58 (50.00%).")
     assert len(lines) == 5 and lines[1].startswith("  net.0.weight, amount 0.5: 0/24 (0.00%) -> ")
 
 
@@ -212,9 +212,9 @@ def test_a_rollback_takes_back_what_was_pruned_since(tmp_path: Path) -> None:
     [
         ({"pruning_fn": "l2_unstructured"}, "l1_unstructured"),
         ({"pruning_fn": print}, "subclass of torch.nn.utils.prune.BasePruningMethod"),
-        ({"pruning_fn": "ln_structured", "use_global_unstructured": False}, "give pruning_dim"),
-        ({"pruning_fn": "ln_structured", "pruning_dim": 0, "use_global_unstructured": False}, "give pruning_norm"),
-        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "give use_global_unstructured=False"),
+        ({"pruning_fn": "ln_structured", "use_global_unstructured": False}, "set pruning_dim"),
+        ({"pruning_fn": "ln_structured", "pruning_dim": 0, "use_global_unstructured": False}, "set pruning_norm"),
+        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "set use_global_unstructured=False"),
         ({"pruning_fn": "l1_unstructured", "amount": 1.5}, "from 0.0 to 1.0"),
         ({"pruning_fn": "l1_unstructured", "amount": True}, "amount=True"),
         ({"pruning_fn": "l1_unstructured", "verbose": 3}, "give 0, 1 or 2"),
@@ -227,24 +227,24 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> No
 
 
 def test_what_cannot_be_pruned_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ConfigurationError, match="of a module that is no part of Line"):
+    with pytest.raises(ConfigurationError, match="of a module that is not part of Line"):
         fit(ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weight")]), Line(4))
     with pytest.raises(ConfigurationError, match="Linear has no parameter 'weights'"):
         fit(ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weights")]), Line(4))
     with pytest.raises(ConfigurationError, match="found nothing to prune"):
         fit(ModelPruning("l1_unstructured", parameter_names=["gain"]), Line(4))
-    with pytest.raises(ConfigurationError, match="cannot prune as many as amount says"):
+    with pytest.raises(ConfigurationError, match="cannot prune that many weights"):
         fit(ModelPruning("l1_unstructured", amount=40))
     tied = Pruned()
     tied.net[2].weight = nn.Parameter(tied.net[0].weight.detach().T.contiguous())
     tied.also = tied.net[2]
-    with pytest.raises(ConfigurationError, match="would untie the weights"):
+    with pytest.raises(ConfigurationError, match="would untie its shared weights"):
         fit(ModelPruning("l1_unstructured", make_pruning_permanent=False), tied)
-    with pytest.raises(ConfigurationError, match="averages stand in the place of the weights"):
+    with pytest.raises(ConfigurationError, match="averages have replaced the weights"):
         fit([ModelPruning("l1_unstructured", prune_on_train_epoch_end=False), EMAWeightAveraging()])
     module = Line(4)
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
-    with pytest.raises(ConfigurationError, match="LBFGS evaluates the loss within its step"):
+    with pytest.raises(ConfigurationError, match="LBFGS evaluates the loss within a step"):
         fit(ModelPruning("l1_unstructured"), module, gradient_clip_val=None)
 
 
@@ -299,6 +299,8 @@ def in_stages() -> None:
     fit(ModelPruning("l1_unstructured"), strategy=MeshStrategy(pp=2))
 
 
-@pytest.mark.parametrize(("function", "words"), [(sharded, "needs whole weights"), (in_stages, "keeps them to itself")])
+@pytest.mark.parametrize(
+    ("function", "words"), [(sharded, "needs whole weights"), (in_stages, "gives no access to them")]
+)
 def test_a_strategy_that_keeps_weights_apart_is_refused(function: Any, words: str) -> None:
     assert any(words in str(error) for error in run_world(2, function, may_fail=True))

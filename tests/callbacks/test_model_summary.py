@@ -140,7 +140,7 @@ def test_examples_may_hold_several_inputs(example: Any, expected: Any) -> None:
 def test_an_example_that_does_not_fit_warns_and_costs_the_sizes_only() -> None:
     net = Net()
     net.example_input_array = torch.ones(2, 5)
-    with pytest.warns(UserWarning, match=r"the summary shows no sizes, since forward\(example_input_array\) raised"):
+    with pytest.warns(UserWarning, match=r"the summary shows no sizes: forward\(example_input_array\) raised"):
         summary = summarize(net)
     assert rows(summary)["decoder"] == ("Linear", 36, 4, True, None, None)
     assert net.training
@@ -193,7 +193,7 @@ def test_a_fit_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("depth", [-2, 1.0, "1", True])
 def test_an_invalid_depth_is_refused(depth: Any) -> None:
     for make in (ModelSummary, lambda depth: summarize(nn.Linear(1, 1), depth)):
-        with pytest.raises(ConfigurationError, match="give the levels to show"):
+        with pytest.raises(ConfigurationError, match="give the number of levels to show"):
             make(depth)
 
 

@@ -96,7 +96,7 @@ def test_without_the_guard_the_weights_are_lost() -> None:
 
 def test_a_skipped_step_changes_no_weight_and_no_state_of_the_optimizer() -> None:
     guard = NonFiniteGuard("skip")
-    with pytest.warns(UserWarning, match=r"step 3 \(epoch 0, batch 2\) was left out"):
+    with pytest.warns(UserWarning, match=r"step 3 \(epoch 0, batch 2\) was skipped"):
         module = train(guard, {5: float("nan")})
     assert guard.skipped == [3] and len(module.after) == 6
     assert (module.after[2] == module.after[1]).all() and (module.after[3] != module.after[2]).any()
@@ -106,7 +106,7 @@ def test_a_skipped_step_changes_no_weight_and_no_state_of_the_optimizer() -> Non
 
 
 def test_a_skipped_step_is_as_if_its_window_had_not_been() -> None:
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped"):
         module = train(NonFiniteGuard("skip"), {4: float("inf")}, accumulate_grad_batches=2, gradient_clip_val=0.1)
     torch.manual_seed(0)
     other = Net()
@@ -120,7 +120,7 @@ def test_patience_ends_a_run_that_does_not_recover() -> None:
     nan = dict.fromkeys(range(4, 12), float("nan"))
     guard = NonFiniteGuard("skip", patience=2)
     with (
-        pytest.warns(UserWarning, match="left out"),
+        pytest.warns(UserWarning, match="skipped"),
         pytest.raises(NonFiniteError, match=r"step 5 .* for 3 steps in a row"),
     ):
         train(guard, nan)
@@ -129,7 +129,7 @@ def test_patience_ends_a_run_that_does_not_recover() -> None:
 
 def test_a_resumed_guard_knows_what_was_skipped(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped"):
         train(NonFiniteGuard("skip"), {5: float("nan")}, extra=[keeper], enable_checkpointing=True)
     guard = NonFiniteGuard("skip")
     trainer = Trainer(max_epochs=1, callbacks=[guard], **QUIET)

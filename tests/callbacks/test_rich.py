@@ -168,7 +168,7 @@ def test_the_summary_is_a_table_on_a_terminal(tmp_path: Path) -> None:
         (lambda: RichProgressBar(theme=RichProgressBarTheme(metrics_format="q")), "metrics_format='q'"),
         (lambda: RichProgressBar(console_kwargs={"colour": 1}), "rich.console.Console raised: .*colour"),
         (lambda: RichModelSummary(-2), "max_depth=-2"),
-        (lambda: RichModelSummary(colour="red"), "rich.table.Table says: .*colour"),
+        (lambda: RichModelSummary(colour="red"), "rich.table.Table rejects this .*colour"),
         (lambda: RichModelSummary(header_style="redd"), "redd"),
     ],
 )

@@ -290,7 +290,7 @@ def test_without_a_checkpoint_and_without_patience_it_ends_with_step_samples_and
         run(tmp_path / "none", seeded(), data=Data((7,)), every=39)
     bad = tuple(range(22, SIZE))
     guard = NonFiniteGuard("rollback", patience=2)
-    with pytest.raises(NonFiniteError, match=r"samples are .*has gone back to step 22 2 times in a row"):
+    with pytest.raises(NonFiniteError, match=r"samples are .*has been rolled back to step 22 2 times in a row"):
         run(tmp_path / "often", seeded(bad), every=1, guard=guard)
     assert guard.rolled_back == [(23, 22)] * 3
 
@@ -377,7 +377,9 @@ def test_a_fit_without_a_checkpoint_before_its_end_is_refused(tmp_path: Path) ->
 
 def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
     average = StochasticWeightAveraging(swa_lrs=0.1)
-    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging sets the learning rates from an epoch on"):
+    with pytest.raises(
+        ConfigurationError, match="StochasticWeightAveraging replaces the learning rate schedule at some epoch"
+    ):
         run(tmp_path, Squares(), average)
     with pytest.raises(LeydenError, match="call it in on_train_batch_end"):
         Trainer(**QUIET).roll_back()

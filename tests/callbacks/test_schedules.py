@@ -95,10 +95,13 @@ def test_a_resume_goes_on_with_the_size_of_its_step(tmp_path: Path, step: int) -
         (lambda: BatchSizeScheduler({0: 4}, by="batch"), "Known: epoch, step"),  # type: ignore[arg-type]
         (
             lambda: BatchSizeScheduler.rampup(32, 40, 960, 128),
-            "size=128 is not start=32 and a multiple of increment=40",
+            "size=128 is not start=32 plus a multiple of increment=40",
         ),
         (lambda: BatchSizeScheduler.rampup(32, 0, 960, 128), "increment=0"),
-        (lambda: fit(BatchSizeScheduler({0: 2, 3: 7})), "7 samples are no multiple of 2, the batch of all ranks"),
+        (
+            lambda: fit(BatchSizeScheduler({0: 2, 3: 7})),
+            "7 is not a multiple of 2, the samples in one batch of all ranks",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(make: Any, words: str) -> None:
@@ -107,7 +110,7 @@ def test_a_schedule_that_cannot_be_is_refused(make: Any, words: str) -> None:
 
 
 def test_a_loader_of_unknown_batches_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"give a DataLoader with a batch_size"):
+    with pytest.raises(ConfigurationError, match=r"use a DataLoader with a batch_size"):
         Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 4})).fit(Line(), [torch.ones(2, 2)] * 4)
 
 
@@ -330,9 +333,9 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> No
 
 
 def test_a_batch_without_sequences_and_a_run_without_an_end_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="found nothing to cut in the batch, Tensor"):
+    with pytest.raises(ConfigurationError, match="found nothing to truncate in the batch .Tensor"):
         Trainer(**QUIET, max_steps=1, callbacks=SequenceLengthWarmup(5)).fit(Line(), [torch.ones(2)])
-    with pytest.raises(ConfigurationError, match="a run without an end"):
+    with pytest.raises(ConfigurationError, match="the run has no end"):
         Trainer(**QUIET, max_epochs=-1, callbacks=SequenceLengthWarmup(0.5)).fit(Line(), [torch.ones(2, 2)])
 
 
@@ -375,7 +378,7 @@ def test_tokens_come_before_features_and_masks_are_cut_in_both_dimensions() -> N
 @pytest.mark.parametrize(
     ("batch", "keys", "words"),
     [
-        ((torch.ones(2, 8).long(), torch.ones(2, 6).long()), None, r"shapes \(2, 8\), \(2, 6\): name those"),
+        ((torch.ones(2, 8).long(), torch.ones(2, 6).long()), None, r"shapes \(2, 8\), \(2, 6\)\. Make it a dict"),
         ({"labels": torch.ones(2, 8)}, {"lables"}, "Did you mean 'labels'"),
         ({"labels": torch.ones(2)}, {"labels"}, r"a tensor of the shape \(2,\)"),
         (torch.ones(2, 8), {"labels"}, "leave keys out"),

@@ -174,7 +174,7 @@ def test_a_second_fit_knows_nothing_of_the_first(tmp_path: Path) -> None:
         ({"warmup": -1}, "warmup=-1"),
         ({"atol": -1.0}, "atol=-1.0"),
         ({"rtol": "2"}, "rtol='2'"),
-        ({"rtol": None}, "give one of them"),
+        ({"rtol": None}, "give at least one of them"),
         ({"exclude_batches_path": 5}, "exclude_batches_path=5"),
         ({"finite_only": None}, "finite_only=None"),
     ],
@@ -188,7 +188,7 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> No
 def test_a_file_of_something_else_is_refused_before_training(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"cannot add to .*other\.json"):
+    with pytest.raises(ConfigurationError, match=r"cannot append to .*other\.json"):
         fit(tmp_path, FALLING, exclude_batches_path=path)
     assert path.read_text() == text
 
@@ -197,7 +197,7 @@ def test_a_step_that_returns_no_loss_is_refused(tmp_path: Path) -> None:
     module = Told()
     module.automatic_optimization = False
     module.training_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
-    with pytest.raises(ConfigurationError, match="which was None: return it"):
+    with pytest.raises(ConfigurationError, match="which was None: return the loss"):
         fit(tmp_path, FALLING, module)
 
 

@@ -175,11 +175,11 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     def two(module: nn.Module) -> Any:
         return [torch.optim.SGD([parameter], lr=0.1) for parameter in list(module.parameters())[:2]]
 
-    with pytest.raises(ConfigurationError, match="there are 2 and 0"):
+    with pytest.raises(ConfigurationError, match="returned 2 and 0"):
         fit([callback()], Net(configure=two))
-    with pytest.raises(ConfigurationError, match="2 learning rates, and the optimizer has 1"):
+    with pytest.raises(ConfigurationError, match="2 learning rates, but the optimizer has 1"):
         fit([StochasticWeightAveraging([0.1, 0.2])])
-    with pytest.raises(ConfigurationError, match="give the Trainer max_epochs"):
+    with pytest.raises(ConfigurationError, match="set the Trainer's max_epochs"):
         fit([StochasticWeightAveraging(0.1)], max_epochs=-1, max_steps=3)
 
 
@@ -190,7 +190,7 @@ def test_manual_optimisation_with_batch_norm_is_refused_before_the_first_step() 
             self.automatic_optimization = False
 
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=[StochasticWeightAveraging(0.01)])
-    with pytest.raises(ConfigurationError, match="in manual optimisation it would step"):
+    with pytest.raises(ConfigurationError, match="under manual optimization that would step"):
         trainer.fit(Manual(), [torch.ones(2, 4)] * 2)
     assert trainer.global_step == 0
 

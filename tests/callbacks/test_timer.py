@@ -122,7 +122,7 @@ def test_a_step_limit_ends_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = trainer(tmp_path, Waits(timer, 7, 2.0), timer, max_epochs=1000)
     run.fit(Net(), DATA)
     assert run.global_step == 8
-    assert "The time limit was reached after 0:00:02: training stops at step 8." in capsys.readouterr().out
+    assert "Time limit reached after 0:00:02. Training stops at step 8." in capsys.readouterr().out
     remaining = timer.time_remaining()
     assert remaining is not None
     assert remaining < 0

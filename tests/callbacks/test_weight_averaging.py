@@ -281,7 +281,7 @@ def test_weights_alone_are_the_averages_and_start_new_ones(tmp_path: Path) -> No
     assert callback.n_averaged == 6
     parts = ("optimizers", "progress", "rng", "callbacks", "loaders")
     trainer = Trainer(callbacks=EMAWeightAveraging(), max_epochs=3, **QUIET)
-    with pytest.warns(UserWarning, match="starts its averages anew"):
+    with pytest.warns(UserWarning, match="starts new averages"):
         trainer.fit(Net(), data(), ckpt_path=path, restore=parts)
 
 
@@ -310,10 +310,10 @@ def test_a_damaged_state_is_refused_before_anything_changes(tmp_path: Path) -> N
         (lambda: EMAWeightAveraging(decay=1.5), r"decay=1.5\): give a number from 0 to 1"),
         (lambda: EMAWeightAveraging(update_every_n_steps=-1), "give a whole number from 0"),
         (lambda: EMAWeightAveraging(update_starting_at_step=0.5), "give a whole number from 0"),
-        (lambda: EMAWeightAveraging(avg_fn=max), "use WeightAveraging for another"),
+        (lambda: EMAWeightAveraging(avg_fn=max), "Use WeightAveraging for a custom function"),
         (lambda: EMAWeightAveraging(decays=0.9), r"EMAWeightAveraging\(decays=…\)"),
         (lambda: EMAWeightAveraging(0.999), "arguments by name, such as decay=0.999"),
-        (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "give one of them"),
+        (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "pass only one"),
     ],
 )
 def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
@@ -436,7 +436,7 @@ def refused_on_a_pipeline() -> str:
 
 def test_a_pipeline_is_refused_by_name() -> None:
     for message in run_world(2, refused_on_a_pipeline):
-        assert message.startswith("EMAWeightAveraging puts averages in the place of weights, and strategy='mesh'")
+        assert message.startswith("EMAWeightAveraging replaces the weights by averages, which strategy='mesh' does not")
         assert message.endswith("Use a mesh without pp.")
 
 

@@ -167,7 +167,7 @@ def test_a_resume_that_does_not_find_its_file_begins_another(tmp_path: Path) -> 
     trainer.save_checkpoint(tmp_path / "saved")
     file = tmp_path / "digests.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 4', b'"step": 5'))
-    with pytest.warns(UserWarning, match=r"is not the file .*digests-v1\.jsonl begins after step 8"):
+    with pytest.warns(UserWarning, match=r"is not the digest file .*digests-v1\.jsonl begins after step 8"):
         train(tmp_path, resumes=str(tmp_path / "saved"), digest_every_n_steps=4)
     assert [record.step for record in read_digests(tmp_path / "digests-v1.jsonl")] == [8, 12]
 

@@ -588,7 +588,7 @@ def test_another_runs_configuration_is_not_replaced() -> None:
     assert written("config.yaml")["model"]["width"] == 5
     before = os.stat("config.yaml").st_mtime_ns
     cli_of("--model.width=5")
-    with pytest.raises(ConfigurationError, match="config.yaml is the configuration of another run: give this one"):
+    with pytest.raises(ConfigurationError, match="config.yaml is the configuration of another run. Use another folder"):
         cli_of("--model.width=6")
     assert os.stat("config.yaml").st_mtime_ns == before
     cli_of("--model.width=6", save_config_kwargs={"overwrite": True})
@@ -640,7 +640,7 @@ def test_the_files_of_a_configuration_are_saved_each_by_its_name_and_kept_by_a_r
 
 def test_files_of_another_run_are_not_replaced_nor_those_of_ones_own() -> None:
     cli_of(*parts(), **MANY)
-    with pytest.raises(ConfigurationError, match="model.yaml is the configuration of another run: give this one"):
+    with pytest.raises(ConfigurationError, match="model.yaml is the configuration of another run. Use another folder"):
         cli_of(*parts(), "--model.width=6", **MANY)
     assert written("model.yaml")["width"] == 5
     cli_of(*parts(), "--model.width=6", save_config_kwargs={"multifile": True, "overwrite": True})
@@ -648,7 +648,7 @@ def test_files_of_another_run_are_not_replaced_nor_those_of_ones_own() -> None:
     Path("config.yaml").unlink()
     write("model.yaml", width=7)
     for resume in ("auto", "null"):
-        with pytest.raises(ConfigurationError, match="model.yaml is no part of a configuration that a run saved"):
+        with pytest.raises(ConfigurationError, match="model.yaml is not part of a saved configuration"):
             cli_of("--model=model.yaml", "--trainer.default_root_dir=.", f"--trainer.resume={resume}", **MANY)
     assert written("model.yaml") == {"width": 7}
 
@@ -656,10 +656,10 @@ def test_files_of_another_run_are_not_replaced_nor_those_of_ones_own() -> None:
 def test_two_files_of_a_configuration_need_two_names() -> None:
     Path("other").mkdir()
     options = [*parts(), f"--data={write('other/model.yaml', batch_size=2)}"]
-    with pytest.raises(ConfigurationError, match="two files of the configuration are called model.yaml: rename one"):
+    with pytest.raises(ConfigurationError, match="two files of the configuration are called model.yaml. Rename one"):
         cli_of(*options, **MANY)
     options = [f"--model={write('own/config.yaml', width=2)}"]
-    with pytest.raises(ConfigurationError, match="a part of the configuration is called config.yaml, as the config"):
+    with pytest.raises(ConfigurationError, match="a part of the configuration is called config.yaml, like the main"):
         cli_of(*options, **MANY)
     assert not list(Path().glob("*.yaml"))
 

@@ -211,7 +211,7 @@ def test_callbacks_take_the_states_of_lightnings(tmp_path: Path) -> None:
     assert trainer.progress.seconds > 1000
     elsewhere = ModelCheckpoint(tmp_path / "elsewhere", monitor="val_loss")
     _, said = go_on(regression(), path, epochs=3, callbacks=[elsewhere], **QUIET | {"enable_checkpointing": True})
-    assert "give that as dirpath to rank them too" in said and str(tmp_path) not in elsewhere.best_model_path[:1]
+    assert "set dirpath to rank them too" in said and str(tmp_path) not in elsewhere.best_model_path[:1]
 
 
 def averaged(path: Path) -> tuple[nn.Module, nn.Module]:
