@@ -125,4 +125,4 @@ def gathers_unlike(backend: str) -> str:
 
 def test_tensors_of_the_cpu_that_gloo_would_abort_over_are_compared_beside_nccl_too() -> None:
     for message in run_world(2, gathers_unlike, "cpu:gloo,cuda:gloo", timeout=60):
-        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in message
+        assert "rank 0 has (2,) float32 and rank 1 has (3,) float32" in message

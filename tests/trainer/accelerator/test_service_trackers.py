@@ -87,7 +87,9 @@ def test_dvclive_keeps_numbers_and_settings_in_its_folder(tmp_path: Path, monkey
     yaml = pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     accelerator, tracker = run("dvclive", tmp_path, dir="live", save_dvc_exp=False)
-    with pytest.warns(UserWarning, match="the tracker 'dvclive' records numbers and texts; weights is "):
+    with pytest.warns(
+        UserWarning, match="the tracker 'dvclive' records only numbers and texts, and drops weights, which is "
+    ):
         accelerator.log({"weights": [1, 2], "note": "a text"}, step=3)
     assert tracker.live is tracker.tracker
     accelerator.end_training()

@@ -272,9 +272,9 @@ class Stepping(Engine):
 
     def _check_staged(self, loss: Tensor, num_items: Tensor | float | None, kwargs: dict[str, Any]) -> None:
         if num_items is not None or kwargs:
-            given = ["num_items"] if num_items is not None else list(kwargs)
+            argument = "num_items" if num_items is not None else next(iter(kwargs))
             raise ConfigurationError(
-                f"backward({given[0]}=…) comes too late in a pipeline, whose backward has already run. Let the step of "
+                f"backward({argument}=…) comes too late in a pipeline, whose backward has already run. Let the step of "
                 "accelerator.pipeline_step return {'loss': loss, 'num_items': count}, and leave other arguments out."
             )
         self.staged.check_backward(loss)
@@ -324,8 +324,8 @@ class Stepping(Engine):
         """Clips gradients to a total norm and returns the norm before clipping; inside a window it only measures."""
         chosen = self._clippable(parameters)
         if not self.window.closes:
-            found = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
-            return torch.zeros(()) if found is None else found
+            norm = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
+            return torch.zeros(()) if norm is None else norm
         norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
         assert norm is not None
         return norm
@@ -337,6 +337,7 @@ class Stepping(Engine):
             self.strategy.clip_parameters(chosen, clip_value, "value")
 
     def _clippable(self, parameters: Any) -> list[Tensor]:
+        """Returns the parameters as a list; if the window closes, their gradients are final and unscaled."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.window.closes:
             self._finalize_gradients()

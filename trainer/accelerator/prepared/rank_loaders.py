@@ -100,8 +100,8 @@ def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration
     if type(batches) is not BatchSampler:
         if config.split_batches:
             raise ConfigurationError(
-                f"split_batches=True cannot split the batches of your own {kind_of(batches)}. Give the loader a "
-                "batch_size, or leave split_batches out."
+                f"split_batches=True cannot split the batches of {kind_of(batches)}. Give the loader a batch_size, or "
+                "leave split_batches out."
             )
         return with_index_sampler(loader, kind(Order(batches, strategy.ranks.broadcast), rank, ranks, None))
     size = _rank_batch_size(batches.batch_size, ranks, config)

@@ -188,12 +188,12 @@ def save_in_time(
     if not stepping.is_within_window:
         with stepping.beat.saving():
             return save(accelerator, path, asynchronous=asynchronous)
-    asked = None if loader is None else (loader, loader.position)
-    stepping.after_window(partial(_save_late, stepping, accelerator, path, asked, asynchronous))
+    requested = None if loader is None else (loader, loader.position)
+    stepping.after_window(partial(_save_deferred, stepping, accelerator, path, requested, asynchronous))
     return path
 
 
-def _save_late(stepping: Stepping, *args: Any) -> None:
+def _save_deferred(stepping: Stepping, *args: Any) -> None:
     with stepping.beat.saving():
         save(*args)
 
@@ -201,7 +201,7 @@ def _save_late(stepping: Stepping, *args: Any) -> None:
 def save(
     accelerator: Accelerator,
     path: Path,
-    asked: tuple[PreparedLoader, int] | None = None,
+    requested: tuple[PreparedLoader, int] | None = None,
     asynchronous: bool = False,
 ) -> Path:
     """Writes a checkpoint, then deletes old ones above the limit.
@@ -209,7 +209,7 @@ def save(
     Args:
         accelerator: the Accelerator to save.
         path: the folder.
-        asked: the active loader and its position when the script requested a deferred save.
+        requested: the active loader and its position when the script requested a deferred save.
         asynchronous: copy everything now and write it in a background thread.
     """
     strategy, config = accelerator.strategy, accelerator.project_configuration
@@ -229,8 +229,8 @@ def save(
         )
         kept = accelerator.state_hooks.run_before_save(models, writer)
         _step_states(accelerator).save(writer, combined(models, kept))
-        writer.state("user", _user(accelerator))
-        loaders = [_loader_state(loader, asked) for loader in accelerator.prepared_loaders]
+        writer.state("user", _user_state(accelerator))
+        loaders = [_loader_state(loader, requested) for loader in accelerator.prepared_loaders]
         # Random states last, since loaders may draw random numbers.
         own = {"loaders": loaders, **collect_rank({"rng": RandomNumbers()})}
         write_rank(writer, strategy, own)
@@ -271,12 +271,12 @@ def _step_states(accelerator: Accelerator) -> StepStates:
     return StepStates(accelerator.strategy, whole, accelerator.optimizers, schedulers)
 
 
-def _loader_state(loader: PreparedLoader, asked: tuple[PreparedLoader, int] | None) -> dict[str, Any]:
+def _loader_state(loader: PreparedLoader, requested: tuple[PreparedLoader, int] | None) -> dict[str, Any]:
     state = loader.state_dict()
-    return {**state, "asked": asked[1]} if asked is not None and loader is asked[0] else state
+    return {**state, "asked": requested[1]} if requested is not None and loader is requested[0] else state
 
 
-def _user(accelerator: Accelerator) -> dict[str, Any]:
+def _user_state(accelerator: Accelerator) -> dict[str, Any]:
     loggers = _loggers(accelerator)
     return {
         "kind": KIND,
@@ -397,7 +397,7 @@ def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, str
 
 def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int, Unclaimed]:
     """Reads the number of completed steps, and the states of registered objects and trackers."""
-    user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
+    user = reader.state("user", like=_user_state(accelerator)) if reader.has("user") else {}
     if user.get("kind") != KIND:
         raise CheckpointError(
             reader.path, "was not written by save_state. Resume a Trainer's checkpoint with Trainer.fit."

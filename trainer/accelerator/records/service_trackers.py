@@ -30,19 +30,20 @@ class ServiceTracker(GeneralTracker):
         self.run_name = run_name
         self.init_kwargs = kwargs
         self.run: Any = None
-        self._left_out: set[str] = set()
+        self._dropped: set[str] = set()
 
     @property
     def tracker(self) -> Any:
         """The service's own run object."""
         return self.run
 
-    def _leave_out(self, key: str, value: Any, takes: str) -> None:
+    def _drop(self, key: str, value: Any, takes: str) -> None:
         """Warns, once per name, about a value that the service does not accept."""
-        if key not in self._left_out:
-            self._left_out.add(key)
+        if key not in self._dropped:
+            self._dropped.add(key)
             warnings.warn(
-                f"the tracker {self.name!r} records only {takes} and drops {key}, {kind_of(value)}.", stacklevel=5
+                f"the tracker {self.name!r} records only {takes}, and drops {key}, which is {kind_of(value)}.",
+                stacklevel=5,
             )
 
 
@@ -158,7 +159,7 @@ class ClearMLTracker(ServiceTracker):
             if isinstance(value, str):
                 writer.report_text(f"{key}: {value}" if step is None else f"step {step}, {key}: {value}")
             elif not isinstance(value, (int, float)):
-                self._leave_out(key, value, "numbers and texts")
+                self._drop(key, value, "numbers and texts")
             elif step is None:
                 writer.report_single_value(name=key, value=value, **kwargs)
             else:
@@ -245,7 +246,7 @@ class DVCLiveTracker(ServiceTracker):
             if Metric.could_log(value):
                 self.run.log_metric(key, value, **kwargs)
             else:
-                self._leave_out(key, value, "numbers and texts")
+                self._drop(key, value, "numbers and texts")
         self.run.next_step()
 
     def finish(self) -> None:
