@@ -30,7 +30,7 @@ from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, c
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
 from leyden.strategies.mesh.pipeline.outputs import PipelineOutputs
 from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
-from leyden.strategies.mesh.pipeline.state import StageWeights, places_to_load, state_to_save, whole_state
+from leyden.strategies.mesh.pipeline.state import StageWeights, load_targets, state_to_save, whole_state
 from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
 from leyden.strategies.saved_state import SavedState
@@ -381,14 +381,14 @@ class MeshStrategy(FSDPStrategy):
             root._get_fsdp_state()._lazy_init()
         group = self.pipeline_mesh.get_group()
         holdings: Holdings = module.__dict__["_leyden_holdings"]
-        holdings.watch(module)
+        holdings.protect(module)
         self.master_weights = StageWeights(group, holdings.absent)
         self._pipeline = PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward)
         self.outputs.follow(self._pipeline)
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if self._pipeline is not None and module is self._pipeline.root:
-            step_fn = self._pipeline.pipeline.passages.around(step_fn)
+            step_fn = self._pipeline.pipeline.runner.around(step_fn)
         return super().setup_step(step_fn, module)
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ class MeshStrategy(FSDPStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if self._pipeline is not None and self.precision.may_skip:
             self.precision.unscale(optimizer)
-            self.precision.share_found_inf(optimizer, self._pipeline.largest)
+            self.precision.share_found_inf(optimizer, self._pipeline.reduce_max)
         return super().step(optimizer, closure, **kwargs)
 
     def clip_parameters(
@@ -556,16 +556,16 @@ class MeshStrategy(FSDPStrategy):
         if holdings is None:
             super().load_module(reader, module, strict)
         else:
-            fill_weights(module, reader, strict, places_to_load(module, holdings.absent))
+            fill_weights(module, reader, strict, load_targets(module, holdings.absent))
 
     def state_dict(self) -> dict[str, Any]:
-        own = {} if self._pipeline is None else {"pipeline_batches": self._pipeline.draws.batches}
+        own = {} if self._pipeline is None else {"pipeline_batches": self._pipeline.rng.batches}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if self._pipeline is not None and "pipeline_batches" in state:
-            self._pipeline.draws.resume(SavedState(state, "strategy").integer("pipeline_batches", least=0))
+            self._pipeline.rng.batches = SavedState(state, "strategy").integer("pipeline_batches", least=0)
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
         holdings: Holdings | None = module.__dict__.get("_leyden_holdings")

@@ -20,7 +20,7 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks import ModelCheckpoint
 from leyden.strategies import MeshStrategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.mesh.pipeline.draws import may_draw
+from leyden.strategies.mesh.pipeline.rng import may_draw
 from leyden.strategies.micro_batches import cut
 
 
@@ -88,7 +88,7 @@ class Drawing(Net):
         x = batch[0]
         noise = torch.randn_like(x) + random.random() + np.random.rand()
         if not self.trainer.strategy.outputs.are_rehearsed:
-            stage = self.trainer.strategy._pipeline.pipeline.passages.stage
+            stage = self.trainer.strategy._pipeline.pipeline.runner.stage
             self.drawn.setdefault(stage, []).append(float(noise.sum()))
         output = self(x + noise)
         torch.rand(3)
@@ -261,7 +261,9 @@ def run_unlike(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["number", "shape"])
 def test_blocks_that_return_other_things_than_in_the_rehearsal_are_refused(kind: str) -> None:
     found = run_world(2, run_unlike, kind, may_fail=True)
-    assert any("agree on shapes, and on what is no tensor, in advance" in str(text) for text in found), found
+    assert any("Stages agree on shapes and on values other than tensors in advance" in str(text) for text in found), (
+        found
+    )
 
 
 def test_a_list_of_samples_of_several_lengths_is_refused() -> None:

@@ -52,34 +52,34 @@ def a_pipeline_module_that_does_not_exist(module: GPT) -> MeshStrategy:
     return PP2(pipeline_module="block")
 
 
-@mistake("'norm' has no nn.ModuleList or nn.Sequential of several blocks that a pipeline could cut")
+@mistake("'norm' has no nn.ModuleList or nn.Sequential of several blocks for a pipeline to cut")
 def a_pipeline_module_without_a_list(module: GPT) -> MeshStrategy:
     return PP2(pipeline_module="norm")
 
 
-@mistake("the model has no nn.ModuleList or nn.Sequential of several blocks that a pipeline could cut")
+@mistake("the model has no nn.ModuleList or nn.Sequential of several blocks for a pipeline to cut")
 def a_model_without_a_list(module: GPT) -> MeshStrategy:
     module.blocks = module.blocks[0]  # type: ignore[assignment]
     return PP2()
 
 
-@mistake("the pipeline has 4 stages, and 'blocks' has 3 blocks: use as many stages at most.")
+@mistake("the pipeline has 4 stages, and 'blocks' has 3 blocks: use at most 3 stages.")
 def fewer_blocks_than_stages(module: GPT) -> MeshStrategy:
     module.blocks = module.blocks[:3]
     return PP2(schedule="Interleaved1F1B")
 
 
-@mistake("split names 'blocks.9', which is no block. Did you mean 'blocks.")
+@mistake("split names 'blocks.9', which is not a block. Did you mean 'blocks.")
 def a_split_at_an_unknown_block(module: GPT) -> MeshStrategy:
     return PP2(split=["blocks.9"])
 
 
-@mistake("split names 2 blocks, and 2 stages need 1: the first block of each stage but the first.")
+@mistake("split names 2 blocks, and 2 stages need 1: the first block of each stage after the first.")
 def a_split_into_too_many_stages(module: GPT) -> MeshStrategy:
     return PP2(split=["blocks.1", "blocks.2"])
 
 
-@mistake("split=['blocks.3', 'blocks.2', 'blocks.1']: name the blocks in their order, each once, and not the first")
+@mistake("split=['blocks.3', 'blocks.2', 'blocks.1']: name the blocks in their order, each once, and without")
 def a_split_out_of_order(module: GPT) -> MeshStrategy:
     return PP2(split=["blocks.3", "blocks.2", "blocks.1"], schedule="LoopedBFS")
 
@@ -89,7 +89,7 @@ def a_first_stage_of_an_unknown_name(module: GPT) -> MeshStrategy:
     return PP2(first_stage=["plces"])
 
 
-@mistake("is tied between the stages [1, 2] of the pipeline: only the first and the last can share a parameter.")
+@mistake("is tied between the stages [1, 2] of the pipeline: only the first and the last stage can share a.")
 def weights_tied_between_inner_stages(module: GPT) -> MeshStrategy:
     module.blocks[2].up.weight = module.blocks[1].up.weight
     return PP2(schedule="Interleaved1F1B")
@@ -101,7 +101,7 @@ def batch_norm(module: GPT) -> MeshStrategy:
     return PP2()
 
 
-@mistake("'norm' has output_router_logits=True, which takes something from every layer")
+@mistake("'norm' has output_router_logits=True, which collects outputs of every layer")
 def an_auxiliary_loss_of_all_layers(module: GPT) -> MeshStrategy:
     module.norm.config = types.SimpleNamespace(output_router_logits=True)  # type: ignore[assignment]
     return PP2()
@@ -124,27 +124,27 @@ def an_unknown_schedule(module: GPT) -> MeshStrategy:
     return PP2(schedule="1f1c")
 
 
-@mistake("microbatches=1: the schedule 1F1B over 2 ranks needs 2 at least, and four times as many waste little time.")
+@mistake("microbatches=1: the schedule 1F1B over 2 ranks needs at least 2. Use more (8 keep the stages busy), or")
 def too_few_micro_batches(module: GPT) -> MeshStrategy:
     return PP2(microbatches=1)
 
 
-@mistake("microbatches=0: give a number from 1.")
+@mistake("microbatches=0: use a number from 1.")
 def no_micro_batches(module: GPT) -> MeshStrategy:
     return PP2(microbatches=0)
 
 
-@mistake("microbatches=4.0: give a number from 1.")
+@mistake("microbatches=4.0: use a number from 1.")
 def a_number_of_micro_batches_that_is_no_integer(module: GPT) -> MeshStrategy:
     return PP2(microbatches=4.0)
 
 
-@mistake("stages_per_rank=2: the schedule 1F1B has 1.")
+@mistake("stages_per_rank=2: the schedule 1F1B needs 1.")
 def several_stages_per_rank_where_the_schedule_has_one(module: GPT) -> MeshStrategy:
     return PP2(stages_per_rank=2)
 
 
-@mistake("microbatches=5: the schedule Interleaved1F1B runs them in 2 rounds over 2 ranks: give a multiple of 2.")
+@mistake("microbatches=5: the schedule Interleaved1F1B runs them in 2 rounds over 2 ranks: use a multiple of 2.")
 def micro_batches_that_do_not_divide_into_rounds(module: GPT) -> MeshStrategy:
     return PP2(schedule="Interleaved1F1B", microbatches=5)
 
@@ -160,13 +160,13 @@ def a_first_stage_without_a_pipeline(module: GPT) -> MeshStrategy:
 
 
 # what runs ------------------------------------------------------------------------------------------------------------
-@mistake("manual optimisation cannot go with pp: a pipeline runs forward and backward together")
+@mistake("manual optimization does not work with pp: a pipeline runs forward and backward interleaved")
 def manual_optimisation(module: GPT) -> MeshStrategy:
     module.automatic_optimization = False
     return PP2()
 
 
-@mistake("a pipeline cuts one model into stages, and 2 were set up: make them parts of one")
+@mistake("a pipeline cuts one model into stages, and 2 were set up: make them submodules of one")
 def two_models(module: GPT) -> MeshStrategy:
     module.is_one_of_two = True  # type: ignore[assignment]
     return PP2()
@@ -189,7 +189,7 @@ def a_backward_of_its_own(module: GPT) -> MeshStrategy:
 
 
 # what the first batch shows -------------------------------------------------------------------------------------------
-@mistake("the step runs the blocks of 'blocks' more than once, and a pipeline passes each batch through them once")
+@mistake("the step runs the blocks of 'blocks' more than once, and a pipeline can run each")
 def a_step_that_runs_the_model_twice(module: GPT) -> MeshStrategy:
     def training_step(self: GPT, batch: Any, batch_idx: int) -> Tensor:
         return loss_of(self(batch[0]), batch[1]) + loss_of(self(batch[0].flip(0)), batch[1])
@@ -204,7 +204,7 @@ def a_step_that_never_runs_the_blocks(module: GPT) -> MeshStrategy:
     return PP2()
 
 
-@mistake("'norm' is used before the blocks of 'blocks', and the last stage of the pipeline holds it: give MeshStr")
+@mistake("'norm' is used before the blocks of 'blocks', and the last stage of the pipeline holds it: add it")
 def a_layer_before_the_blocks_that_is_defined_after_them(module: GPT) -> MeshStrategy:
     def forward(self: GPT, tokens: Tensor) -> Tensor:
         x = self.norm(self.tokens(tokens))
@@ -216,7 +216,7 @@ def a_layer_before_the_blocks_that_is_defined_after_them(module: GPT) -> MeshStr
     return PP2()
 
 
-@mistake("(blocks.2 to 3 and what comes after them) computes with 'tokens' of another stage: only what the last block")
+@mistake("(blocks.2 to 3 and the modules after them) computes with 'tokens' of another stage: only the output")
 def a_residual_from_before_the_blocks(module: GPT) -> MeshStrategy:
     def forward(self: GPT, tokens: Tensor) -> Tensor:
         x = first = self.tokens(tokens)
@@ -262,7 +262,7 @@ def a_parameter_of_the_first_stage_in_the_loss(module: GPT) -> MeshStrategy:
     return PP2()
 
 
-@mistake("GPT was called with output_hidden_states=True, which takes something from every layer")
+@mistake("GPT was called with output_hidden_states=True, which collects outputs of every layer")
 def hidden_states_of_all_layers(module: GPT) -> MeshStrategy:
     module.config = types.SimpleNamespace(output_hidden_states=False)  # type: ignore[assignment]
     replace(module, "forward", lambda self, tokens, output_hidden_states: GPT.forward(self, tokens))
@@ -300,7 +300,7 @@ def balance(module: GPT, of: Callable[[Any], Tensor]) -> None:
     replace(module, "training_step", training_step)
 
 
-@mistake("the step reads 'loss' of 'blocks.0', which that module assigns in its forward, and another stage")
+@mistake("the step reads 'loss' of 'blocks.0', which that module assigns in its forward on another")
 def an_auxiliary_loss_that_blocks_keep(module: GPT) -> MeshStrategy:
     balance(module, lambda block: block.loss)
     return PP2()

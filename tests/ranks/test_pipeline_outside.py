@@ -20,7 +20,7 @@ from leyden.callbacks import Callback
 from leyden.strategies import MeshStrategy
 from leyden.strategies.errors import ConfigurationError
 
-OUTSIDE = "was run outside of a step, and this rank holds only some stages of the pipeline that it is part of"
+OUTSIDE = "was run outside of a step, and this rank holds only some stages of its pipeline"
 
 
 class Generating(Callback):
@@ -198,12 +198,12 @@ def test_a_copy_of_a_block_that_a_step_runs_is_no_part_of_the_pipeline(ranks: li
 
 
 def test_another_cut_of_a_model_that_is_cut_already_is_refused(ranks: list[dict[str, Any]]) -> None:
-    at = "cut into 2 pipeline stages at blocks.0, blocks.2 by an earlier run, and is to be"
+    at = "cut into 2 pipeline stages at blocks.0, blocks.2 by an earlier run, and would be"
     for rank in ranks:
         assert f"{at} cut into 2 pipeline stages at blocks.0, blocks.3 by this one" in rank["other split"]
         assert f"{at} cut into 4 pipeline stages at blocks.0, blocks.1, blocks.2, blocks.3" in rank["other schedule"]
         assert f"{at} left without pipeline stages by this one" in rank["no pipeline"]
-        assert "left without pipeline stages by an earlier run, and is to be cut" in rank["pipeline after shards"]
+        assert "left without pipeline stages by an earlier run, and would be cut" in rank["pipeline after shards"]
 
 
 def test_a_step_may_call_parts_within_what_other_stages_hold(ranks: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Attributes: what blocks assign in their forward, which the other stages of a pipeline do not have."""
+"""AssignedAttributes: refuses reads of attributes that blocks of other stages assign in their forward."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
 
-OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+BUILT_IN = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+"""Attributes of every module."""
 
 
-class Attributes:
-    """Refuses to read from blocks of other stages what blocks of this rank's own assign in their forward.
+class AssignedAttributes:
+    """Refuses to read attributes of other stages' blocks, if this stage's blocks assign them in their forward.
 
-    A sum of `block.aux_loss` over all blocks would lack those of other stages without a word. What blocks assign is
-    seen in a rehearsal; blocks of the same class assign the same.
+    A sum of `block.aux_loss` over all blocks would otherwise silently lack the losses of other stages. Assignments are
+    observed in a rehearsal, on blocks of this stage; other blocks of the same class are assumed to assign the same.
 
     Args:
-        blocks: this rank's own, by their full names.
-        others: by the full names of the other blocks, what stands in for them.
+        blocks: full name → block, for the blocks of this stage.
+        others: pairs of full name and stand-in, for the blocks of other stages.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], others: Sequence[tuple[str, nn.Module]]) -> None:
         self._blocks = blocks
-        self._others = [(full, other, type(other)) for full, other in others]
+        # The stand-ins' classes as they are now, because `_refuse_reads` replaces them.
+        self._others = [(full_name, stand_in, type(stand_in)) for full_name, stand_in in others]
         self._known: set[tuple[type, str, str]] = set()
+        """(class of block, path within the block, attribute) of the assignments seen so far."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """In this context the blocks run, and what they assign is noted."""
+        """Records the attributes that blocks assign within this context."""
         before: dict[nn.Module, dict[str, Any]] = {}
 
         def enter(block: nn.Module, args: Any) -> None:
-            before.update({part: _content(part) for part in block.modules()})
+            before.update({part: _attributes(part) for part in block.modules()})
 
         def leave(block: nn.Module, args: Any, output: Any) -> None:
             for path, part in block.named_modules():
-                now = _content(part)
+                now = _attributes(part)
                 then = before.pop(part, now)
                 for name in now:
                     if name not in then or not _is_same(then[name], now[name]):
-                        self._note(block, path, name)
+                        self._record(block, path, name)
 
         handles = [
             handle
@@ -56,19 +59,19 @@ class Attributes:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, block: nn.Module, path: str, name: str) -> None:
+    def _record(self, block: nn.Module, path: str, name: str) -> None:
         if (type(block), path, name) in self._known:
             return
         self._known.add((type(block), path, name))
-        for full, other, kind in self._others:
-            # FSDP's class extends that of a block.
+        for full_name, stand_in, kind in self._others:
+            # isinstance, because FSDP replaces a block's class by a subclass.
             if isinstance(block, kind):
-                _refuse(_part(other, path), name, f"{full}.{path}" if path else full)
+                _refuse_reads(_copied_part(stand_in, path), name, f"{full_name}.{path}" if path else full_name)
 
 
-def _content(part: nn.Module) -> dict[str, tuple[Any, int]]:
-    """The attributes of a module, and its buffers with how often they have changed in place."""
-    own = {name: (value, 0) for name, value in vars(part).items() if name not in OF_EVERY_MODULE}
+def _attributes(part: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Returns a module's attributes and buffers, by name → (value, version). Changing a buffer in place bumps it."""
+    own = {name: (value, 0) for name, value in vars(part).items() if name not in BUILT_IN}
     return own | {name: (value, value._version) for name, value in part._buffers.items() if value is not None}
 
 
@@ -76,41 +79,41 @@ def _is_same(then: tuple[Any, int], now: tuple[Any, int]) -> bool:
     return then[0] is now[0] and then[1] == now[1]
 
 
-def _part(stand_in: nn.Module, path: str) -> nn.Module | None:
-    """Copies a part of a block's stand-in, so that the block itself stays as it is."""
+def _copied_part(stand_in: nn.Module, path: str) -> nn.Module | None:
+    """Returns the submodule of a stand-in at a path, after copying it: stand-ins share submodules with their blocks."""
     part: nn.Module = stand_in
-    for own in filter(None, path.split(".")):
-        child = part._modules.get(own)
+    for name in filter(None, path.split(".")):
+        child = part._modules.get(name)
         if child is None:
             return None
         if not hasattr(type(child), "_leyden_stand_in"):
-            twin: Any = object.__new__(_stand_in_of(type(child)))
-            twin.__dict__.update(child.__dict__)
-            part.__dict__["_modules"] = {**part._modules, own: twin}
-            child = twin
+            copied: Any = object.__new__(_stand_in_class(type(child)))
+            copied.__dict__.update(child.__dict__)
+            part.__dict__["_modules"] = {**part._modules, name: copied}
+            child = copied
         part = child
     return part
 
 
-def _stand_in_of(kind: type) -> type:
+def _stand_in_class(kind: type) -> type:
     return type(kind.__name__, (kind,), {"_leyden_stand_in": True})
 
 
-def _refuse(part: nn.Module | None, name: str, full: str) -> None:
-    """Has an attribute of a part raise an error when it is read."""
+def _refuse_reads(part: nn.Module | None, name: str, full_name: str) -> None:
+    """Makes reads of an attribute raise an error."""
     if part is None:
         return
 
     def read(_: nn.Module) -> Any:
         raise ConfigurationError(
-            f"the step reads {name!r} of {full!r}, which that module assigns in its forward, and another stage of the "
-            "pipeline runs it: what is made of all blocks would lack some. Have the blocks return such a value beside "
-            "the activations, so that each stage adds its own and sends it on, or use a strategy without pp."
+            f"the step reads {name!r} of {full_name!r}, which that module assigns in its forward on another stage of "
+            "the pipeline. Let the blocks return such a value along with the activations, so each stage adds its own "
+            "part and passes it on, or use a strategy without pp."
         )
 
     def write(_: nn.Module, value: Any = None) -> None:
-        """Takes a value that nothing reads."""
+        """Ignores assignments."""
 
     if not hasattr(type(part), "_leyden_stand_in"):
-        part.__class__ = _stand_in_of(type(part))
+        part.__class__ = _stand_in_class(type(part))
     setattr(type(part), name, property(read, write, write))

@@ -1,4 +1,4 @@
-"""Cut: which stage of a pipeline holds which part of a model, and what stands in for the parts that it lacks."""
+"""Cut: how a model is divided into pipeline stages. Holdings: the parts of it that this rank's stages hold."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut.
+    """How a model is divided into stages.
 
     Attributes:
         container: full name of the list of blocks.
-        starts: the first block of each stage.
-        blocks: the names of the blocks in it.
-        before: full names of the modules and parameters that the first stage holds beside its blocks.
-        after: the same of the last stage.
+        starts: index of each stage's first block.
+        blocks: names of the blocks within the list.
+        before: full names of the modules and parameters that the first stage holds in addition to its blocks.
+        after: the same for the last stage.
     """
 
     container: str
@@ -39,19 +39,22 @@ class Cut:
         return len(self.starts)
 
     def blocks_of(self, stage: int) -> range:
-        """The places of a stage's blocks in their list."""
+        """Returns the indices of a stage's blocks."""
         return range(self.starts[stage], (*self.starts, len(self.blocks))[stage + 1])
 
     def stage_of(self, name: str) -> int:
-        """The stage that holds a parameter, by its full name."""
-        own = name.removeprefix(f"{self.container}.").partition(".")[0]
-        if name.startswith(f"{self.container}.") and own in self.blocks:
-            block = self.blocks.index(own)
-            return max(stage for stage, start in enumerate(self.starts) if start <= block)
+        """Returns the stage that holds a parameter, given its full name."""
+        block = name.removeprefix(f"{self.container}.").partition(".")[0]
+        if name.startswith(f"{self.container}.") and block in self.blocks:
+            index = self.blocks.index(block)
+            return max(stage for stage, start in enumerate(self.starts) if start <= index)
         return self.stages - 1 if _is_within(name, self.after) else 0
 
     def stage_of_buffer(self, name: str) -> int:
-        """The stage whose buffer of a name counts: the last one runs the code around the blocks to its end."""
+        """Returns the stage whose copy of a buffer is saved.
+
+        For buffers outside the blocks and the first stage, it is the last stage: only there, the step runs to its end.
+        """
         if name.startswith(f"{self.container}.") or _is_within(name, self.before):
             return self.stage_of(name)
         return self.stages - 1
@@ -65,30 +68,31 @@ def find_cut(
     first_stage: Sequence[str] = (),
     last_stage: Sequence[str] = (),
 ) -> Cut:
-    """Decides where a model is cut.
+    """Decides how a model is divided into stages.
 
-    The blocks are those of the largest list of modules (`nn.ModuleList` or `nn.Sequential`) in it. What is defined
-    before that list belongs to the first stage, what is defined after it to the last.
+    The blocks are the entries of the model's largest list of modules (`nn.ModuleList` or `nn.Sequential`). Modules
+    defined before the list belong to the first stage, modules defined after it to the last.
 
     Args:
         root: the whole model.
         stages: the number of stages.
-        pipeline_module: name of the list, or of a module with the list in it; the whole model if left out.
-        split: names of the blocks with which the second and each later stage begins; as even as can be if left out.
+        pipeline_module: name of the list, or of a module that contains it; the whole model if omitted.
+        split: names of the first block of the second and each later stage; an even split if omitted.
         first_stage: names of modules or parameters that belong to the first stage, wherever they are defined.
-        last_stage: the same of the last stage.
+        last_stage: the same for the last stage.
 
     Raises:
-        ConfigurationError: if there is nothing to cut, too little of it, or a name that is not there.
+        ConfigurationError: if the model has no list of blocks, too few blocks, or no module of a given name.
     """
     container = _container(root, pipeline_module)
-    own = tuple(root.get_submodule(container)._modules)
-    blocks = [f"{container}.{name}" for name in own]
+    block_names = tuple(root.get_submodule(container)._modules)
+    blocks = [f"{container}.{name}" for name in block_names]
     if split is not None:
         starts = _starts(blocks, split, stages)
     elif len(blocks) < stages:
         raise ConfigurationError(
-            f"the pipeline has {stages} stages, and {container!r} has {len(blocks)} blocks: use as many stages at most."
+            f"the pipeline has {stages} stages, and {container!r} has {len(blocks)} blocks: use at most "
+            f"{len(blocks)} stages."
         )
     else:
         starts = tuple(math.ceil(stage * len(blocks) / stages) for stage in range(stages))
@@ -104,13 +108,14 @@ def find_cut(
     return Cut(
         container,
         starts,
-        own,
+        block_names,
         (*(name for name in before if name not in moved), *first_stage),
         (*(name for name in after if name not in moved), *last_stage),
     )
 
 
 def _container(root: nn.Module, wanted: str | None) -> str:
+    """Returns the full name of the list of blocks."""
     modules = dict(root.named_modules())
     if wanted is not None and wanted not in modules:
         raise ConfigurationError(
@@ -127,43 +132,46 @@ def _container(root: nn.Module, wanted: str | None) -> str:
     if not any(lists.values()):
         raise ConfigurationError(
             f"{'the model' if wanted is None else repr(wanted)} has no nn.ModuleList or nn.Sequential of several "
-            "blocks that a pipeline could cut: put its blocks into one, and name it as pipeline_module."
+            "blocks for a pipeline to cut: put its blocks into one, and pass its name as pipeline_module."
         )
-    # The outermost of equal ones: a list of lists is cut at its own entries.
+    # Among lists of equal size the outermost wins, so a list of lists is cut between its own entries.
     return max(lists, key=lambda name: (lists[name], -name.count(".")))
 
 
 def _starts(blocks: list[str], split: Sequence[str], stages: int) -> tuple[int, ...]:
     unknown = [name for name in split if name not in blocks]
     if unknown:
-        raise ConfigurationError(f"split names {unknown[0]!r}, which is no block. {nearest(unknown[0], blocks)}")
+        raise ConfigurationError(f"split names {unknown[0]!r}, which is not a block. {nearest(unknown[0], blocks)}")
     starts = (0, *(blocks.index(name) for name in split))
     if len(starts) != stages:
         raise ConfigurationError(
             f"split names {len(split)} blocks, and {stages} stages need {stages - 1}: the first block of each stage "
-            "but the first."
+            "after the first."
         )
     if list(starts) != sorted(set(starts)):
         raise ConfigurationError(
-            f"split={list(split)}: name the blocks in their order, each once, and not the first one."
+            f"split={list(split)}: name the blocks in their order, each once, and without the model's first block."
         )
     return starts
 
 
 def _sides(root: nn.Module, container: str) -> tuple[list[str], list[str]]:
-    """The names of what is defined before the list of blocks and after it, and holds parameters."""
+    """Returns the full names of the modules and parameters defined before the list of blocks, and of those after it.
+
+    Modules without parameters are left out: every stage can run them.
+    """
     before: list[str] = []
     after: list[str] = []
     module, prefix = root, ""
-    for own in container.split("."):
+    for component in container.split("."):
         before += [f"{prefix}{name}" for name, p in module._parameters.items() if p is not None]
         side = before
         for name, child in module.named_children():
-            if name == own:
+            if name == component:
                 side = after
             elif any(True for _ in child.parameters()):
                 side.append(f"{prefix}{name}")
-        module, prefix = module.get_submodule(own), f"{prefix}{own}."
+        module, prefix = module.get_submodule(component), f"{prefix}{component}."
     before += [f"{prefix}{name}" for name, p in module._parameters.items() if p is not None]
     return before, after
 
@@ -173,22 +181,23 @@ def _is_within(name: str, parts: Iterable[str]) -> bool:
 
 
 class Holdings:
-    """What the stages of this rank hold of a model.
+    """The parts of a model that this rank's stages hold. Other ranks' parameters become placeholders.
 
     Args:
-        root: the whole model, before anything of it is dropped.
-        cut: where it is cut.
-        stages: those of this rank.
-        absent: takes what stands in the place of parameters that other ranks hold.
+        root: the whole model, before any parameter is dropped.
+        cut: how the model is divided into stages.
+        stages: the stages of this rank.
+        absent: a set that receives the placeholders.
 
     Attributes:
-        guard: has the model run in steps of the pipeline alone.
+        absent: placeholders of the parameters that other ranks hold: nan, expanded from one element to their shapes.
+        guard: refuses to run the model outside the pipeline's steps.
     """
 
     def __init__(self, root: nn.Module, cut: Cut, stages: Sequence[int], absent: set[nn.Parameter]) -> None:
         self.cut, self.stages = cut, tuple(stages)
         self.absent = absent
-        """What stands in the place of parameters that other ranks hold: nan of their shape, in the memory of one."""
+        # All by the id of the original parameter.
         self._stages_of: dict[int, set[int]] = {}
         self._names: dict[int, str] = {}
         for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -200,30 +209,30 @@ class Holdings:
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
-        self._made: dict[int, nn.Parameter] = {}
+        self._placeholders: dict[int, nn.Parameter] = {}
         self.guard = Guard()
         self._check_ties()
 
     def _check_ties(self) -> None:
-        ends = {0, self.cut.stages - 1}
+        first_and_last = {0, self.cut.stages - 1}
         for key, stages in self._stages_of.items():
-            if len(stages) > 1 and stages != ends:
+            if len(stages) > 1 and stages != first_and_last:
                 raise ConfigurationError(
                     f"{self._names[key]!r} is tied between the stages {sorted(stages)} of the pipeline: only the "
-                    "first and the last can share a parameter. Untie it, or move the split."
+                    "first and the last stage can share a parameter. Untie it, or move the split."
                 )
 
     def is_held(self, module: nn.Module, name: str) -> bool:
-        """True for a parameter that a stage of this rank holds."""
+        """Returns True if a stage of this rank holds the parameter."""
         return bool(self._stages_of[self._slots[module, name]] & set(self.stages))
 
     @property
     def placeholders(self) -> dict[str, nn.Parameter]:
-        """What stands in the place of parameters that other ranks hold, by their full names."""
-        return {self._names[key]: parameter for key, parameter in self._made.items()}
+        """The placeholders, by the full names of the parameters."""
+        return {self._names[key]: parameter for key, parameter in self._placeholders.items()}
 
     def shared_slots(self) -> list[tuple[nn.Module, str]]:
-        """Where the parameters stand that the first and the last stage share, each once."""
+        """Returns one slot of each parameter that the first and the last stage share."""
         found: dict[int, tuple[nn.Module, str]] = {}
         for slot, key in self._slots.items():
             if len(self._stages_of[key]) > 1:
@@ -231,43 +240,43 @@ class Holdings:
         return list(found.values())
 
     def drop(self, slots: Iterable[tuple[nn.Module, str]], device: torch.device) -> list[tuple[nn.Module, str]]:
-        """Frees the parameters at some slots that other ranks hold; returns the slots that are left.
+        """Replaces parameters that other ranks hold by placeholders; returns the remaining slots.
 
         Args:
-            slots: of parameters and buffers.
-            device: of this rank.
+            slots: slots of parameters and buffers.
+            device: the device of this rank.
         """
-        left = []
+        remaining = []
         for module, name in slots:
             parameter = module._parameters.get(name)
             if parameter is None or self.is_held(module, name):
-                left.append((module, name))
+                remaining.append((module, name))
                 continue
             key = self._slots[module, name]
-            if key not in self._made:
-                self._made[key] = _placeholder(parameter, device)
-                self.absent.add(self._made[key])
-            module._parameters[name] = self._made[key]
-        return left
+            if key not in self._placeholders:
+                self._placeholders[key] = _placeholder(parameter, device)
+                self.absent.add(self._placeholders[key])
+            module._parameters[name] = self._placeholders[key]
+        return remaining
 
-    def watch(self, root: nn.Module) -> None:
-        """Lets every part of the model that lacks parameters, or contains the blocks, run only in steps."""
+    def protect(self, root: nn.Module) -> None:
+        """Guards every module that lacks parameters on this rank, or contains blocks of other ranks."""
         cut = self.cut
-        above = cut.container.split(".")
-        partial = {".".join(above[:count]) for count in range(len(above) + 1)}
-        here = {place for stage in self.stages for place in cut.blocks_of(stage)}
-        partial |= {f"{cut.container}.{name}" for place, name in enumerate(cut.blocks) if place not in here}
-        self.guard.watch(
+        path = cut.container.split(".")
+        incomplete = {".".join(path[:depth]) for depth in range(len(path) + 1)}
+        own_blocks = {index for stage in self.stages for index in cut.blocks_of(stage)}
+        incomplete |= {f"{cut.container}.{name}" for index, name in enumerate(cut.blocks) if index not in own_blocks}
+        self.guard.protect(
             (name, module)
             for name, module in root.named_modules()
-            if name in partial or any(p in self.absent for p in module._parameters.values() if p is not None)
+            if name in incomplete or any(p in self.absent for p in module._parameters.values() if p is not None)
         )
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Nan of the shape of a parameter, which takes the memory of one number: whoever computes with it finds out."""
+    """Returns a parameter of the same shape, expanded from one nan. A computation that reads it returns nan."""
     value = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
     one: Tensor = torch.full((), value, dtype=parameter.dtype, device=device)
-    made = nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    placeholder = nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
+    placeholder.__dict__.update(parameter.__dict__)
+    return placeholder

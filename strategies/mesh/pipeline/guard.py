@@ -1,4 +1,4 @@
-"""Guard: a model of which a rank holds only some stages runs in the steps of its pipeline, and nowhere else."""
+"""Guard: a model whose stages are spread over ranks runs only in its pipeline's steps."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from leyden.strategies.errors import ConfigurationError
 
 
 class Guard:
-    """Refuses to run modules that lack parameters, unless a step of the pipeline runs, in which stand-ins do.
+    """Refuses to run modules that lack parameters, except within the pipeline's steps, where stand-ins run.
 
-    It stays with the model when its run is over, since what other ranks hold stays away. A copy of the model has a
-    guard of its own, which no step opens.
+    The guard outlives the run, because the parameters stay on other ranks. A copy of the model has its own copy of the
+    guard, which no step opens.
     """
 
     def __init__(self) -> None:
-        self._watched: set[nn.Module] = set()
+        self._protected: set[nn.Module] = set()
         self._is_open = False
 
-    def watch(self, named: Iterable[tuple[str, nn.Module]]) -> None:
-        """Lets these modules run only in steps. Called once FSDP's hooks exist, which it precedes.
+    def protect(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        """Adds modules. Must be called after FSDP has registered its hooks, so that the guard's hooks run first.
 
         Args:
-            named: their full names, and the modules.
+            named: pairs of full name and module.
         """
         for name, module in named:
-            if module not in self._watched:
-                self._watched.add(module)
+            if module not in self._protected:
+                self._protected.add(module)
                 module.register_forward_pre_hook(partial(self._refuse, name), prepend=True)
 
     def open(self, is_open: bool) -> bool:
-        """Lets steps of the pipeline run, or stops it; returns whether they could before."""
-        before, self._is_open = self._is_open, is_open
-        return before
+        """Opens or closes the guard; returns whether it was open."""
+        was_open, self._is_open = self._is_open, is_open
+        return was_open
 
     def _refuse(self, name: str, module: nn.Module, args: Any) -> None:
         if self._is_open:
             return
         raise ConfigurationError(
             f"{repr(name) if name else 'the model'} was run outside of a step, and this rank holds only some stages of "
-            "the pipeline that it is part of: run it in training_step, validation_step, test_step or predict_step "
-            "(trainer.predict gives outputs on every rank), or load a checkpoint of the run into a model that has not "
-            "been under pp."
+            "its pipeline: run it in training_step, validation_step, test_step or predict_step (trainer.predict "
+            "returns outputs on every rank). Or load a checkpoint into a new model, and run that one without pp."
         )

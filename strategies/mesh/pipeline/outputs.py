@@ -1,4 +1,4 @@
-"""PipelineOutputs: the outputs of steps that run through a pipeline, which only its last stage has."""
+"""PipelineOutputs: outputs and logs of a mesh's steps, which in a pipeline only the last stage has."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class PipelineOutputs(StepOutputs):
-    """What the steps of a mesh return and log; where it has no pipeline, every rank has all of it.
+    """The outputs and logs of a mesh's steps. Without a pipeline, every rank has all of them.
 
     Args:
-        strategy: whose steps these are.
+        strategy: the strategy that runs the steps.
     """
 
     def __init__(self, strategy: MeshStrategy) -> None:
@@ -29,7 +29,7 @@ class PipelineOutputs(StepOutputs):
         self._steps: PipelineSteps | None = None
 
     def follow(self, steps: PipelineSteps | None) -> None:
-        """Takes the steps of a pipeline to follow; None ends that."""
+        """Attaches the steps of a pipeline; None detaches them."""
         self._steps = steps
 
     @property
@@ -60,6 +60,7 @@ class PipelineOutputs(StepOutputs):
     def begin_numbers(
         self, described: list[Any], numbers: Sequence[Tensor | float]
     ) -> Callable[[], SharedNumbers] | None:
+        # The last stage's description and numbers reach the other ranks in the background.
         return None if self._steps is None else self._steps.numbers.send(described, numbers)
 
     def share_scalar(self, scalar: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pipeline: micro-batches pass through the stages of a model, in the order of one of torch's schedules."""
+"""Pipeline: runs micro-batches through the stages of a model, in the order of one of torch's schedules."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from torch.utils._pytree import tree_leaves
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, nearest
 from leyden.strategies.mesh.pipeline.cut import Holdings
-from leyden.strategies.mesh.pipeline.draws import StageDraws
-from leyden.strategies.mesh.pipeline.forms import Form, Shape, detached, has_nan, largest, padded
-from leyden.strategies.mesh.pipeline.passage import Passages
+from leyden.strategies.mesh.pipeline.payload import PayloadSpec, TensorSpec, detached, enclosing, has_nan, padded
+from leyden.strategies.mesh.pipeline.rng import PipelineRNG
+from leyden.strategies.mesh.pipeline.stage_runner import StageRunner
 from leyden.strategies.micro_batches import MicroBatch
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules under which the first and the last stage are on one rank."""
+"""Schedules that place the first and the last stage on the same rank."""
 ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
-"""These compute the gradients of weights apart from those of activations."""
+"""Schedules that compute weight gradients in passes of their own, separate from those of activations."""
 
-RUNS_HERE = "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
-"""False for a torch whose stages first exchange numbers of two dtypes, which ends gloo's ranks; 2.9 does."""
+IS_SUPPORTED = "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
+"""False for a torch whose stages start by exchanging numbers of mismatched dtypes, which crashes gloo: 2.9 does."""
 
-LINES = 8
-"""How many schedules are kept, each for micro-batches of certain sizes, with memory for what its stages receive."""
+CACHED_SCHEDULES = 8
+"""Number of torch schedules to cache. Each is for certain micro-batch sizes, and holds its stages' receive buffers."""
 
 BEFORE_BLOCKS = (
-    "This stage of the pipeline does not hold the layers before its blocks: each of them returns nan here, in the "
-    "shape of what blocks return. Let a layer of that stage, or a block, do what this line does with their results."
+    "This pipeline stage does not hold the layers before the blocks: on this rank they return nan, in the shape of a "
+    "block's output. Move the code that uses their results into a layer of the first stage, or into a block."
 )
-"""What may be behind an error of a step on a later stage."""
+"""Note for errors that a step raises on a later stage: stand-ins for the layers before the blocks may be the cause."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which a pipeline runs its micro-batches.
+    """The schedule of a pipeline: the order in which its stages run micro-batches.
 
     Args:
-        name: as torch calls it, in any case: one of `SINGLE`, `LOOPED` or `V_SHAPED`.
-        micro_batches: into how many a batch is cut.
-        ranks: over how many ranks the model is cut.
-        stages_per_rank: 1 for GPipe and 1F1B; 2 if left out for the others.
+        name: torch's name, case-insensitive: one of `SINGLE`, `LOOPED` or `V_SHAPED`.
+        micro_batches: number of micro-batches per batch.
+        ranks: number of ranks in the pipeline.
+        stages_per_rank: stages that each rank holds: 1 for `SINGLE`, 2 for `V_SHAPED`; for `LOOPED` 2 if omitted.
 
     Raises:
-        ConfigurationError: for an unknown name, or numbers that the schedule does not take.
+        ConfigurationError: for an unknown name, or numbers that the schedule does not support.
     """
 
     name: str
@@ -61,37 +61,38 @@ class Schedule:
     stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ranks > 1 and not RUNS_HERE:
+        if self.ranks > 1 and not IS_SUPPORTED:
             raise ConfigurationError(
-                f"a pipeline needs a newer torch than {torch.__version__}, whose stages cannot be run: install torch "
-                "2.13, or shard the model by strategy='fsdp' or MeshStrategy(dp_shard=…, tp=…)."
+                f"a pipeline needs a newer torch than {torch.__version__}: install torch 2.13, or shard the model with "
+                "strategy='fsdp' or MeshStrategy(dp_shard=…, tp=…)."
             )
         names = {name.lower(): name for name in (*SINGLE, *LOOPED, *V_SHAPED)}
         if str(self.name).lower() not in names:
             raise ConfigurationError(f"schedule={self.name!r} is unknown. {nearest(str(self.name), names.values())}")
         name = names[str(self.name).lower()]
-        wanted = 1 if name in SINGLE else 2
-        given = wanted if self.stages_per_rank is None else self.stages_per_rank
-        if type(given) is not int or given < 1 or (name not in LOOPED and given != wanted):
-            allowed = f"{wanted}" if name not in LOOPED else "a number from 1"
-            raise ConfigurationError(f"stages_per_rank={self.stages_per_rank!r}: the schedule {name} has {allowed}.")
+        default = 1 if name in SINGLE else 2
+        stages_per_rank = default if self.stages_per_rank is None else self.stages_per_rank
+        is_count = type(stages_per_rank) is int and stages_per_rank >= 1
+        if not is_count or (name not in LOOPED and stages_per_rank != default):
+            allowed = f"{default}" if name not in LOOPED else "a number from 1"
+            raise ConfigurationError(f"stages_per_rank={self.stages_per_rank!r}: the schedule {name} needs {allowed}.")
         count = self.micro_batches
         if type(count) is not int or count < 1:
-            raise ConfigurationError(f"microbatches={count!r}: give a number from 1.")
+            raise ConfigurationError(f"microbatches={count!r}: use a number from 1.")
         fewest = {"1F1B": self.ranks, "DualPipeV": 2 * self.ranks}.get(name, 1)
         if count < fewest:
             raise ConfigurationError(
-                f"microbatches={count}: the schedule {name} over {self.ranks} ranks needs {fewest} at least, and four "
-                "times as many waste little time. Give more, or schedule='GPipe'."
+                f"microbatches={count}: the schedule {name} over {self.ranks} ranks needs at least {fewest}. Use more "
+                f"({4 * fewest} keep the stages busy), or schedule='GPipe'."
             )
         rounds = max(1, count // self.ranks)
         if name in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
             raise ConfigurationError(
-                f"microbatches={count}: the schedule {name} runs them in {rounds} rounds over {self.ranks} ranks: give "
+                f"microbatches={count}: the schedule {name} runs them in {rounds} rounds over {self.ranks} ranks: use "
                 f"a multiple of {rounds}."
             )
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "stages_per_rank", given)
+        object.__setattr__(self, "stages_per_rank", stages_per_rank)
 
     @property
     def stages(self) -> int:
@@ -100,12 +101,12 @@ class Schedule:
         return self.ranks * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that holds a stage."""
-        turn, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.name in V_SHAPED and turn % 2 else place
+        """Returns the pipeline rank that holds a stage."""
+        loop, position = divmod(stage, self.ranks)
+        return self.ranks - 1 - position if self.name in V_SHAPED and loop % 2 else position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank of the pipeline holds."""
+        """Returns the stages that a pipeline rank holds."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def __str__(self) -> str:
@@ -113,33 +114,34 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class _Job:
-    """A batch on its way."""
+class _RunningBatch:
+    """The batch that the schedule currently runs."""
 
     step: Callable[[Any], Any]
     to_loss: Callable[[Any, MicroBatch], Tensor]
     parts: Sequence[MicroBatch]
-    shapes: dict[int, tuple[Shape, ...]]
+    specs: dict[int, tuple[TensorSpec, ...]]
+    """Receiving stage → specs of its padded payload."""
     outputs: list[Any]
-    backwards: int
+    backwards_left: int
 
     def begin_backward(self) -> bool:
-        """Counts a backward pass down; returns whether it is the last one on this rank."""
-        self.backwards -= 1
-        return self.backwards == 0
+        """Counts a backward pass; returns whether it is the last one on this rank."""
+        self.backwards_left -= 1
+        return self.backwards_left == 0
 
 
 class Pipeline:
-    """The stages of one model on the ranks of a pipeline, seen from one of them.
+    """Runs the stages that this rank holds, together with the other ranks of the pipeline.
 
     Args:
         root: the model.
-        holdings: what the stages of this rank hold of it.
-        schedule: in which order micro-batches run.
+        holdings: the parts of the model that this rank's stages hold.
+        schedule: the order in which micro-batches run.
         group: the ranks of the pipeline.
-        device: of this rank.
-        draws: random numbers of the stages.
-        before_backward: called before each backward pass, with whether it is the batch's last on this rank.
+        device: the device of this rank.
+        rng: random numbers of this rank's stages.
+        before_backward: called before each backward pass, with True if it is the batch's last on this rank.
     """
 
     def __init__(
@@ -149,32 +151,35 @@ class Pipeline:
         schedule: Schedule,
         group: dist.ProcessGroup,
         device: torch.device,
-        draws: StageDraws,
+        rng: PipelineRNG,
         before_backward: Callable[[bool], None],
     ) -> None:
         self._root, self.cut, self.schedule, self.group, self.device = root, holdings.cut, schedule, group, device
         self.rank = dist.get_rank(group)
         self.stages = holdings.stages
-        self.draws, self._before_backward = draws, before_backward
-        self.passages = Passages(root, holdings, draws)
-        self._received: dict[tuple[Any, int], Form] = {}
-        """By the signature of a micro-batch and the stage that receives."""
-        self._sent: dict[tuple[Any, int], Form] = {}
+        self.rng, self._before_backward = rng, before_backward
+        self.runner = StageRunner(root, holdings, rng)
+        self._received_specs: dict[tuple[Any, int], PayloadSpec] = {}
+        """(signature of a micro-batch, stage) → the payload that the stage receives."""
+        self._sent_specs: dict[tuple[Any, int], PayloadSpec] = {}
+        """(signature of a micro-batch, stage) → the payload that the stage sends."""
         self._rehearsed: set[Any] = set()
-        self._lines: dict[Any, _Line] = {}
-        self._latest: tuple[frozenset[Any], _Line] | None = None
-        """The sizes of the last batch's micro-batches, and their schedule."""
-        self._job: _Job | None = None
-        self._relayed = 0
-        """The stage of this rank that `relay` has come to."""
+        """Signatures of the micro-batches whose payloads are known."""
+        self._schedules: dict[Any, _TorchSchedule] = {}
+        """Payload specs → the torch schedule for them, least recently used first."""
+        self._latest: tuple[frozenset[Any], _TorchSchedule] | None = None
+        """Signatures of the previous batch's micro-batches, and their torch schedule."""
+        self._running: _RunningBatch | None = None
+        self._relay_stage = 0
+        """The stage of this rank that `relay` has reached."""
         self.is_rehearsing = False
-        """A batch runs only to see what passes between the stages."""
+        """True while a rehearsal runs: a forward pass that only determines the stages' payloads."""
         self.is_filling = False
-        """A micro-batch without a sample runs, to fill the schedule."""
+        """True while a micro-batch without a sample runs, to fill up the schedule."""
         self.on_last = False
-        """The step that runs reaches its end on this rank."""
+        """True while a step runs to its end on this rank, that is, on the last stage."""
         self.nan_stages: set[int] = set()
-        """Stages of this rank whose output was nan in the last rehearsal."""
+        """Stages of this rank whose output contained nan in the last rehearsal."""
 
     @property
     def has_last(self) -> bool:
@@ -183,63 +188,65 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the pipeline with the last stage."""
+        """The pipeline rank that holds the last stage."""
         return self.schedule.rank_of(self.cut.stages - 1)
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
-        """The parameters that a stage of this rank runs with."""
+        """Returns the parameters of a stage of this rank."""
         named = self._root.named_parameters(remove_duplicate=False)
         return (parameter for name, parameter in named if self.cut.stage_of(name) == stage)
 
-    # one after the other ----------------------------------------------------------------------------------------------
-    def relay(self, step: Callable[[Any], Any], batch: Any, key: Any = None, draws: bool = False) -> Any:
-        """Runs a batch forward through one stage after the other.
+    # forward, stage by stage ------------------------------------------------------------------------------------------
+    def relay(self, step: Callable[[Any], Any], batch: Any, key: Any = None, switches_rng: bool = False) -> Any:
+        """Runs a batch forward through one stage after another.
 
         Args:
-            step: the user's, of a batch.
-            batch: the whole of it.
-            key: under which to keep what passes between the stages; None keeps nothing.
-            draws: random numbers are those of the stages.
+            step: the user's step, called with the batch.
+            batch: the whole batch.
+            key: signature under which to store the specs of the stages' payloads; None stores none.
+            switches_rng: True if stages draw random numbers of their own; False leaves the generators alone.
 
         Returns:
             What the step returned, on the rank with the last stage; None on the others.
         """
-        outputs, here = None, None
+        outputs, local_payload = None, None
         for stage in self.stages:
-            self._relayed = stage
-            received = here if stage and self._is_here(stage - 1) else self._receive(stage, key)
-            passed = self._pass(stage, step, batch, received, 0 if draws else None)
+            self._relay_stage = stage
+            received = local_payload if stage and self._holds(stage - 1) else self._receive(stage, key)
+            result = self._run_stage(stage, step, batch, received, 0 if switches_rng else None)
             if stage == self.cut.stages - 1:
-                outputs = passed
-            else:
+                outputs = result
+                continue
+            if key is not None:
+                self._sent_specs[key, stage] = PayloadSpec(result)
+            if self._holds(stage + 1):
+                local_payload = result
                 if key is not None:
-                    self._sent[key, stage] = Form(passed)
-                if self._is_here(stage + 1):
-                    here = passed
-                    if key is not None:
-                        self._received[key, stage + 1] = Form(passed)
-                else:
-                    self._send(stage, passed)
+                    self._received_specs[key, stage + 1] = PayloadSpec(result)
+            else:
+                self._send(stage, result)
         return outputs
 
-    def _pass(self, stage: int, step: Callable[[Any], Any], batch: Any, received: Any, micro_batch: int | None) -> Any:
+    def _run_stage(
+        self, stage: int, step: Callable[[Any], Any], batch: Any, received: Any, micro_batch: int | None
+    ) -> Any:
         self.on_last = stage == self.cut.stages - 1
         try:
-            passed = self.passages.run(stage, lambda: step(batch), received, micro_batch)
+            result = self.runner.run(stage, lambda: step(batch), received, micro_batch)
         finally:
             self.on_last = False
-        if self.is_rehearsing and has_nan(passed):
+        if self.is_rehearsing and has_nan(result):
             self.nan_stages.add(stage)
-        return passed
+        return result
 
-    def _is_here(self, stage: int) -> bool:
+    def _holds(self, stage: int) -> bool:
         return stage in self.stages
 
-    def _send(self, stage: int, passed: Any) -> None:
-        passed = detached(passed)
+    def _send(self, stage: int, payload: Any) -> None:
+        payload = detached(payload)
         to = self.schedule.rank_of(stage + 1)
-        dist.send_object_list([Form(passed).tree], group=self.group, group_dst=to, device=self.device)
-        for leaf in tree_leaves(passed):
+        dist.send_object_list([PayloadSpec(payload).tree], group=self.group, group_dst=to, device=self.device)
+        for leaf in tree_leaves(payload):
             if isinstance(leaf, Tensor):
                 dist.send(leaf.contiguous(), group=self.group, group_dst=to)
 
@@ -249,164 +256,160 @@ class Pipeline:
         box: list[Any] = [None]
         source = self.schedule.rank_of(stage - 1)
         dist.recv_object_list(box, group=self.group, group_src=source, device=self.device)
-        if isinstance(box[0], _Failed):
+        if isinstance(box[0], _PreviousStageFailed):
             raise box[0]
-        form = Form(box[0])
-        tensors = form.room(self.device)
+        spec = PayloadSpec(box[0])
+        tensors = spec.allocate(self.device)
         for tensor in tensors:
             dist.recv(tensor, group=self.group, group_src=source)
         if key is not None:
-            self._received[key, stage] = form
-        return form.filled(tensors)
+            self._received_specs[key, stage] = spec
+        return spec.rebuild(tensors)
 
-    # what passes between the stages -----------------------------------------------------------------------------------
-    def unknown(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Picks one micro-batch of each size that has not been rehearsed."""
+    # rehearsals -------------------------------------------------------------------------------------------------------
+    def unrehearsed(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Returns one micro-batch of each size that has not been rehearsed."""
         found = {part.signature: part for part in parts}
         return [part for key, part in found.items() if key not in self._rehearsed]
 
-    def rehearse(self, step: Callable[[Any], Any], part: MicroBatch, look: Callable[[Any], Any]) -> Any:
-        """Runs a micro-batch through the stages, without gradients, to learn what passes between them.
+    def rehearse(self, step: Callable[[Any], Any], part: MicroBatch, inspect_outputs: Callable[[Any], Any]) -> Any:
+        """Runs a micro-batch through the stages without gradients, to learn the structure of their payloads.
 
         Args:
-            step: the user's, of a micro-batch.
+            step: the user's step, called with a micro-batch.
             part: the micro-batch.
-            look: called on the last stage with what the step returned.
+            inspect_outputs: called on the last stage with the step's outputs.
 
         Returns:
-            What `look` returned, on every rank.
+            What `inspect_outputs` returned, on every rank.
 
         Raises:
-            ConfigurationError: on every rank of the pipeline, if the step cannot be cut where the model is.
+            ConfigurationError: if the step cannot be split at the boundaries of the stages. Raised on every rank.
         """
-        key = part.signature
-        found = self._rehearse(step, part, key, look)
-        self._rehearsed.add(key)
-        return found
-
-    def _rehearse(self, step: Callable[[Any], Any], part: MicroBatch, key: Any, look: Callable[[Any], Any]) -> Any:
         error: Exception | None = None
         found = None
         self.is_rehearsing, self.nan_stages = True, set()
         try:
-            with torch.no_grad(), self.draws.undoing(), self.passages.watching():
-                outputs = self.relay(step, part.batch, key)
+            with torch.no_grad(), self.rng.preserved(), self.runner.watching_attributes():
+                outputs = self.relay(step, part.batch, part.signature)
             if self.has_last:
-                found = look(outputs)
+                found = inspect_outputs(outputs)
         except Exception as caught:
             error = caught
-            self._fail_after(error)
+            self._release_waiting_stages(error)
         finally:
             self.is_rehearsing = False
-        everybody: list[Any] = [None] * dist.get_world_size(self.group)
-        own = None if error is None or isinstance(error, _Failed) else (type(error).__name__, str(error))
-        dist.all_gather_object(everybody, (own, found), group=self.group)
-        failed = [(rank, kind, text) for rank, (own, _) in enumerate(everybody) if own for kind, text in [own]]
-        if failed:
-            rank, kind, text = failed[0]
+        reports: list[Any] = [None] * dist.get_world_size(self.group)
+        own_failure = None
+        if error is not None and not isinstance(error, _PreviousStageFailed):
+            own_failure = (type(error).__name__, str(error))
+        dist.all_gather_object(reports, (own_failure, found), group=self.group)
+        failures = [(rank, failure) for rank, (failure, _) in enumerate(reports) if failure]
+        if failures:
+            rank, (kind, text) = failures[0]
             if error is not None and rank == self.rank:
-                if self.passages.stage and not isinstance(error, LeydenError):
+                if self.runner.stage and not isinstance(error, LeydenError):
                     add_note(error, BEFORE_BLOCKS)
                 raise error
             if kind == ConfigurationError.__name__:
                 raise ConfigurationError(text)
             raise LeydenError(f"stage {rank} of the pipeline failed: {kind}: {text}")
-        return everybody[self.last_rank][1]
+        self._rehearsed.add(part.signature)
+        return reports[self.last_rank][1]
 
-    def _fail_after(self, error: Exception) -> None:
-        """Lets the stages that wait for this one's output know that none comes."""
+    def _release_waiting_stages(self, error: Exception) -> None:
+        """Sends the error to the stages that wait for this rank's payloads."""
         for stage in self.stages:
             following = stage + 1
-            if following < self.cut.stages and not self._is_here(following) and stage >= self._relayed:
+            if following < self.cut.stages and not self._holds(following) and stage >= self._relay_stage:
                 to = self.schedule.rank_of(following)
-                dist.send_object_list([_Failed(str(error))], group=self.group, group_dst=to, device=self.device)
+                failure = _PreviousStageFailed(str(error))
+                dist.send_object_list([failure], group=self.group, group_dst=to, device=self.device)
 
-    # by the schedule --------------------------------------------------------------------------------------------------
+    # forward and backward, by the schedule ----------------------------------------------------------------------------
     def train(
         self, step: Callable[[Any], Any], parts: Sequence[MicroBatch], to_loss: Callable[[Any, MicroBatch], Tensor]
     ) -> list[Any]:
-        """Runs the micro-batches of a batch forward and backward. Their sizes have been rehearsed.
+        """Runs the micro-batches of a batch forward and backward. All their sizes must have been rehearsed.
 
         Args:
-            step: the user's, of a micro-batch.
+            step: the user's step, called with a micro-batch.
             parts: the micro-batches.
-            to_loss: called on the last stage with what the step returned; gives the loss to go backward from.
+            to_loss: called on the last stage with the step's outputs; returns the loss for backward.
 
         Returns:
-            What the step returned for each, on the rank with the last stage; None for each on the others.
+            The step's outputs for each micro-batch on the rank with the last stage; None for each on other ranks.
         """
-        line = self._line_of(frozenset(part.signature for part in parts))
+        schedule = self._schedule_for(frozenset(part.signature for part in parts))
         count = len(parts)
-        self._job = _Job(step, to_loss, parts, line.shapes, [None] * count, count * len(self.stages))
+        self._running = _RunningBatch(step, to_loss, parts, schedule.specs, [None] * count, count * len(self.stages))
         try:
-            self.draws.begin_batch()
-            line.run(count)
-            return self._job.outputs
+            self.rng.begin_batch()
+            schedule.run(count)
+            return self._running.outputs
         finally:
-            self._job = None
+            self._running = None
 
-    def _line_of(self, signatures: frozenset[Any]) -> _Line:
-        """The schedule for micro-batches of these sizes."""
+    def _schedule_for(self, signatures: frozenset[Any]) -> _TorchSchedule:
+        """Returns the torch schedule for micro-batches of these sizes, whose payloads are padded to a common shape."""
         if self._latest is not None and self._latest[0] == signatures:
             return self._latest[1]
-        shapes = {}
+        specs = {}
         for stage in self.stages:
-            for at in (stage, stage + 1):
-                known = self._received if at == stage else self._sent
-                forms = [known[key, stage] for key in signatures if (key, stage) in known]
-                if forms:
-                    shapes[at] = largest(forms)
-        key = tuple(sorted(shapes.items()))
-        line = self._lines.pop(key, None) or _Line(self, shapes)
-        self._lines[key] = line
-        if len(self._lines) > LINES:
-            del self._lines[next(iter(self._lines))]
-        self._latest = (signatures, line)
-        return line
+            for receiver, known in ((stage, self._received_specs), (stage + 1, self._sent_specs)):
+                payloads = [known[key, stage] for key in signatures if (key, stage) in known]
+                if payloads:
+                    specs[receiver] = enclosing(payloads)
+        key = tuple(sorted(specs.items()))
+        schedule = self._schedules.pop(key, None) or _TorchSchedule(self, specs)
+        self._schedules[key] = schedule
+        if len(self._schedules) > CACHED_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        self._latest = (signatures, schedule)
+        return schedule
 
     def forward(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
-        """Runs a micro-batch of the batch on its way through a stage; called by the schedule."""
-        job = self._job
-        assert job is not None
-        part = job.parts[index]
-        form = self._received.get((part.signature, stage))
-        self.on_last, self.is_filling = stage == self.cut.stages - 1 and part.rows > 0, not part.rows
+        """Runs one micro-batch of the running batch through a stage; called by the schedule."""
+        running = self._running
+        assert running is not None
+        part = running.parts[index]
+        spec = self._received_specs.get((part.signature, stage))
+        payload = spec.rebuild(received) if spec is not None else None
+        is_last = stage == self.cut.stages - 1
+        self.on_last, self.is_filling = is_last and part.rows > 0, not part.rows
         try:
-            passed = self.passages.run(
-                stage, lambda: job.step(part.batch), form.filled(received) if form is not None else None, index
-            )
+            result = self.runner.run(stage, lambda: running.step(part.batch), payload, index)
         finally:
             self.on_last = self.is_filling = False
-        if stage == self.cut.stages - 1:
-            loss = job.to_loss(passed, part)
-            job.outputs[index] = detached(passed)
+        if is_last:
+            loss = running.to_loss(result, part)
+            running.outputs[index] = detached(result)
             return loss
-        self._sent[part.signature, stage].check(passed)
-        leaves = (passed,) if isinstance(passed, Tensor) else tree_leaves(passed)
+        self._sent_specs[part.signature, stage].check(result)
+        leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tuple(
-            padded(tensor, room.shape).contiguous() for tensor, room in zip(tensors, job.shapes[stage + 1], strict=True)
-        )
+        specs = running.specs[stage + 1]
+        return tuple(padded(tensor, spec.shape).contiguous() for tensor, spec in zip(tensors, specs, strict=True))
 
     def begin_backward(self) -> None:
         """Begins the next backward pass; called by the schedule."""
-        assert self._job is not None
-        self._before_backward(self._job.begin_backward())
+        assert self._running is not None
+        self._before_backward(self._running.begin_backward())
 
 
-class _Failed(LeydenError):
-    """A stage before this one failed: its own error is what counts."""
+class _PreviousStageFailed(LeydenError):
+    """Sent to a waiting stage in place of a payload. The failed stage reports the actual error."""
 
 
 class _StageModule(nn.Module):
-    """What torch's stage calls: one stage of a pipeline."""
+    """One stage of a pipeline, as the module that torch's stage calls."""
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
         self._pipeline, self._stage = pipeline, stage
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The stage's parameters, whose gradients zero-bubble schedules compute apart."""
+        """Returns the stage's parameters. Zero-bubble schedules compute their gradients in separate passes."""
         return self._pipeline.parameters_of(self._stage)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
@@ -414,7 +417,7 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which says when a backward pass begins."""
+    """torch's stage, extended to report when a backward pass begins."""
 
     def __init__(self, pipeline: Pipeline, stage: int, inputs: Any, outputs: Any) -> None:
         super().__init__(
@@ -433,27 +436,28 @@ class _Stage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
-class _Line:
-    """torch's schedule for micro-batches of certain sizes.
+class _TorchSchedule:
+    """torch's schedule for payloads of certain sizes.
 
     Args:
-        pipeline: whose stages it runs.
-        shapes: of what each stage receives, and of what the last one of this rank sends, by the receiving stage.
+        pipeline: the pipeline whose stages it runs.
+        specs: receiving stage → specs of the tensors that it receives, for all payloads that this rank receives or
+            sends.
     """
 
-    def __init__(self, pipeline: Pipeline, shapes: dict[int, tuple[Shape, ...]]) -> None:
+    def __init__(self, pipeline: Pipeline, specs: dict[int, tuple[TensorSpec, ...]]) -> None:
         last = pipeline.cut.stages - 1
-        self.shapes = shapes
+        self.specs = specs
         self._has_first, self._has_last = 0 in pipeline.stages, last in pipeline.stages
         index = torch.zeros(1, dtype=torch.long)
         stages = [
             _Stage(
                 pipeline,
                 stage,
-                tuple(map(_example, shapes[stage])) if stage else (index,),
+                tuple(map(_example, specs[stage])) if stage else (index,),
                 torch.empty((), device="meta", requires_grad=True)
                 if stage == last
-                else tuple(map(_example, shapes[stage + 1])),
+                else tuple(map(_example, specs[stage + 1])),
             )
             for stage in pipeline.stages
         ]
@@ -464,23 +468,23 @@ class _Line:
         self._schedule = kind(stages[0] if single else stages, schedule.micro_batches, **arguments)
 
     def run(self, count: int) -> None:
-        """Runs a batch of so many micro-batches."""
+        """Runs a batch of `count` micro-batches forward and backward."""
         indices = torch.arange(count)
         arguments = (indices,) if self._has_first else ()
         target = {"target": indices} if self._has_last else {}
         try:
             self._schedule.step(*arguments, index=indices, return_outputs=False, **target)
         except RuntimeError as error:
-            # torch wraps what a stage raises, and describes every tensor.
+            # torch wraps an error of a stage in a RuntimeError that lists every tensor.
             if error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
 
 
 def _the_loss(output: Tensor, target: Any) -> Tensor:
-    """Returns the last stage's output, which is the loss itself."""
+    """Returns the last stage's output, which is already the loss."""
     return output
 
 
-def _example(of: Shape) -> Tensor:
-    return torch.empty(of.shape, dtype=of.dtype, device="meta", requires_grad=of.dtype.is_floating_point)
+def _example(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.dtype.is_floating_point)

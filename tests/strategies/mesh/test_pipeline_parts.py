@@ -12,7 +12,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
-from leyden.strategies.mesh.pipeline.forms import Form, Shape, largest, padded
+from leyden.strategies.mesh.pipeline.payload import PayloadSpec, TensorSpec, enclosing, padded
 from leyden.strategies.mesh.pipeline.schedule import Schedule
 from leyden.strategies.micro_batches import cut, together
 
@@ -76,10 +76,10 @@ def test_a_rank_keeps_its_stage_and_has_nan_for_the_others() -> None:
 
 SCHEDULES: list[tuple[dict[str, Any], str]] = [
     ({"name": "1F1C"}, "schedule='1F1C' is unknown. Did you mean '1F1B'?"),
-    ({"micro_batches": 1}, "microbatches=1: the schedule 1F1B over 2 ranks needs 2 at least"),
-    ({"micro_batches": 0}, "microbatches=0: give a number from 1."),
-    ({"stages_per_rank": 2}, "stages_per_rank=2: the schedule 1F1B has 1."),
-    ({"name": "DualPipeV", "stages_per_rank": 3}, "stages_per_rank=3: the schedule DualPipeV has 2."),
+    ({"micro_batches": 1}, "microbatches=1: the schedule 1F1B over 2 ranks needs at least 2"),
+    ({"micro_batches": 0}, "microbatches=0: use a number from 1."),
+    ({"stages_per_rank": 2}, "stages_per_rank=2: the schedule 1F1B needs 1."),
+    ({"name": "DualPipeV", "stages_per_rank": 3}, "stages_per_rank=3: the schedule DualPipeV needs 2."),
     ({"name": "interleaved1f1b", "micro_batches": 5}, "microbatches=5: the schedule Interleaved1F1B runs them in 2"),
 ]
 
@@ -125,17 +125,17 @@ def test_outputs_of_micro_batches_are_those_of_the_batch() -> None:
 
 
 def test_smaller_micro_batches_are_padded_on_their_way_and_cut_on_arrival() -> None:
-    forms = [Form((torch.zeros(2, 3), None)), Form((torch.zeros(1, 3), None))]
-    room = largest(forms)
-    assert room == (Shape(torch.Size([2, 3]), torch.float32),)
-    sent = padded(torch.ones(1, 3), room[0].shape)
+    specs = [PayloadSpec((torch.zeros(2, 3), None)), PayloadSpec((torch.zeros(1, 3), None))]
+    common = enclosing(specs)
+    assert common == (TensorSpec(torch.Size([2, 3]), torch.float32),)
+    sent = padded(torch.ones(1, 3), common[0].shape)
     assert sent.tolist() == [[1.0] * 3, [0.0] * 3]
-    tensor, nothing = forms[1].filled([sent])
+    tensor, nothing = specs[1].rebuild([sent])
     assert tensor.tolist() == [[1.0] * 3] and nothing is None
 
 
 def test_a_torch_whose_pipelines_do_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leyden.strategies.mesh.pipeline.schedule.RUNS_HERE", False)
+    monkeypatch.setattr("leyden.strategies.mesh.pipeline.schedule.IS_SUPPORTED", False)
     with pytest.raises(ConfigurationError, match=r"a pipeline needs a newer torch than 2\."):
         Schedule("1F1B", 4, 2)
     assert Schedule("1F1B", 4, 1).micro_batches == 4
