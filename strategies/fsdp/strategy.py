@@ -243,7 +243,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             self.record = earlier
             restart(roots)
         else:
-            self._shard_unsharded(module, roots, ignored, policy)
+            self._shard_new(module, roots, ignored, policy)
         averaged.update(dict.fromkeys(map(module.get_parameter, self.record.scalars)))
         # Frozen parameters are included: they may be unfrozen later.
         self._ignored += averaged
@@ -258,7 +258,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._reshard()
         return module
 
-    def _shard_unsharded(
+    def _shard_new(
         self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
         """Shards a module that no earlier run has sharded."""

@@ -44,22 +44,19 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
 
 def sum_partial(parameters: Iterable[Tensor]) -> None:
     """Sums partial gradients over the ranks, in one all-reduce per dtype."""
-    groups: dict[tuple[DeviceMesh, torch.dtype], list[DTensor]] = {}
-    owners: dict[int, Tensor] = {}
+    groups: dict[tuple[DeviceMesh, torch.dtype], list[tuple[DTensor, Tensor]]] = {}
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            groups.setdefault((grad.device_mesh, grad.dtype), []).append(grad)
-            owners[id(grad)] = parameter
-    for (mesh, _), grads in groups.items():
-        flat = torch.cat([grad.to_local().reshape(-1) for grad in grads])
+            assert isinstance(parameter, DTensor)
+            groups.setdefault((grad.device_mesh, grad.dtype), []).append((parameter, grad.to_local()))
+    for (mesh, _), pairs in groups.items():
+        flat = torch.cat([partial.reshape(-1) for _, partial in pairs])
         dist.all_reduce(flat, group=mesh.get_group())
-        parts = torch.split(flat, [grad.to_local().numel() for grad in grads])
-        for grad, part in zip(grads, parts, strict=True):
-            owner = owners[id(grad)]
-            assert isinstance(owner, DTensor)
-            local = part.view(grad.to_local().shape).clone()
-            owner.grad = DTensor.from_local(local, mesh, owner.placements, run_check=False)
+        sums = torch.split(flat, [partial.numel() for _, partial in pairs])
+        for (parameter, partial), total in zip(pairs, sums, strict=True):
+            local = total.view(partial.shape).clone()
+            parameter.grad = DTensor.from_local(local, mesh, parameter.placements, run_check=False)
 
 
 def check_replicated_gradients(mesh: DeviceMesh, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:

@@ -126,7 +126,8 @@ class MeshStrategy(FSDPStrategy):
         self.mesh: DeviceMesh | None = None
         """The mesh of all ranks, with named dimensions; None until the process group exists."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
-        self._tensors: list[TensorParallel] = []
+        self._tensor_parallel: list[TensorParallel] = []
+        """The plan of each module with split layers; empty without tp."""
         self._has_run = False
         self._schedule = (schedule, microbatches, stages_per_rank)
         self._cut: dict[str, Any] = {
@@ -232,12 +233,12 @@ class MeshStrategy(FSDPStrategy):
 
     def release(self) -> None:
         self._leave_pipeline()
-        self._tensors = []
+        self._tensor_parallel = []
         super().release()
 
     def teardown(self) -> None:
         self._leave_pipeline()
-        self._has_run, self._checked, self._tensors = False, set(), []
+        self._has_run, self._checked, self._tensor_parallel = False, set(), []
         super().teardown()
 
     def _leave_pipeline(self) -> None:
@@ -263,24 +264,26 @@ class MeshStrategy(FSDPStrategy):
                 )
             return super().add_module(module)
         added = super().add_module(module, moves)
-        if self._tensors:
+        if self._tensor_parallel:
             run_in_steps(added, self._custom_loop_step)
         return added
 
     def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
         holdings = self._hold(module, ignored) if self.layout.pp > 1 else None
-        tensor = None
+        parallel = None
         if self.layout.tp > 1:
-            tensor = TensorParallel(self.plan_for(module), self.tensor_mesh, self.root_device)
-            tensor.begin(module)
-            module.__dict__["_leyden_tensor"] = tensor
+            parallel = TensorParallel(self.plan_for(module), self.tensor_mesh, self.root_device)
+            parallel.begin(module)
+            module.__dict__["_leyden_tensor_parallel"] = parallel
+        if holdings is None and parallel is None:
+            return None
 
         def split(slots: list[Slot]) -> None:
             held = slots if holdings is None else holdings.drop(slots, self.root_device)
-            if tensor is not None:
-                tensor.split(held)
+            if parallel is not None:
+                parallel.split(held)
 
-        return None if holdings is None and tensor is None else split
+        return split
 
     def _hold(self, module: nn.Module, ignored: set[nn.Parameter]) -> Holdings:
         """Decides which parts of a module, still whole, the stages of this rank hold.
@@ -345,8 +348,8 @@ class MeshStrategy(FSDPStrategy):
         if self.layout.pp > 1:
             check_modules(modules)
         super().setup_modules(modules)
-        found = [module.__dict__.get("_leyden_tensor") for module in self.modules]
-        self._tensors += [tensor for tensor in found if tensor is not None and tensor not in self._tensors]
+        found = [module.__dict__.get("_leyden_tensor_parallel") for module in self.modules]
+        self._tensor_parallel += [parallel for parallel in found if parallel and parallel not in self._tensor_parallel]
         self._check_cut()
         if self.layout.pp > 1:
             self._make_pipeline()
@@ -355,7 +358,7 @@ class MeshStrategy(FSDPStrategy):
     def _check_cut(self) -> None:
         """Checks that models set up by an earlier run are cut in the same way as in this run."""
         for module in self.modules:
-            holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+            holdings = _holdings_of(module)
             if self.layout.pp > 1:
                 schedule = self.schedule
                 found = find_cut(module, schedule.stages, **self._cut)
@@ -404,9 +407,9 @@ class MeshStrategy(FSDPStrategy):
         """
         with ExitStack() as stack:
             # Already running if a custom loop entered it for backward, and activation checkpointing reruns a forward.
-            for tensor in self._tensors:
-                if not tensor.is_running:
-                    stack.enter_context(tensor.running(trains))
+            for parallel in self._tensor_parallel:
+                if not parallel.is_running:
+                    stack.enter_context(parallel.running(trains))
             yield
 
     def forward_backward(
@@ -460,7 +463,11 @@ class MeshStrategy(FSDPStrategy):
 
     def _whole(self, outputs: T) -> T:
         """Returns a step's outputs with full tensors in place of DTensors, such as split logits and their losses."""
-        return map_tensors(outputs, whole) if any(tensor.plan.splits_loss for tensor in self._tensors) else outputs
+        return (
+            map_tensors(outputs, whole)
+            if any(parallel.plan.splits_loss for parallel in self._tensor_parallel)
+            else outputs
+        )
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         if not self._has_run:
@@ -497,11 +504,11 @@ class MeshStrategy(FSDPStrategy):
             check_batch(self.ranks, self.pipeline_mesh, batch)
             # A gradient scaler creates its scale with the first loss, and only the last stage has a loss.
             self.precision.scale_loss(torch.zeros((), device=self.root_device))
-        for tensor in self._tensors:
-            tensor.start(self.ranks, batch)
+        for parallel in self._tensor_parallel:
+            parallel.start(self.ranks, batch)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._tensors:
+        if self._tensor_parallel:
             parameters = parameters_of(optimizer)
             sum_partial(parameters)
             if optimizer not in self._checked:
@@ -530,20 +537,20 @@ class MeshStrategy(FSDPStrategy):
         found = super().refusals
         if self.layout.pp == 1:
             found["micro_batches"] = (
-                "ranks that share a batch exchange parts of each layer. Use strategy='fsdp' or 'ddp'"
+                "ranks that share a batch communicate within every layer. Use strategy='fsdp' or 'ddp'"
             )
             return found
         return {
             **found,
-            "micro_batches": "a pipeline cuts them itself. Give MeshStrategy(microbatches=…)",
-            "compiled": "a stage of a pipeline leaves the step where the next one begins. Give the module as it is, "
-            "and MeshStrategy(compile=True), which compiles the blocks",
-            "exchange": "a rank has the weights of its own stages alone. Use a mesh without pp",
+            "micro_batches": "the pipeline cuts batches itself. Set MeshStrategy(microbatches=…)",
+            "compiled": "a pipeline stage ends the step where the next stage begins. Leave the module uncompiled, and "
+            "use MeshStrategy(compile=True), which compiles the blocks",
+            "exchange": "a rank has the weights of its own stages only. Use a mesh without pp",
         }
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+        holdings = _holdings_of(module)
         if holdings is None:
             super().save(writer, module, optimizers)
             return
@@ -552,7 +559,7 @@ class MeshStrategy(FSDPStrategy):
             writer.optimizers(optimizers)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
-        holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+        holdings = _holdings_of(module)
         if holdings is None:
             super().load_module(reader, module, strict)
         else:
@@ -568,8 +575,14 @@ class MeshStrategy(FSDPStrategy):
             self._pipeline.rng.batches = SavedState(state, "strategy").integer("pipeline_batches", least=0)
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-        holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+        holdings = _holdings_of(module)
         if holdings is None:
             return super().full_state_dict(module, rank0_only)
         keeps = not rank0_only or self.ranks.is_global_zero
         return whole_state(module, holdings, self.schedule, self.pipeline_mesh.get_group(), rank0_only, keeps)
+
+
+def _holdings_of(module: nn.Module) -> Holdings | None:
+    """Returns the parts of a module that this rank's stages hold; None if no run has cut it into stages."""
+    holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+    return holdings

@@ -89,7 +89,7 @@ def a_first_stage_of_an_unknown_name(module: GPT) -> MeshStrategy:
     return PP2(first_stage=["plces"])
 
 
-@mistake("is tied between the stages [1, 2] of the pipeline: only the first and the last stage can share a.")
+@mistake("is tied between the stages [1, 2] of the pipeline: only the first and the last stage can share a")
 def weights_tied_between_inner_stages(module: GPT) -> MeshStrategy:
     module.blocks[2].up.weight = module.blocks[1].up.weight
     return PP2(schedule="Interleaved1F1B")
@@ -396,7 +396,7 @@ REFUSED = {
     ),
     "a module that is compiled as a whole": (
         (GPT, True),
-        "torch.compile with strategy='mesh': a stage of a pipeline leaves the step where the next one begins.",
+        "torch.compile with strategy='mesh': a pipeline stage ends the step where the next stage begins.",
     ),
 }
 

@@ -23,9 +23,9 @@ class PipelineRNG:
     """Switches this rank's random generators (torch's, Python's and NumPy's) within a step.
 
     Every stage runs the code before the blocks (noise, augmentation, masks), which must draw the same numbers on all
-    stages. So that code draws from a shared sequence: all ranks of the pipeline start from the same state. From its
-    first block on, each stage runs different code, and draws from a sequence of its own, seeded for each micro-batch. A
-    module before the blocks that only the first stage holds also draws from a sequence of its own.
+    stages. This code draws from a shared sequence: all ranks of the pipeline start from the same state. From its first
+    block on, each stage runs different code, and draws from its own sequence, seeded for each micro-batch. A module
+    before the blocks that only the first stage holds also draws from the stage's own sequence.
 
     Args:
         group: the ranks of the pipeline.
@@ -50,7 +50,7 @@ class PipelineRNG:
         self._seed_prefix = ""
         """Identifies batch, micro-batch, stage and data rank in the seeds of the running stage; empty outside one."""
         self._switches = 0
-        """How often the running stage has switched to a sequence of its own."""
+        """How often the running stage has switched to its own sequence. Each switch has a different seed."""
         self._suspended_at_blocks: Any = None
         """The shared sequence, suspended when the stage entered its blocks; None before that."""
         self._suspended_at_module: Any = None
@@ -105,13 +105,13 @@ class PipelineRNG:
             self._first_stage_states = None
 
     def enter_blocks(self) -> None:
-        """Switches to a sequence of the stage's own, when it reaches the blocks; later calls do nothing."""
+        """Switches to the stage's own sequence when it reaches the blocks. Later calls are no-ops."""
         if self._seed_prefix and self._suspended_at_blocks is None:
             self._suspended_at_blocks = self._generators.suspend()
             self._seed()
 
     def enter_module(self) -> None:
-        """Switches to a sequence of the stage's own, for a module before the blocks."""
+        """Switches to the stage's own sequence for a module before the blocks."""
         if self._seed_prefix and self._suspended_at_blocks is None and self._suspended_at_module is None:
             self._suspended_at_module = self._generators.suspend()
             self._seed()

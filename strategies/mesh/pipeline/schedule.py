@@ -313,7 +313,7 @@ class Pipeline:
                 raise error
             if kind == ConfigurationError.__name__:
                 raise ConfigurationError(text)
-            raise LeydenError(f"stage {rank} of the pipeline failed: {kind}: {text}")
+            raise LeydenError(f"rank {rank} of the pipeline failed: {kind}: {text}")
         self._rehearsed.add(part.signature)
         return reports[self.last_rank][1]
 

@@ -33,8 +33,8 @@ class StageRunner:
     blocks return nan, except the last one, which returns the payload received from the previous stage. The stand-in for
     the next stage's first block ends the step; the output of the block before it is the payload for the next stage.
 
-    So every stage computes values that need no blocks, such as masks and positions, for itself. A value that
-    only another stage can compute is nan, and so is every loss that depends on it.
+    Every stage computes values that need no blocks, such as masks and positions, for itself. A value that only another
+    stage can compute is nan, and so is every loss that depends on it.
 
     Args:
         root: the whole model.
@@ -97,7 +97,7 @@ class StageRunner:
 
     @contextmanager
     def watching_attributes(self) -> Iterator[None]:
-        """Records the attributes that blocks assign within this context. Reads from stand-ins are then refused."""
+        """Records the attributes that blocks assign within this context, so that reads from stand-ins are refused."""
         with ExitStack() as stack:
             for attributes in self._attributes:
                 stack.enter_context(attributes.watching())

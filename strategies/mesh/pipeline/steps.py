@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -99,15 +100,13 @@ class PipelineSteps:
         return [self._rehearse_part(step, part) for part in chosen]
 
     def _rehearse_part(self, step: Callable[[Any], Any], part: MicroBatch) -> float | None:
-        def rehearse() -> float | None:
-            items: float | None = self.pipeline.rehearse(step, part, _items_of)
-            return items
-
-        items = rehearse()
+        rehearse = partial(self.pipeline.rehearse, step, part, _items_of)
+        items: float | None = rehearse()
         check_cross_stage_reads(self.pipeline, self.holdings, self._strategy.ranks, rehearse)
         return items
 
     def _step(self, step_fn: Callable[..., Any], extra: tuple[Any, ...]) -> Callable[[Any], Any]:
+        """Returns the user's step as a function of a batch, run in the precision's context."""
         context = self._strategy.precision.forward_context
 
         def step(batch: Any) -> Any:
