@@ -1,26 +1,26 @@
 """The Trainer, the Accelerator, and the rooms of one run.
 
-Start with `events/hooks.py`, which gives the order of a run. `trainer.py` turns arguments into parts and starts runs;
-`run/state.py` has the Run, which sets itself up; `loops/fit.py` drives it, and `loops/step.py` turns one batch into an
+Start with `events/hooks.py`, which lists the order of a run. `trainer.py` builds the parts and starts runs;
+`run/state.py` has the Run, which sets itself up; `loops/fit.py` drives a fit, and `loops/step.py` turns a batch into an
 optimizer step.
 
-    trainer.py view.py                       the Trainer and what callbacks read of it
-    module.py datamodule.py hparams.py       what users subclass
-    profilers.py plugins.py                  what two of the Trainer's arguments take
-    arguments/                               the Trainer's arguments: defaults, checks, and which ones were given
-    launched.py                              what `leyden launch` adds to them
+    trainer.py view.py                       the Trainer, and the properties that callbacks read
+    module.py datamodule.py hparams.py       base classes for users
+    profilers.py plugins.py                  values of the Trainer's `profiler` and `plugins`
+    arguments/                               the Trainer's arguments: defaults, checks, and the ones given by the user
+    launched.py                              arguments set by `leyden launch`
     run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
     events/                                  hooks, progress, signals, preemption, and the stage of a run
-    engine/                                  what Trainer and Accelerator both drive: windows, optimizers, schedulers
+    engine/                                  shared by Trainer and Accelerator: windows, optimizers, schedulers
     logging/                                 `self.log`
     data/                                    loaders that resume, sharding, random numbers
-    tuning/                                  searches of a learning rate or a batch size, by trials of copies
-    checkpoint/ format/                      checkpoints: reading and writing; the bytes
-    accelerator/                             the Accelerator, for a training loop of your own
+    tuning/                                  searches for a learning rate or a batch size, with trials of copies
+    checkpoint/ format/                      reading and writing checkpoints; their byte format
+    accelerator/                             the Accelerator, for your own training loop
     cli/                                     the command line
 
-Rooms import downwards only; `tests/test_imports.py` has their order.
+A room imports only from rooms below it; `tests/test_imports.py` has their order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used. In a checkout `trainer` is this package too, with the very same classes."""
+    """Imports a name lazily on first use. In a checkout `trainer` is this package too, with the same class objects."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -21,17 +21,17 @@ def example_of(module: Any, given: Any, call: str, name: str) -> Any:
     """Returns the input to export with, on the module's device: the given one, or `example_input_array`.
 
     Args:
-        module: that is exported.
-        given: what the user has handed in; None for nothing.
-        call: the method, for the error.
-        name: its argument, for the error.
+        module: the module to export.
+        given: the input passed by the user, or None.
+        call: the method's name, for the error.
+        name: the argument's name, for the error.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if there is no input.
     """
     sample = module.example_input_array if given is None else given
     if sample is None:
-        raise ConfigurationError(f"{call} needs an input: give {name}, or set self.example_input_array.")
+        raise ConfigurationError(f"{call} needs an input: pass {name}, or set self.example_input_array.")
     return map_tensors(sample, lambda tensor: tensor.to(module.device))
 
 
@@ -49,26 +49,26 @@ def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any
     check_choice("to_torchscript", METHODS, method=method)
     if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         raise ConfigurationError(
-            "to_torchscript needs whole weights, and this module's are sharded: build it anew from a checkpoint, by "
-            f"{type(module).__name__}.load_from_checkpoint(path), and export that."
+            "to_torchscript needs whole weights, but this module's weights are sharded. Load a checkpoint with "
+            f"{type(module).__name__}.load_from_checkpoint(path), and export the result."
         )
     warnings.warn(
-        "TorchScript is deprecated in PyTorch, and does not work from Python 3.14 on: to_torchscript stays as long as "
-        "torch.jit does. Use torch.export.export, or to_onnx.",
+        "TorchScript is deprecated in PyTorch and does not work from Python 3.14 on. to_torchscript will be removed "
+        "with torch.jit. Use torch.export.export or to_onnx.",
         FutureWarning,
         stacklevel=4,
     )
     with keeping_modes(module), warnings.catch_warnings():
         module.eval()
-        # torch says the same of its own functions.
+        # torch repeats the warning for its own functions.
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.\w+` is (deprecated|not supported)")
         if method == "script":
-            made: Any = torch.jit.script(module, **options)  # type: ignore[no-untyped-call]
+            script: Any = torch.jit.script(module, **options)  # type: ignore[no-untyped-call]
         else:
-            made = _trace(module, example_inputs, options)
+            script = _trace(module, example_inputs, options)
         if file_path is not None:
-            torch.jit.save(made, str(file_path) if isinstance(file_path, Path) else file_path)
-    return made
+            torch.jit.save(script, str(file_path) if isinstance(file_path, Path) else file_path)
+    return script
 
 
 def _trace(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any:

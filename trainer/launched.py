@@ -1,7 +1,7 @@
-"""What `leyden launch` passes to a script: environment variables, and how they fill the Trainer's arguments.
+"""Settings that `leyden launch` passes to a script in environment variables, and how they set Trainer arguments.
 
-The ranks' own variables (RANK, WORLD_SIZE, MASTER_ADDR, …) are torch's. A process that `leyden launch` did not start
-has none of these, and reads no file.
+Ranks also have torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, …). A process that `leyden launch` did not start has
+none of the variables below, and reads no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SOURCE = "LEYDEN_LAUNCHED_FROM"
-"""Where the settings come from: the path of a file, or "flags". The other variables count only beside it."""
+"""The source of the settings: the path of a file, or "flags". Without it the other variables are ignored."""
 PRECISION = "LEYDEN_PRECISION"
 DEBUG = "LEYDEN_DEBUG"
 TEXTS = {
@@ -23,7 +23,7 @@ TEXTS = {
     "precision": PRECISION,
     "resume": "LEYDEN_RESUME",
 }
-"""Setting → variable. It holds the text itself."""
+"""Setting → variable with its text."""
 COMMAND = "LEYDEN_COMMAND"
 VALUES = {
     "command": COMMAND,
@@ -34,27 +34,27 @@ VALUES = {
     "fp8": "LEYDEN_FP8",
     "hang_timeout": "LEYDEN_HANG_TIMEOUT",
 }
-"""Setting → variable. It holds the value as JSON."""
+"""Setting → variable with its value as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """Settings that a launch gives to the script; None where it leaves them open.
+    """Settings that a launch passes to the script; None for settings that it leaves open.
 
     Attributes:
-        source: where they come from.
-        accelerator: as of the Trainer.
-        strategy: a strategy's name.
-        options: its options, by the keys of the configuration file.
-        precision: as of the Trainer.
-        accumulate_grad_batches: as of the Trainer.
-        gradient_clip_val: as of the Trainer.
+        source: the path of a configuration file, or "flags".
+        accelerator: see Trainer.
+        strategy: the strategy's name.
+        options: the strategy's options, by their keys in the configuration file.
+        precision: see Trainer.
+        accumulate_grad_batches: see Trainer.
+        gradient_clip_val: see Trainer.
         compile: arguments of torch.compile.
-        fp8: the recipe of fp8, by the keys of the configuration file.
-        debug: compare what ranks put into collectives.
-        resume: as of the Trainer.
-        hang_timeout: as of the Trainer; False for no watchdog.
-        command: the command line of the launch; None where another one starts its ranks.
+        fp8: the fp8 recipe, by its keys in the configuration file.
+        debug: check that ranks pass matching inputs to collectives.
+        resume: see Trainer.
+        hang_timeout: see Trainer; False for no watchdog.
+        command: the command line of the launch; None if another launcher starts the ranks.
     """
 
     source: str
@@ -74,26 +74,26 @@ class LaunchSettings:
     def fill(
         self, values: Mapping[str, Any], owned: Collection[str], environ: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """The arguments that the launch fills. Rank 0 prints which.
+        """Returns the arguments that the launch sets. Rank 0 prints them.
 
         Args:
-            values: what the launch has for each argument; None where it leaves it open.
-            owned: arguments that the script gives; they stand.
-            environ: the environment variables; those of this process if left out.
+            values: the launch's value of each argument; None for arguments that it leaves open.
+            owned: arguments set by the script, which take precedence.
+            environ: the environment variables; by default those of this process.
         """
         wanted = {name: value for name, value in values.items() if value is not None}
         filled = {name: value for name, value in wanted.items() if name not in owned}
         if wanted and (os.environ if environ is None else environ).get("RANK", "0") == "0":
-            kept = [name for name in wanted if name in owned]
+            own = [name for name in wanted if name in owned]
             text = ", ".join(f"{name}={value!r}" for name, value in filled.items()) or "no argument"
-            stand = f"; the script's own {', '.join(kept)} stand{'s' if len(kept) == 1 else ''}" if kept else ""
-            print(f"leyden launch fills {text} (from {self.source}){stand}")
+            ignored = f"; the script sets {', '.join(own)} itself" if own else ""
+            print(f"leyden launch sets {text} (from {self.source}){ignored}")
         if "strategy" in filled and self.options:
             filled["strategy"] = with_options(filled["strategy"], self.options)
         return filled
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that carry them.
+        """Returns the environment variables that transport the settings.
 
         Example:
             >>> LaunchSettings("flags", precision="bf16-mixed").variables()
@@ -101,27 +101,27 @@ class LaunchSettings:
         """
         texts = {variable: getattr(self, name) for name, variable in TEXTS.items()}
         values = {variable: getattr(self, name) for name, variable in VALUES.items()}
-        found = {SOURCE: self.source, **{name: text for name, text in texts.items() if text is not None}}
-        found |= {name: json.dumps(value) for name, value in values.items() if value is not None and value != {}}
-        return {**found, DEBUG: "1"} if self.debug else found
+        variables = {SOURCE: self.source, **{name: text for name, text in texts.items() if text is not None}}
+        variables |= {name: json.dumps(value) for name, value in values.items() if value is not None and value != {}}
+        return {**variables, DEBUG: "1"} if self.debug else variables
 
 
 def read_launched(environ: Mapping[str, str] | None = None) -> LaunchSettings | None:
-    """Reads what `variables` wrote; None in a process that `leyden launch` did not start."""
+    """Reads the settings from the environment; None in a process that `leyden launch` did not start."""
     environ = os.environ if environ is None else environ
     if SOURCE not in environ:
         return None
-    found: dict[str, Any] = {name: environ[variable] for name, variable in TEXTS.items() if variable in environ}
-    found |= {name: json.loads(environ[variable]) for name, variable in VALUES.items() if variable in environ}
-    return LaunchSettings(environ[SOURCE], **found, debug=environ.get(DEBUG) == "1")
+    settings: dict[str, Any] = {name: environ[variable] for name, variable in TEXTS.items() if variable in environ}
+    settings |= {name: json.loads(environ[variable]) for name, variable in VALUES.items() if variable in environ}
+    return LaunchSettings(environ[SOURCE], **settings, debug=environ.get(DEBUG) == "1")
 
 
 def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The Trainer's arguments that a launch fills, since the script left them at their defaults.
+    """Returns the Trainer arguments that a launch sets because the script omits them.
 
     Args:
-        given: the arguments that the script gives; they stand.
-        environ: the variables; those of this process if left out.
+        given: arguments set by the script, which take precedence.
+        environ: the environment variables; by default those of this process.
     """
     settings = read_launched(environ)
     if settings is None:
@@ -134,7 +134,7 @@ def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None
 
 
 def _owned(given: Mapping[str, Any]) -> set[str]:
-    """The arguments that the script gives, by themselves or within others."""
+    """Returns the arguments set by the script, directly or through other arguments."""
     owned = set(given)
     if given.get("plugins") or not isinstance(given.get("strategy", ""), str):
         owned.add("precision")
@@ -146,9 +146,9 @@ def _owned(given: Mapping[str, Any]) -> set[str]:
 
 
 def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
-    """The strategy of a name with the configuration file's options, which it reads under their own names.
+    """Returns the named strategy with the options of the configuration file, under the names used there.
 
-    An unknown name is returned as it is; the Trainer refuses it.
+    An unknown name is returned unchanged, for the Trainer to reject.
     """
     from leyden.strategies import SEVERAL
 
@@ -162,7 +162,7 @@ def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
 
 
 def with_recipe(precision: Any) -> Any:
-    """The precision itself; where it is "fp8" by name, which leaves the recipe open, the one that the launch describes.
+    """Returns the precision; for the name "fp8", which leaves the recipe open, the launch's precision with its recipe.
 
     Args:
         precision: a name or a Precision.
@@ -176,10 +176,10 @@ def with_recipe(precision: Any) -> Any:
 
 
 def as_launched(model: Any) -> Any:
-    """The model, compiled where the launch asks for it and the script has not done so itself.
+    """Returns the model, compiled if the launch requests it and the script has not compiled it.
 
     Args:
-        model: what a run is given.
+        model: the model passed to a run.
     """
     launched = read_launched()
     if launched is None or not launched.compile or hasattr(model, "_orig_mod"):

@@ -228,6 +228,6 @@ def an_argument_that_was_not_saved(ground: Ground) -> None:
     Wide.load_from_checkpoint(ground.saved())
 
 
-@mistake(r"to_onnx needs an input: give input_sample")
+@mistake(r"to_onnx needs an input: pass input_sample")
 def an_export_without_an_input(ground: Ground) -> None:
     ground.module().to_onnx(ground.folder / "m.onnx")

@@ -180,7 +180,7 @@ def test_scripts_launched_by_files_of_accelerate_have_the_losses_of_ddp(printed:
         ("trainer", "type deepspeed_stage_2 steps 4"),
         (
             "trainer",
-            "leyden launch fills accelerator='cpu', strategy='deepspeed_stage_2', accumulate_grad_batches=2,"
+            "leyden launch sets accelerator='cpu', strategy='deepspeed_stage_2', accumulate_grad_batches=2,"
             " gradient_clip_val=0.2",
         ),
         ("loop", "strategy    deepspeed_stage_2 (offload_optimizer_device none"),

@@ -103,7 +103,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
     module = Gated()
     with pytest.raises(ConfigurationError, match=r"to_torchscript\(method='traced'\)"):
         module.to_torchscript(method="traced")
-    with pytest.raises(ConfigurationError, match=r"to_torchscript\(method='trace'\) needs an input: give example_inp"):
+    with pytest.raises(ConfigurationError, match=r"to_torchscript\(method='trace'\) needs an input: pass example_inp"):
         module.to_torchscript(method="trace")
     assert module.training and not module.frozen.training
     with pytest.raises(RuntimeError, match="undefined_function|has no attribute"):

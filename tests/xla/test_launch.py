@@ -41,4 +41,4 @@ def test_a_config_file_for_tpus_fills_the_arguments_of_a_script(tmp_path: Path) 
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr
     assert "ran xla {'data': 4} bf16-mixed 3" in done.stdout
-    assert "leyden launch fills accelerator='xla', strategy='xla', precision='bf16-mixed'" in done.stdout
+    assert "leyden launch sets accelerator='xla', strategy='xla', precision='bf16-mixed'" in done.stdout

@@ -89,13 +89,13 @@ def check_auto(run: Run) -> None:
     module, strategy = run.module, run.strategy
     refusal = strategy.refusals.get("micro_batches")
     if refusal is not None:
-        refusal = f"strategy={strategy.name!r}: {refusal}, and accumulate_grad_batches a number"
+        refusal = f"strategy={strategy.name!r}: {refusal}, and a number for accumulate_grad_batches"
     elif not module.automatic_optimization:
         refusal = "manual optimization: split the batch in training_step"
     elif takes_iterator(module.training_step):
         refusal = "training_step(dataloader_iter), which draws its own batches: take the batch as an argument"
     elif any(map(needs_closure, run.engine.optimizers)):
-        refusal = "an optimizer that evaluates the loss several times (LBFGS): give a number, 1, and smaller batches"
+        refusal = "an optimizer that evaluates the loss several times (LBFGS): use 1, and smaller batches"
     elif strategy.ranks.world_size > 1:
         refusal = waiting_part(module)
     if refusal is not None:
@@ -135,12 +135,14 @@ class AutoStep(AutomaticStep):
         self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, sizes: AutoAccumulation
     ) -> None:
         super().__init__(run, training_step, schedulers, accumulates=False)
-        self.fit = run
+        self.fit = run  # `run` is a method.
         self.sizes = sizes
-        self.has_ranks = run.strategy.ranks.world_size > 1
-        self.defers_exchange = self.has_ranks and run.strategy.exchanges_late
+        self.is_distributed = run.strategy.ranks.world_size > 1
+        self.defers_exchange = self.is_distributed and run.strategy.exchanges_late
         """True if gradients are exchanged after the passes of all ranks, and not during them."""
-        self.micro = Window(is_open=True, alone=self.has_ranks)
+        self.waits_in_passes = self.is_distributed and not self.defers_exchange
+        """True if each pass waits for the other ranks."""
+        self.micro = Window(is_open=True, alone=self.is_distributed)
         """The micro-batches' own window, which the strategy receives instead of the batch's window."""
         self.memory = PeakMemory(run.strategy.root_device)
         self.snapshots = Snapshots(run.module)
@@ -224,7 +226,7 @@ class AutoStep(AutomaticStep):
                 self.open_micro(self.sizes.micro_batches)
                 for place in range(0 if self.defers_exchange else self.micro.length):
                     self.begin_micro(place, 1.0)
-                    self.fill(cut(batch, rows_of(batch) + 1)[-1].batch, extra)
+                    self.fill(one_sample_of(batch), extra)
 
     # called by an attempt ---------------------------------------------------------------------------------------------
     def begin_window(self, batch_idx: int, clears: bool) -> None:
@@ -240,10 +242,9 @@ class AutoStep(AutomaticStep):
     def open_micro(self, length: int) -> None:
         """Opens the window of a batch's micro-batches."""
         self.micro.open(length)
-        share = self.engine.share
-        if self.has_ranks and not self.defers_exchange:
-            is_sized = share is not None and share.sized
-            self.micro.divide_by(share.total / self.strategy.data_size if is_sized and share is not None else 1.0)
+        if self.waits_in_passes:
+            share, ranks = self.engine.share, self.strategy.data_size
+            self.micro.divide_by(share.total / ranks if share is not None and share.sized else 1.0)
 
     def begin_micro(self, place: int, weight: float) -> None:
         """Begins the micro-batch at position `place`; `weight` multiplies its mean loss."""
@@ -258,7 +259,7 @@ class AutoStep(AutomaticStep):
 
     def agree(self, own: Failure | None, has_items: bool) -> tuple[list[Failure], bool]:
         """Returns the failures of all ranks, and whether any rank's loss has `num_items`."""
-        if not self.has_ranks:
+        if not self.is_distributed:
             return ([] if own is None else [own]), has_items
         ranks = self.strategy.ranks
         failed, any_items = ranks.exchange_flags((own is not None, has_items))()
@@ -285,7 +286,7 @@ class AutoStep(AutomaticStep):
             return [MicroBatch(batch, 1, 1.0)]
         self._check_rows(batch)
         parts = cut(batch, count)
-        return parts if self.has_ranks and not self.defers_exchange else [part for part in parts if part.rows]
+        return parts if self.waits_in_passes else [part for part in parts if part.rows]
 
     def _check_rows(self, batch: Any) -> None:
         """Raises ConfigurationError if the first dimension is not the known number of samples."""
@@ -494,13 +495,12 @@ class Attempt:
     def _end_passes(self) -> None:
         """Runs the failed micro-batch and the remaining ones with one sample, because the other ranks run theirs."""
         step, window = self._step, self._step.micro
-        [*_, sample] = cut(self._batch, rows_of(self._batch) + 1)
-        hooks = SilentHooks(self.backward)
+        sample, hooks = one_sample_of(self._batch), SilentHooks(self.backward)
         with step.fit.logs.discarding(), step.hooks.inside("training_step"):
             for place in range(window.index, window.length):
                 if place > window.index:
                     step.begin_micro(place, 1.0)
-                step.strategy.forward_backward(step.training_step, sample.batch, self._extra, window, hooks)
+                step.strategy.forward_backward(step.training_step, sample, self._extra, window, hooks)
 
     def _roll_back(self) -> None:
         step = self._step
@@ -521,6 +521,11 @@ class SilentHooks:
     backward: Callable[[Tensor], Any] | None
     on_before_backward: tuple[Callable[[Tensor], Any], ...] = ()
     on_after_backward: tuple[Callable[[], Any], ...] = ()
+
+
+def one_sample_of(batch: Any) -> Any:
+    """Returns the first sample of a batch: `cut` fills up with it if there are more parts than samples."""
+    return cut(batch, rows_of(batch) + 1)[-1].batch
 
 
 def free(error: BaseException) -> None:

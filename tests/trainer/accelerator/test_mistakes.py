@@ -200,9 +200,8 @@ def test_leyden_launch_fills_what_is_left_open(
         monkeypatch.setenv(name, value)
     accelerator = Accelerator()
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
-    assert (
-        "leyden launch fills mixed_precision='bf16-mixed', gradient_accumulation_steps=4, cpu=True (from a.yaml)"
-        in (capsys.readouterr().out)
+    assert "leyden launch sets mixed_precision='bf16-mixed', gradient_accumulation_steps=4, cpu=True (from a.yaml)" in (
+        capsys.readouterr().out
     )
     own = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2)
     assert (own.mixed_precision, own.gradient_accumulation_steps) == ("no", 2)

@@ -31,7 +31,7 @@ def test_arguments_left_open_are_filled(capsys: pytest.CaptureFixture[str]) -> N
     assert trainer.arguments.gradient_clip_val == 0.5
     assert trainer.given == {"logger"}
     assert capsys.readouterr().out.splitlines() == [
-        "leyden launch fills accelerator='cpu', precision='bf16-mixed', accumulate_grad_batches=4, "
+        "leyden launch sets accelerator='cpu', precision='bf16-mixed', accumulate_grad_batches=4, "
         "gradient_clip_val=0.5 (from config.yaml)"
     ]
 
@@ -42,7 +42,7 @@ def test_the_scripts_own_arguments_override_the_launch(capsys: pytest.CaptureFix
     assert trainer.precision == "32-true"
     assert trainer.accumulate_grad_batches == 2
     assert trainer.arguments.gradient_clip_val is None
-    assert "the script's own precision, accumulate_grad_batches, gradient_clip_val stand" in capsys.readouterr().out
+    assert "the script sets precision, accumulate_grad_batches, gradient_clip_val itself" in capsys.readouterr().out
     # A strategy that is an object brings its precision with it.
     assert Trainer(strategy=SingleDeviceStrategy()).precision == "32-true"
 

@@ -162,7 +162,9 @@ def test_an_error_of_the_plugin_ends_the_run_and_removes_nothing(tmp_path: Path)
 
 def test_what_a_plugin_cannot_do_is_refused(tmp_path: Path) -> None:
     duck = Duck()
-    with pytest.raises(ConfigurationError, match="plugins has two that store checkpoints, Duck and Duck: give one"):
+    with pytest.raises(
+        ConfigurationError, match="plugins has several that store checkpoints, Duck and Duck: pass only one"
+    ):
         Trainer(**QUIET, plugins=[duck, Duck()])
     with pytest.raises(ConfigurationError, match=r"beside it: give AsyncCheckpointIO\(Duck\(…\)\)"):
         Trainer(**QUIET, plugins=[duck, "AsyncCheckpointIO"])
@@ -188,7 +190,9 @@ def sharded(folder: str, path: str | None, epochs: int) -> Any:
     shelf = Shelf(Path(folder) / "shelf")
     saving = ModelCheckpoint(Path(folder) / "runs", filename="{step}", every_n_train_steps=2, save_top_k=1)
     _trainer, module = fit(shelf, [saving], epochs, path, strategy="fsdp", devices=2, default_root_dir=folder)
-    with pytest.raises(ConfigurationError, match="to_torchscript needs whole weights, and this module's are sharded"):
+    with pytest.raises(
+        ConfigurationError, match="to_torchscript needs whole weights, but this module's weights are sharded"
+    ):
         module.to_torchscript()
     return shelf.done, [whole(one).tolist() for one in module.parameters()]
 
