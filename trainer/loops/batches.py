@@ -66,7 +66,7 @@ class BatchCounter:
         """Returns the progress at the start of the open window.
 
         Args:
-            batch: epoch index of the window's first batch.
+            batch: index within the epoch of the window's first batch.
             accumulates: True if windows may have several batches. A window of one batch counts nothing while open.
         """
         progress = self._progress

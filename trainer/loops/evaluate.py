@@ -85,7 +85,7 @@ class EvaluationLoop:
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
                 before = self._batches_done
-                if not self._run_loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
+                if not self._run_loader(index, cursor, _smallest(limit, own_limit)):
                     self.logs.forget(self.stage)
                     return None
                 self._names_by_loader.append(self.logs.names_since(self.stage, before))
@@ -309,5 +309,6 @@ def keeping(return_predictions: bool | None, gather: str) -> str:
     return "none" if return_predictions is False else gather
 
 
-def _smaller(limit: int, own_limit: int | None) -> int:
-    return limit if own_limit is None else min(limit, own_limit)
+def _smallest(*limits: int | None) -> int | None:
+    """Returns the smallest limit; None stands for no limit."""
+    return min((limit for limit in limits if limit is not None), default=None)

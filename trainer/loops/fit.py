@@ -77,7 +77,7 @@ class FitLoop:
         self._epoch_cut_short = False
         """A request to end the epoch early: a hook returned -1, or a `dataloader_iter` step exhausted its batches."""
         self.window_start = 0
-        """Epoch index of the first batch in the open window, or in the last window if none is open."""
+        """Index within the epoch of the first batch of the open window, or of the last window if none is open."""
         self._previous_epoch_exhausted = True
         """True if the previous epoch exhausted the loader."""
         self.counter = BatchCounter(run.progress, run.engine, run.heartbeat)

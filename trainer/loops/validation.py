@@ -103,7 +103,7 @@ class Validation:
 
         Args:
             ends_epoch: True if the window is the last of its epoch.
-            window_start: epoch index of the window's first batch.
+            window_start: index within the epoch of the window's first batch.
         """
         progress, every_epochs = self._progress, self._arguments.check_val_every_n_epoch
         if not self._validates_in_this_epoch():
@@ -121,7 +121,7 @@ class Validation:
         """Decides in a resumed run whether a validation is due after the last closed window.
 
         Args:
-            window_start: epoch index of the window's first batch; None if the checkpoint already stores the decision.
+            window_start: index within the epoch of the window's first batch; None if the checkpoint already stores the decision.
         """
         if window_start is not None:
             ended = self._progress.ended
