@@ -121,7 +121,7 @@ class Validation:
         """Decides in a resumed run whether a validation is due after the last closed window.
 
         Args:
-            window_start: index within the epoch of the window's first batch; None if the checkpoint stores the decision.
+            window_start: index within the epoch of the window's first batch; None if the checkpoint has the decision.
         """
         if window_start is not None:
             ended = self._progress.ended

@@ -166,7 +166,9 @@ def test_what_a_plugin_cannot_do_is_refused(tmp_path: Path) -> None:
         ConfigurationError, match="plugins has several that store checkpoints, Duck and Duck: pass only one"
     ):
         Trainer(**QUIET, plugins=[duck, Duck()])
-    with pytest.raises(ConfigurationError, match=r"beside it: give AsyncCheckpointIO\(Duck\(…\)\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"both Duck and AsyncCheckpointIO: pass AsyncCheckpointIO\(Duck\(…\)\)"
+    ):
         Trainer(**QUIET, plugins=[duck, "AsyncCheckpointIO"])
     with pytest.raises(ConfigurationError, match="resume='auto' searches for the newest checkpoint.*Duck cannot list"):
         Trainer(**QUIET, plugins=duck, resume="auto")
