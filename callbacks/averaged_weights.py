@@ -77,8 +77,8 @@ class AveragedWeights:
     @torch.no_grad()
     def exchange(self) -> None:
         """Swaps the module's tensors with the stored ones."""
-        in_module = self._strategy.local_weights(self._module).tensors.values()
-        for stored, tensor in zip(self._stored_module.tensors(), in_module, strict=True):
+        tensors = self._strategy.local_weights(self._module).tensors.values()
+        for stored, tensor in zip(self._stored_module.tensors(), tensors, strict=True):
             previous = tensor.clone()
             tensor.copy_(stored)
             stored.copy_(previous)
@@ -97,7 +97,7 @@ class AveragedWeights:
         return self._named(list(self._strategy.local_weights(self._module).tensors.values()))
 
     def replacements(self) -> dict[str, Tensor]:
-        """Returns the stored tensors by all their names: tied weights under each of theirs."""
+        """Returns the stored tensors by name. A tied weight appears under each of its names."""
         stored, module = self.stored(), self._module
         first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         every = (

@@ -37,7 +37,7 @@ class Callback:
     """True: each rank saves and resumes its own state. Otherwise all ranks resume rank 0's state; None also warns if
     the ranks' states differ."""
     refuses_rollback: ClassVar[str | None] = None
-    """Why a fit with this callback cannot go back to a checkpoint (`Trainer.roll_back`); None if it can."""
+    """Why a fit with this callback cannot be rolled back to a checkpoint (`Trainer.roll_back`); None if it can."""
     changes_weights: ClassVar[bool] = False
     """Whether a callback of Leyden writes to the module's weights. User callbacks are assumed to."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 Modules: TypeAlias = "nn.Module | Iterable[Modules]"
-"""A module, or modules in lists and tuples of any depth."""
+"""A module, or modules in nested lists and tuples."""
 
 
 def multiplicative(epoch: int) -> float:

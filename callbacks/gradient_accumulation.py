@@ -64,7 +64,7 @@ class GradientAccumulation(Callback):
         return max(self.scheduling.values())
 
     def length(self, epoch: int) -> int:
-        """Returns the batches per window in an epoch.
+        """Returns the number of batches per window in an epoch.
 
         Args:
             epoch: the epoch, counted from 0; with `by="step"`, the number of steps before the window.
@@ -78,7 +78,7 @@ class GradientAccumulation(Callback):
         return lengths.pop() if len(lengths) == 1 else None
 
     def batches(self, at: int, samples: int | None) -> int:
-        """Returns the batches of a window.
+        """Returns the number of batches in a window.
 
         Args:
             at: the window's epoch, or the number of steps before it, depending on `by`.

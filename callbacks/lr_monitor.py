@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each step at that step. `trainer.callback_metrics` includes it.
+    """Logs the learning rate that each step uses, under that step. `trainer.callback_metrics` includes it.
 
     The name is `lr-SGD`; with several parameter groups `lr-SGD/pg1`, `lr-SGD/pg2` (or the group's "name"); with several
     optimizers of one class `lr-SGD`, `lr-SGD-1`. The `name` in a scheduler's configuration replaces `lr-SGD`. Momentum
@@ -69,7 +69,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "epoch", trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        # The step at the end of this window: `global_step` increases there.
+        # `global_step` increases at the end of the window, so this is the number of the step that uses the rate.
         step = trainer.global_step + 1
         if is_logged(trainer, step) and trainer.window.index == 0 and self.logging_interval != "epoch":
             self._log(trainer, "step", step)

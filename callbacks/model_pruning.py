@@ -209,7 +209,7 @@ class ModelPruning(Callback):
             )
         if not strategy.replicates and (self._resamples or not self._is_permanent):
             raise ConfigurationError(
-                f"ModelPruning with resample_parameters or make_pruning_permanent=False needs whole weights, but "
+                "ModelPruning with resample_parameters or make_pruning_permanent=False needs whole weights, but "
                 f"strategy={strategy.name!r} shards them: leave these arguments out, or train with ddp."
             )
         if not self._after_training and any(isinstance(callback, ExchangesWeights) for callback in trainer.callbacks):

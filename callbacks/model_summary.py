@@ -269,7 +269,7 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
                 module(**inputs)
             else:
                 module(inputs)
-    except Exception as error:  # a summary must not end a run that would train
+    except Exception as error:  # A failed trial run must not prevent training.
         warnings.warn(f"the summary shows no sizes: forward(example_input_array) raised {error!r}.", stacklevel=4)
         return {}
     finally:

@@ -117,8 +117,8 @@ class BasePredictionWriter(Callback):
         for name, is_called in needed.items():
             if is_called and getattr(type(self), name) is getattr(BasePredictionWriter, name):
                 raise ConfigurationError(
-                    f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
-                    "override: override it, or use another interval."
+                    f"{type(self).__name__}(write_interval={self.interval.value!r}) needs {name}: override it, or use "
+                    "another interval."
                 )
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:

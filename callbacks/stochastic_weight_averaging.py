@@ -87,7 +87,7 @@ class StochasticWeightAveraging(ExchangesWeights):
         self._steps: int | None = None
         """Steps of the SWALR; None before the first averaged epoch."""
         self._measured = 0
-        """The number of updates included in the averages for which batch norm's statistics were last computed."""
+        """The number of updates when batch norm's statistics were last recomputed."""
 
     refuses_rollback = "replaces the learning rate schedule at some epoch, which earlier checkpoints do not record"
 

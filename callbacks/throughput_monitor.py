@@ -154,12 +154,13 @@ class ThroughputMonitor(Callback):
         self._count(stage, module, batch, self._clock.take())
         batches = self._stages[stage].totals.batches
         if self._due(trainer, batches, batches - 1):
-            # During fit, under the current step. Otherwise there is no step, so under the number of batches.
+            # Validation is logged under the current step. Test and predict do not belong to a step, so they are logged
+            # under the number of batches.
             self._log(trainer, stage, trainer.global_step if stage == "validate" else batches)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    # both -------------------------------------------------------------------------------------------------------------
+    # training and evaluation ------------------------------------------------------------------------------------------
     def _count(self, stage: str, module: TrainModule, batch: Any, parts: dict[str, float]) -> None:
         flops = getattr(module, "flops_per_batch", None)
         self._stages[stage].add(

@@ -182,8 +182,8 @@ class EMAWeightAveraging(WeightAveraging):
         decay: the weight of the old average in an update, from 0 to 1.
         update_every_n_steps: steps between updates; 0 to update only at the end of epochs.
         update_starting_at_step: the first step, counted from 0, that may be followed by an update.
-        update_starting_at_epoch: the first epoch, counted from 0, whose end is also followed by an update. None: no
-            epoch's.
+        update_starting_at_epoch: the first epoch, counted from 0, whose end is also followed by an update; None for
+            none.
         **kwargs: accepts no further arguments; an unknown one raises an error that suggests the nearest name.
 
     Raises:

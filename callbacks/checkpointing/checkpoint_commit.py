@@ -77,7 +77,7 @@ class BackgroundSave:
         path: the path that the save was started with.
         ranking_before: the ranking without this checkpoint, restored if the save fails.
         to_delete: path → identity of the checkpoints to delete after the commit; later, of those not deleted.
-        link: the symlink to point to the checkpoint; None for none.
+        link: the symlink to point to the checkpoint; None for no symlink.
         is_keeper: whether this rank links and deletes.
         storage: the storage of the checkpoints.
     """
@@ -90,7 +90,7 @@ class BackgroundSave:
     is_keeper: bool
     storage: FolderStorage
 
-    def after_commit(self, written: Path) -> None:
+    def finish(self, written: Path) -> None:
         """Links the checkpoint and deletes old ones. Called in the writing thread, after the commit."""
         self.to_delete = after_commit(str(written), self.link, self.to_delete, self.storage) if self.is_keeper else {}
 
@@ -102,7 +102,7 @@ def after_commit(
 
     Args:
         written: the path of the new checkpoint.
-        link: the symlink to point to it; None for none.
+        link: the symlink to point to it; None for no symlink.
         to_delete: path → identity of the old checkpoints.
         storage: the storage of the checkpoints.
 
@@ -156,5 +156,5 @@ def _point(link: Path, written: str) -> None:
         os.symlink(os.path.relpath(written, link.parent), new, target_is_directory=True)
         os.replace(new, link)
     except OSError:
-        # The file system has no symlinks. The checkpoint itself is kept, and ckpt_path="last" still finds it.
+        # The file system does not support symlinks. ckpt_path="last" still finds the checkpoint itself.
         new.unlink(missing_ok=True)

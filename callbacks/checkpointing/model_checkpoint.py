@@ -321,6 +321,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._time_flag is not None:
+            # All ranks must complete the exchange in flight.
             self._time_flag()
             self._time_flag = None
         self._finish_background_save(trainer)
@@ -413,8 +414,8 @@ class ModelCheckpoint(Callback):
         if save is not None:
             to_delete = dict(self._to_delete)
             background = BackgroundSave(save, written, ranking_before, to_delete, link, is_keeper, self._storage)
-            save.follow(background.after_commit)
             self._background_save = background
+            save.follow(background.finish)
         else:
             self._to_delete = after_commit(written, link, self._to_delete, self._storage) if is_keeper else {}
             notify_loggers(trainer, self)

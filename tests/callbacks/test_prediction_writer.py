@@ -113,7 +113,7 @@ def test_fit_and_test_write_nothing(tmp_path: Path) -> None:
 def test_mistakes_are_named_before_the_first_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="write_interval='step'"):
         BasePredictionWriter("step")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="calls write_on_epoch_end, which it does not override"):
+    with pytest.raises(ConfigurationError, match="needs write_on_epoch_end: override it"):
         predict(BasePredictionWriter("epoch"), loader())
 
 
