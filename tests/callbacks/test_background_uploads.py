@@ -1,4 +1,4 @@
-"""Uploads beside the training: their order, their failures, and copies that outlive a checkpoint."""
+"""Background uploads: their order, their failures, and copies that outlive a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leyden.strategies.errors import LeydenError
 from leyden.trainer.format.staging import is_staging
 
 
-def test_tasks_are_carried_out_in_order_beside_the_caller() -> None:
+def test_tasks_run_in_order_in_the_background() -> None:
     uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
 
     def first() -> None:
@@ -39,7 +39,7 @@ def test_tasks_are_carried_out_in_order_beside_the_caller() -> None:
     assert done[-1] == "fourth"
 
 
-def test_a_failure_is_reported_once_and_stops_no_other_task() -> None:
+def test_a_failure_is_reported_once_and_does_not_stop_other_tasks() -> None:
     uploads, done = BackgroundUploads("Mine"), []
 
     def fails() -> None:
@@ -62,7 +62,7 @@ def test_a_failure_is_reported_once_and_stops_no_other_task() -> None:
         uploads.report(raises=False)
 
 
-def test_an_interrupted_run_gives_up_what_is_left_with_a_warning() -> None:
+def test_an_interrupted_run_abandons_pending_uploads_with_a_warning() -> None:
     uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
     uploads.put(Task("one", lambda: done.append(go.wait(60)), lambda: done.append("end of one")))
     uploads.put(Task("two", lambda: done.append("two"), lambda: done.append("end of two")))
@@ -75,7 +75,7 @@ def test_an_interrupted_run_gives_up_what_is_left_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_copy_stays_when_the_checkpoint_goes(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_outlives_its_checkpoint(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "step=1"
     (folder / "inner").mkdir(parents=True)
     (folder / "a").write_text("a")

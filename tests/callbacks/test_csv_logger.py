@@ -29,7 +29,7 @@ def in_trainer(root: Path, stage: str = "fit", **arguments: Any) -> CSVLogger:
     return logger
 
 
-def test_a_metric_called_step_leaves_the_column_of_steps_alone(tmp_path: Path) -> None:
+def test_a_metric_named_step_gets_its_own_column(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"step": 40, "loss": 0.5}, step=7)
     logger.save()
@@ -85,7 +85,7 @@ def test_rows_reach_the_disk_every_n_steps(tmp_path: Path) -> None:
     assert seen == [0, 0, 0, 4, 4, 4, 4, 8, 8, 8]
 
 
-def test_step_left_out_counts_on(tmp_path: Path) -> None:
+def test_an_omitted_step_continues_the_count(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     for step in (None, None, 7, None):
         logger.log_metrics({"x": 1}, step)
@@ -103,7 +103,7 @@ def test_values_can_be_logged_after_finalize(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flushed_later", [True, False])
-def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path, flushed_later: bool) -> None:
+def test_a_resume_removes_values_logged_after_the_checkpoint(tmp_path: Path, flushed_later: bool) -> None:
     whole = in_trainer(tmp_path / "whole")
     broken = in_trainer(tmp_path / "broken")
     state: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def test_the_state_counts_rows_that_are_not_written_yet(tmp_path: Path) -> None:
     assert logger.state_dict()["rows"] == 3
 
 
-def test_a_test_with_a_checkpoint_cuts_nothing(tmp_path: Path) -> None:
+def test_a_test_run_with_a_checkpoint_removes_nothing(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"x": 1}, 1)
     state = logger.state_dict()
@@ -151,7 +151,7 @@ def test_a_test_with_a_checkpoint_cuts_nothing(tmp_path: Path) -> None:
     assert rows(tester)[2]["test"] == "3"
 
 
-def test_the_same_logger_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+def test_the_same_logger_returns_to_a_checkpoint(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"x": 1}, 1)
     state = logger.state_dict()
@@ -208,7 +208,7 @@ def test_a_killed_run_resumes_with_whole_rows(tmp_path: Path) -> None:
     assert [int(row["x"]) for row in rows(later)] == list(range(1, 123))
 
 
-def test_half_a_row_is_dropped_where_all_are_kept(tmp_path: Path) -> None:
+def test_a_partial_row_is_dropped_when_all_rows_are_kept(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, version="same")
     logger.log_metrics({"x": 1.5}, 1)
     logger.save()

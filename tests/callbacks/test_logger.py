@@ -1,4 +1,4 @@
-"""Loggers' common ground: run folders, what a resume takes over, numbers and settings."""
+"""Behavior shared by all loggers: run folders, resumes, numbers and hyperparameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _claim(root: str, count: int, taken: Any) -> None:
 
 
 class TestRunFolder:
-    def test_versions_count_up_past_gaps_and_strangers(self, tmp_path: Path) -> None:
+    def test_versions_continue_past_gaps_and_unrelated_folders(self, tmp_path: Path) -> None:
         (tmp_path / "version_7").mkdir()
         (tmp_path / "version_x").mkdir()
         (tmp_path / "other").mkdir()
@@ -135,7 +135,7 @@ class TestResume:
         assert logger.version == 0
         assert [entry.name for entry in (tmp_path / "logs").iterdir()] == ["version_0"]
 
-    def test_a_folder_taken_too_early_is_given_back(self, tmp_path: Path) -> None:
+    def test_a_folder_claimed_before_the_resume_is_discarded(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path)
         logger = CSVLogger()
         handed(tmp_path, logger)
@@ -162,7 +162,7 @@ class TestResume:
         logger.save()
         assert (tmp_path / "there/logs/version_0/metrics.csv").read_text() == "step,loss\n2,2.0\n"
 
-    def test_a_version_that_was_given_wins(self, tmp_path: Path) -> None:
+    def test_an_explicit_version_takes_precedence(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path)
         logger = CSVLogger(version="new")
         handed(tmp_path, logger)
@@ -279,7 +279,7 @@ class TestHparams:
             CSVLogger(tmp_path).log_hyperparams([1, 2])  # type: ignore[arg-type]
 
 
-def test_a_logger_of_ones_own_needs_one_method() -> None:
+def test_a_custom_logger_needs_one_method() -> None:
     class Mine(Logger):
         def __init__(self) -> None:
             self.seen: list[tuple[dict[str, float], int | None]] = []
@@ -313,7 +313,7 @@ def test_a_dummy_logger_takes_every_call_and_is_an_empty_list() -> None:
 
 
 class Told(Logger):
-    """Notes of which checkpoints it is told, which of them are there at the time, and how the run ends."""
+    """Records the checkpoints it is notified of, which of them exist at that time, and the status of the run."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, list[str]]] = []
@@ -332,7 +332,7 @@ class Told(Logger):
 
 
 class Waits(Callback):
-    """Lets a save that a thread writes end within the next step."""
+    """Lets a background save finish within the next step."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.pending_save is not None:
@@ -411,7 +411,7 @@ def run(root: Path, seed: int = 0, **arguments: Any) -> Trainer:
 
 
 class Dies(Callback):
-    """Ends the run with an error, some steps after a checkpoint, when loggers have written more."""
+    """Raises some steps after a checkpoint, once loggers have written more values."""
 
     order = 200
 

@@ -1,4 +1,4 @@
-"""MLFlowLogger, with MLflow's own folder of files, read back by its client."""
+"""MLFlowLogger: MLflow's local store, read back by its client."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_arguments_without_meaning_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"MLFlowLogger\(synchronous='no'\): use True, False or None"):
         MLFlowLogger(synchronous="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"MLFlowLogger\(log_model='best'\): use True"):
@@ -80,7 +80,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def wrapped(client: Any, before: Any) -> None:
-    """Has a client call a function before it uploads a folder."""
+    """Makes a client call a function before it uploads a folder."""
     upload = client.log_artifacts
 
     def log_artifacts(*args: Any) -> None:
@@ -90,7 +90,7 @@ def wrapped(client: Any, before: Any) -> None:
     client.log_artifacts = log_artifacts
 
 
-def test_checkpoints_are_uploaded_beside_the_training_and_outlive_their_deletion(store: str, tmp_path: Path) -> None:
+def test_background_uploads_outlive_the_deletion_of_their_checkpoints(store: str, tmp_path: Path) -> None:
     logger, trained = MLFlowLogger(tracking_uri=store, log_model="all"), threading.Event()
     # The first upload begins when the training is over, and two of the checkpoints are deleted.
     wrapped(logger.experiment, lambda: trained.wait(60) or pytest.fail("the training waits for the upload"))
@@ -122,7 +122,7 @@ def test_a_failed_upload_is_an_error_at_the_next_save_or_the_end(store: str, tmp
         assert not [path for path in (tmp_path / f"{steps}").iterdir() if path.name.startswith(".")]
 
 
-def test_synchronous_says_who_waits(store: str, tmp_path: Path) -> None:
+def test_synchronous_decides_which_calls_wait(store: str, tmp_path: Path) -> None:
     threads: list[threading.Thread] = []
     for synchronous in (True, False):
         logger = MLFlowLogger(tracking_uri=store, log_model="all", synchronous=synchronous)

@@ -43,7 +43,7 @@ Shown = dict[str, list[tuple[str, str]]]
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """The outputs of each cell, in their order: where each came from, and its text without colours."""
+    """The outputs of each cell, in order: the source of each, and its text without colors."""
     tests = Path(__file__).parents[1]
     begin = BEGIN.format(paths=[str(tests), str(tests.parent)], root=repr(str(tmp_path_factory.mktemp("runs"))))
     cells = [nbformat.v4.new_code_cell(text) for text in (begin, *CELLS.values())]
@@ -62,7 +62,7 @@ def displays(outputs: list[tuple[str, str]]) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_tqdm_bar_is_one_text_which_ends_as_the_run_did(shown: Shown) -> None:
+def test_a_tqdm_bar_is_one_text_with_the_final_state(shown: Shown) -> None:
     bars = displays(shown["tqdm"])
     # The bar of all validations and that of the sanity check leave nothing.
     assert len(bars) == 3 and sorted(bars)[:2] == ["", ""]
@@ -76,7 +76,7 @@ def test_a_tqdm_bar_is_one_text_which_ends_as_the_run_did(shown: Shown) -> None:
 
 
 @pytest.mark.full
-def test_a_rich_bar_and_its_table_are_displays_of_their_own(shown: Shown) -> None:
+def test_a_rich_bar_and_its_table_are_separate_displays(shown: Shown) -> None:
     table, totals, *bars = displays(shown["rich"])
     assert "┃ Name  ┃ Type" in table and "parameters in total" in totals
     assert bars[0] == "" and len(bars) == 2
@@ -85,7 +85,7 @@ def test_a_rich_bar_and_its_table_are_displays_of_their_own(shown: Shown) -> Non
 
 
 @pytest.mark.full
-def test_nothing_but_text_is_written(shown: Shown) -> None:
+def test_only_text_is_written(shown: Shown) -> None:
     for name, outputs in shown.items():
         assert {source for source, _ in outputs} <= {"display", "stdout"}, (name, outputs)
         written = "".join(text for source, text in outputs if source == "stdout")

@@ -137,7 +137,7 @@ def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> 
     seen: list[Any] = []
 
     class Lit(TQDMProgressBar):
-        """The overrides of its documentation, and members that its users read."""
+        """Overrides from Lightning's documentation, and members that its users read."""
 
         def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             items = super().get_metrics(*args, **kwargs)
@@ -212,7 +212,7 @@ def test_a_bar_that_is_reset_for_each_loader_counts_its_batches(tmp_path: Path, 
     assert not any("it [" in line for line in lines)
 
 
-def test_the_same_bar_runs_where_none_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_bar_runs_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Lit(TQDMProgressBar):
         def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
             super().on_train_epoch_start(trainer, *args)
@@ -228,11 +228,9 @@ def test_the_same_bar_runs_where_none_is_drawn(tmp_path: Path, capfd: pytest.Cap
     assert line.startswith("Epoch 0/0  batch 10/10  step 10") and line.endswith(", v_num=0")
 
 
-def test_a_bar_of_ones_own_takes_the_place_of_the_default_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_custom_bar_replaces_the_default_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Percent(ProgressBar):
-        """The example of Lightning's documentation: it shadows `enable`."""
+        """The example from Lightning's documentation, which shadows `enable`."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -260,7 +258,7 @@ def test_a_bar_of_ones_own_takes_the_place_of_the_default_one(
         trainer(tmp_path, TQDMProgressBar(), enable_progress_bar=False)
 
 
-def test_what_is_logged_and_warned_appears_above_the_bars(
+def test_logs_and_warnings_appear_above_the_bars(
     tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("tests.bar")
@@ -299,7 +297,7 @@ def test_an_error_closes_the_bars(tmp_path: Path) -> None:
     assert not bar._bars
 
 
-def test_printing_leaves_the_bar_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printing_does_not_break_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bar = TQDMProgressBar()
 
     class Speaks(Net):
@@ -316,7 +314,7 @@ def test_printing_leaves_the_bar_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines.index("hello-5") < len(lines) - 1
 
 
-def test_pythons_own_print_leaves_the_bars_whole(
+def test_builtin_print_does_not_break_the_bars(
     tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Speaks(Net):
@@ -375,7 +373,7 @@ def test_a_line_may_be_written_in_parts(
 
 
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
-def test_a_handler_that_is_made_within_the_run_writes_on_after_it(
+def test_a_handler_created_during_the_run_works_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -392,7 +390,7 @@ def test_a_handler_that_is_made_within_the_run_writes_on_after_it(
         assert log.handlers[0].stream is sys.stderr  # type: ignore[attr-defined]
 
 
-def test_a_stream_that_somebody_else_put_in_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_replaced_by_other_code_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = io.StringIO()
 
     class Redirects(Net):
@@ -410,7 +408,7 @@ def test_a_stream_that_somebody_else_put_in_place_stays(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_printing_to_a_file_of_ones_own_goes_there_alone(
+def test_printing_to_a_file_writes_only_to_that_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], enabled: bool
 ) -> None:
     file = io.StringIO()

@@ -71,7 +71,7 @@ def test_every_stage_has_its_bar_and_prints_stay_above(
     assert terminal.bytes.count(b"\x1b[?25l") == terminal.bytes.count(b"\x1b[?25h") == 4
 
 
-def test_an_error_gives_the_terminal_back(tmp_path: Path) -> None:
+def test_an_error_restores_the_terminal(tmp_path: Path) -> None:
     class Fails(Net):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             raise KeyboardInterrupt if batch_idx else RuntimeError("in validation")
@@ -84,7 +84,7 @@ def test_an_error_gives_the_terminal_back(tmp_path: Path) -> None:
     assert terminal.bytes.rstrip().endswith(b"\x1b[?25h")
 
 
-def test_long_metrics_stand_below_the_bar_and_leave_keeps_epochs(tmp_path: Path) -> None:
+def test_long_metrics_move_below_the_bar_and_leave_keeps_epochs(tmp_path: Path) -> None:
     class Long(RichProgressBar):
         def get_metrics(self, *args: Any) -> dict[str, Any]:
             return {"a": 0.12345, **{f"a_long_metric_{number}": 1e-5 for number in range(8)}}
@@ -98,7 +98,7 @@ def test_long_metrics_stand_below_the_bar_and_leave_keeps_epochs(tmp_path: Path)
     assert terminal.bytes.count(b"\x1b[?25l") == 2
 
 
-def test_without_a_terminal_it_writes_the_lines_of_the_other_bar(
+def test_without_a_terminal_it_prints_the_same_lines_as_the_tqdm_bar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As build servers have it.
@@ -122,7 +122,7 @@ def test_without_a_terminal_it_writes_the_lines_of_the_other_bar(
     assert err.splitlines()[2].startswith("Validation  batch 10/10") and "| Name  | Type" in out
 
 
-def test_columns_and_tasks_of_ones_own(tmp_path: Path, every_batch: None) -> None:
+def test_custom_columns_and_tasks(tmp_path: Path, every_batch: None) -> None:
     class Own(RichProgressBar):
         def configure_columns(self, trainer: Trainer) -> list[Any]:
             from rich.progress import MofNCompleteColumn

@@ -1,4 +1,4 @@
-"""Callbacks that log by themselves: to whom, and at which steps."""
+"""Callbacks that log: to which loggers, and at which steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_log_every_n_steps_of_zero_logs_no_step(tmp_path: Path, monitor: type[Ca
 
 
 @pytest.mark.parametrize("monitor", [MONITORS[0], MONITORS[1], MONITORS[3]])
-def test_a_monitor_needs_a_logger_but_in_a_trial_run(tmp_path: Path, monitor: type[Callback]) -> None:
+def test_a_monitor_needs_a_logger_except_under_fast_dev_run(tmp_path: Path, monitor: type[Callback]) -> None:
     callback = monitor()
     arguments = {**QUIET, "max_epochs": 1, "callbacks": [callback], "default_root_dir": tmp_path}
     with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} needs a logger"):

@@ -144,7 +144,7 @@ def test_values_can_be_logged_after_finalize(tmp_path: Path) -> None:
     assert scalars(logger, "a") == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resume_removes_values_logged_after_the_checkpoint(tmp_path: Path) -> None:
     first = in_trainer(tmp_path)
     first.log_metrics({"loss": 1.0}, 1)
     first.log_metrics({"loss": 2.0}, 2)
@@ -161,7 +161,7 @@ def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert scalars(second, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_a_resume_keeps_what_others_wrote_and_goes_by_the_order_of_writing(tmp_path: Path) -> None:
+def test_a_resume_keeps_other_writers_files_and_truncates_by_write_order(tmp_path: Path) -> None:
     """A file opened after the checkpoint is removed; a higher step logged before it and another writer's file stay."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -186,7 +186,7 @@ def test_a_resume_keeps_what_others_wrote_and_goes_by_the_order_of_writing(tmp_p
 
 
 def test_a_resume_from_a_later_checkpoint_after_one_from_an_earlier(tmp_path: Path) -> None:
-    """The file was cut below what the later checkpoint knew: it is not filled up, and what was cut is kept aside."""
+    """The file is shorter than in the later checkpoint. It is not padded, and the removed part stays in the backup."""
     logger = in_trainer(tmp_path)
     states = {}
     for step in (1, 2, 3):
@@ -309,7 +309,7 @@ def test_a_state_without_event_files_still_loads(tmp_path: Path) -> None:
     assert scalars(again, "loss") == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_writer_that_is_open_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+def test_an_open_writer_returns_to_a_checkpoint(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)
     state = logger.state_dict()
@@ -420,7 +420,7 @@ def test_tensorboard_is_imported_at_the_first_write(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_open_logger_pickles_and_its_copy_writes_on(tmp_path: Path) -> None:
+def test_an_open_logger_pickles_and_its_copy_continues_writing(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_metrics({"x": 1.0}, step=1)
     for other in (pickle.loads(pickle.dumps(logger)), copy.deepcopy(logger)):

@@ -93,7 +93,7 @@ def test_a_resume_logs_to_the_same_run_id(tmp_path: Path) -> None:
     assert history(files(tmp_path)[1]) == [{"loss": 0.5, "trainer/global_step": 6}]
 
 
-def test_an_id_that_was_given_wins(tmp_path: Path) -> None:
+def test_an_explicit_id_takes_precedence(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, id="mine", offline=True)
     logger.load_state_dict({"id": "other", "last_step": 5})
     assert logger.version == "mine"
@@ -111,7 +111,7 @@ def test_a_failed_run_is_ended_as_failed(tmp_path: Path) -> None:
     assert exits == [1]
 
 
-def test_a_run_of_the_users_own_is_used_and_left_open(tmp_path: Path) -> None:
+def test_an_existing_run_is_used_and_left_open(tmp_path: Path) -> None:
     run = wandb.init(dir=tmp_path, mode="offline", id="users")
     logger = WandbLogger(experiment=run)
     logger.log_metrics({"x": 1}, 1)
@@ -165,7 +165,7 @@ def test_sounds_are_recorded(tmp_path: Path) -> None:
     assert (row["sound/captions"], row["trainer/global_step"]) == (["silence"], 5)
 
 
-def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
+def test_ranks_that_do_not_write_start_no_run(tmp_path: Path) -> None:
     logger = WandbLogger(offline=True)
     handed(tmp_path, logger, zero=False)
     logger.log_hyperparams({"a": 1})

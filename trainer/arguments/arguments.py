@@ -20,7 +20,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.watchdog import hang_limit
 from leyden.trainer.arguments.given import UNSET
 from leyden.trainer.arguments.replay import replay_of
-from leyden.trainer.events.preemption import wanted
+from leyden.trainer.events.preemption import preemption_from
 from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
@@ -205,7 +205,7 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
     if arguments.overfit_batches:
         implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
     implied["hang_timeout"] = hang_limit(arguments.hang_timeout)
-    implied["preemption"] = wanted(arguments.preemption, implied.get("resume", arguments.resume) == "auto")
+    implied["preemption"] = preemption_from(arguments.preemption, implied.get("resume", arguments.resume) == "auto")
     return implied
 
 

@@ -81,7 +81,7 @@ class SchedulerConfig:
 
 
 @contextmanager
-def own_groups(scheduler: Any) -> Iterator[None]:
+def hide_added_groups(scheduler: Any) -> Iterator[None]:
     """Hides parameter groups added after the scheduler's construction, if the scheduler has no settings for them.
 
     Newer versions of torch raise for such groups. Their learning rates stay unchanged.

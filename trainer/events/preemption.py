@@ -97,7 +97,7 @@ class Preemption:
         return number != signal.SIGTERM if self.requeue is None else self.requeue
 
 
-def wanted(value: object, resumes: bool) -> Preemption | None:
+def preemption_from(value: object, resumes: bool) -> Preemption | None:
     """Returns the Preemption for the `preemption` argument of a Trainer or Accelerator; None if it is off.
 
     Args:

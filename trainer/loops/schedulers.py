@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from leyden.trainer.engine.schedulers import own_groups
+from leyden.trainer.engine.schedulers import hide_added_groups
 
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
@@ -59,5 +59,5 @@ class Schedulers:
                 self._step(config, metric)
 
     def _step(self, config: SchedulerConfig, metric: float | None) -> None:
-        with self._hooks.inside("lr_scheduler_step"), own_groups(config.scheduler):
+        with self._hooks.inside("lr_scheduler_step"), hide_added_groups(config.scheduler):
             self._module.lr_scheduler_step(config.scheduler, metric)

@@ -1,4 +1,4 @@
-"""All of torch's optimizers and schedulers through the Trainer: saved, resumed, and the same bit for bit afterwards."""
+"""All of torch's optimizers and schedulers in the Trainer: saved, resumed, and bit-identical afterwards."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_scheduler_of_torch_resumes_exactly(name: str, interval: str, steps
 
 
 def test_a_scheduler_changes_the_rate(tmp_path: Path) -> None:
-    """The tests above can fail: the rates that they compare differ from step to step."""
+    """Guards the tests above against vacuous success: the rates they compare differ between steps."""
     for name in SCHEDULERS:
         _, _, rates = fit(tmp_path, ("SGD", name, "step"), max_epochs=3)
         assert len(set(rates.seen)) > 1, name

@@ -69,7 +69,7 @@ FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_configure_optimizers_is_understood(fit: Any, form: str) -> None:
+def test_configure_optimizers_accepts_every_form(fit: Any, form: str) -> None:
     make, optimizers, schedulers = FORMS[form]
 
     module = Logging(lambda module, batch: module.log("value", 1.0), make)
@@ -81,7 +81,7 @@ def test_every_form_of_configure_optimizers_is_understood(fit: Any, form: str) -
 
 
 def scaled(precision: str) -> Any:
-    """With a scale at which gradients of a few units do not overflow."""
+    """Returns the precision, with a loss scale at which gradients of a few units do not overflow."""
     return MixedPrecision("16", init_scale=64.0) if precision == "16-mixed" else precision
 
 
@@ -172,13 +172,13 @@ def test_no_plateau_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
     assert trainer.progress.stepped == 3
 
 
-def test_a_plateau_scheduler_that_is_not_strict_only_warns(fit: Any) -> None:
+def test_a_non_strict_plateau_scheduler_only_warns(fit: Any) -> None:
     module = Tiny(lambda module: plateau(module, monitor="nothing", strict=False))
     with pytest.warns(UserWarning, match="monitors 'nothing', which was not logged"):
         assert fit(module, numbered(2)).global_step == 2
 
 
-def test_a_scheduler_of_ones_own_steps_by_lr_scheduler_step(fit: Any) -> None:
+def test_a_custom_scheduler_steps_through_lr_scheduler_step(fit: Any) -> None:
     class Own:
         calls: ClassVar[list[Any]] = []
 
@@ -233,7 +233,7 @@ def test_several_optimizers_step_once_per_window(fit: Any, accumulate: int) -> N
     assert trainer.global_step == -(-7 // accumulate)
 
 
-def test_a_toggled_optimizer_is_the_only_one_whose_parameters_take_gradients(fit: Any) -> None:
+def test_toggling_disables_gradients_of_all_other_optimizers(fit: Any) -> None:
     class Adversaries(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -263,7 +263,7 @@ def test_a_toggled_optimizer_is_the_only_one_whose_parameters_take_gradients(fit
     assert trainer.global_step == 2
 
 
-def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(fit: Any) -> None:
+def test_untoggling_restores_a_parameter_shared_by_several_optimizers(fit: Any) -> None:
     class Shared(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -297,7 +297,7 @@ def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(
     assert module.seen == [of_first, of_second, of_first, of_all, of_second, of_all]
 
 
-def test_an_optimizer_toggles_its_part_of_the_model(fit: Any) -> None:
+def test_toggle_model_works_on_the_optimizer(fit: Any) -> None:
     class Adversary(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -386,7 +386,7 @@ def test_clipping_limits_the_step(fit: Any, algorithm: str, weight: float, preci
     assert torch.allclose(module.net.weight, torch.full((1, 2), weight))
 
 
-def test_a_clipping_of_ones_own_sees_true_gradients_and_logs(fit: Any) -> None:
+def test_custom_clipping_sees_unscaled_gradients_and_may_log(fit: Any) -> None:
     given: list[Any] = []
     norms: list[float] = []
 
@@ -412,7 +412,7 @@ def test_accumulation_may_change_by_epoch(fit: Any) -> None:
 
 
 @pytest.mark.parametrize("of_tensors", [True, False])
-def test_items_weigh_the_window(fit: Any, of_tensors: bool) -> None:
+def test_num_items_weights_the_window(fit: Any, of_tensors: bool) -> None:
     class Weighted(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             count = len(batch)
@@ -426,7 +426,7 @@ def test_items_weigh_the_window(fit: Any, of_tensors: bool) -> None:
     assert torch.allclose(whole.net.weight, 1 - 0.1 * rows.mean(0))
 
 
-def test_hooks_see_the_loss_as_it_is(fit: Any) -> None:
+def test_hooks_see_the_undivided_loss(fit: Any) -> None:
     seen: list[Any] = []
 
     class Watching(Tiny):
@@ -440,7 +440,7 @@ def test_hooks_see_the_loss_as_it_is(fit: Any) -> None:
     assert seen == [2.0, (2.0, False)] * 4
 
 
-def test_a_closure_optimizer_evaluates_the_loss_as_often_as_it_likes(fit: Any) -> None:
+def test_a_closure_optimizer_may_evaluate_the_loss_repeatedly(fit: Any) -> None:
     class Newton(Tiny):
         evaluations = 0
 
@@ -463,7 +463,7 @@ def test_a_scaler_that_keeps_skipping_is_an_error(fit: Any) -> None:
         fit(Tiny(), [NAN] * 50, precision="16-mixed")
 
 
-def test_skips_are_counted_by_window_where_there_are_several_optimizers(fit: Any) -> None:
+def test_skips_are_counted_per_window_with_several_optimizers(fit: Any) -> None:
     module = Tiny(lambda module: [sgd(module), sgd(module)])
     trainer = fit(module, [NAN] * 30 + [torch.ones(1, 2)] * 2, precision="16-mixed")
     assert trainer.global_step == 32
@@ -480,7 +480,7 @@ def test_a_frozen_module_is_named(fit: Any) -> None:
 
 
 class Replaced(SGD):
-    """An optimizer with a `zero_grad` of its own, which keeps half of each gradient."""
+    """An optimizer with an overridden `zero_grad`, which keeps half of each gradient."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -488,21 +488,21 @@ class Replaced(SGD):
 
 
 def patched(module: nn.Module) -> SGD:
-    """An optimizer whose method was replaced on the object, as libraries that wrap optimizers do."""
+    """An optimizer with a method replaced on the instance, as libraries that wrap optimizers do."""
     optimizer = SGD(module.parameters(), 0.1)
     optimizer.zero_grad = Replaced.zero_grad.__get__(optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
 @pytest.mark.parametrize("make", [lambda module: Replaced(module.parameters(), 0.1), patched], ids=["class", "object"])
-def test_an_optimizers_own_zero_grad_is_the_one_that_is_called(fit: Any, make: Any) -> None:
+def test_an_overridden_zero_grad_of_an_optimizer_is_called(fit: Any, make: Any) -> None:
     module = Tiny(make)
     fit(module, [torch.ones(1, 2)] * 3, max_epochs=1)
     # Gradients of 1, 1.5 and 1.75, where torch's own would have left 1 each time.
     torch.testing.assert_close(module.net.weight, torch.full_like(module.net.weight, 1 - 0.1 * (1 + 1.5 + 1.75)))
 
 
-def test_gradients_of_parameters_that_come_later_are_cleared_too(fit: Any) -> None:
+def test_gradients_of_parameters_added_later_are_cleared_too(fit: Any) -> None:
     class Growing(Tiny):
         def configure_optimizers(self) -> Any:
             self.late = nn.Parameter(torch.zeros(()))
@@ -521,7 +521,7 @@ def test_gradients_of_parameters_that_come_later_are_cleared_too(fit: Any) -> No
 
 # what Lightning's scripts do in manual optimisation -------------------------------------------------------------------
 @pytest.mark.parametrize("as_dict", [True, False])
-def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(fit: Any, as_dict: bool) -> None:
+def test_a_plateau_scheduler_needs_no_monitor_in_manual_optimization(fit: Any, as_dict: bool) -> None:
     class Manual(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             result_of(self, self(batch).mean())
@@ -540,7 +540,7 @@ def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(fit: Any, a
 
 
 class Asks(SGD):
-    """An optimizer whose step takes an argument of its own."""
+    """An optimizer whose step takes an extra argument."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -574,7 +574,7 @@ def test_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automat
     assert trainer.optimizers[0].asked == [3, 3]
 
 
-def test_optimizers_come_wrapped_or_bare_by_either_name(fit: Any) -> None:
+def test_optimizers_are_available_wrapped_and_unwrapped(fit: Any) -> None:
     module = Tiny()
     [bare] = fit(module, numbered(1)).optimizers
     wrapped = module.optimizers()
@@ -583,9 +583,7 @@ def test_optimizers_come_wrapped_or_bare_by_either_name(fit: Any) -> None:
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_what_is_logged_in_a_plateau_scheduler_step_reaches_the_loggers(
-    fit: Any, tmp_path: Path, interval: str
-) -> None:
+def test_values_logged_in_a_plateau_scheduler_step_reach_the_loggers(fit: Any, tmp_path: Path, interval: str) -> None:
     class Stepping(Logging):
         calls = 0
 

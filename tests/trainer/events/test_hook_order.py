@@ -28,7 +28,7 @@ HOOK = re.compile(r"(?:(\w+)\.)?(\w+)$")
 # the pseudocode -------------------------------------------------------------------------------------------------------
 @dataclass
 class Line:
-    """A line of the docstring: what must hold, then a loop or names; and what lies inside."""
+    """A line of the docstring: its conditions, then a loop or names, and the nested lines."""
 
     conditions: list[str]
     loop: str
@@ -37,7 +37,7 @@ class Line:
 
 
 def parse(text: str) -> dict[str, list[Line]]:
-    """Reads the indented block: its sections by name (several share one body)."""
+    """Parses the indented block into sections by name. Several names may share one body."""
     sections: dict[str, list[Line]] = {}
     open_at: list[tuple[int, list[Line]]] = []
     for raw in text.splitlines():
@@ -70,7 +70,7 @@ SECTIONS = parse(hooks.__doc__ or "")
 
 @dataclass
 class Plan:
-    """What a run is made of; the conditions and loops of the docstring are asked of it."""
+    """The parameters of a run, which decide the conditions and loops of the docstring."""
 
     epochs: int = 0
     batches: int = 0
@@ -186,7 +186,7 @@ RECORDED = {
 
 
 def recording(owner: str, base: type, trace: list[Event]) -> Any:
-    """A class that overrides every hook of `base`, notes each call, and does what `base` does."""
+    """Returns a subclass of `base` whose hooks record each call and then call super."""
 
     def recorded(name: str) -> Callable[..., Any]:
         original = getattr(base, name)
@@ -264,7 +264,7 @@ class Data(DataModule):
 
 @dataclass
 class Run:
-    """A Trainer whose module, DataModule and two callbacks note every call in `trace`."""
+    """A Trainer whose module, DataModule and two callbacks record every call in `trace`."""
 
     plan: Plan
     folder: Path
@@ -294,7 +294,7 @@ class Run:
 
 
 class Saver(Callback):
-    """Saves at one step, after everyone else, and keeps what that itself calls out of the record."""
+    """Saves at one step, after all other callbacks, and leaves the hooks of the save out of the record."""
 
     order: ClassVar[int] = 1000
 

@@ -1,4 +1,4 @@
-"""How values and metric states of several ranks become one, without any ranks."""
+"""The merging of values and metric states of several ranks, tested in a single process."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def entry(reduce_fx: Any) -> Entry:
         (torch.median, [[1.0, 3.0], [2.0]], 2.0),
     ],
 )
-def test_values_of_ranks_are_reduced_by_their_own_function(reduce_fx: Any, told: Any, expected: float) -> None:
+def test_values_of_all_ranks_are_reduced_by_reduce_fx(reduce_fx: Any, told: Any, expected: float) -> None:
     value = combined(entry(reduce_fx), told)
     assert value is not None and float(value) == pytest.approx(expected, nan_ok=True)
 
 
-def test_a_function_that_is_not_known_again_yet_gives_no_value() -> None:
+def test_a_reduce_fx_function_that_is_not_restored_yet_yields_no_value() -> None:
     with pytest.warns(UserWarning, match="the epoch value of 'x' is left out: its reduce_fx is a function"):
         assert combined(entry(Reduced(1.0)), [[1.0], [2.0]]) is None
 
 
 class Own(Metric):
-    """States of every kind that torchmetrics has."""
+    """States of every kind in torchmetrics."""
 
     def __init__(self, custom: Any = None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Own(Metric):
 
 
 def states_of(found: list[Metric]) -> dict[int, list[metrics.PartState]]:
-    """What each rank's metric sends, by rank."""
+    """The states that each rank's metric sends, by rank."""
     return {rank: metrics.unpack(metrics.pack([metric]))[0] for rank, metric in enumerate(found)}
 
 
@@ -104,7 +104,7 @@ def test_states_of_every_kind_travel_and_are_merged() -> None:
     assert first._update_count == 2 and not first._is_synced and first._to_sync
 
 
-def test_one_rank_with_updates_gives_its_own_state() -> None:
+def test_the_only_rank_with_updates_determines_the_state() -> None:
     first, idle = Own(), Own()
     first.update(torch.tensor([6.0, 1.0]))
     for metric in (first, idle):
@@ -126,7 +126,7 @@ def test_aggregations_of_torchmetrics(make: Any) -> None:
 
 
 def test_metrics_inside_metrics_are_merged() -> None:
-    """Wrappers, and sums of metrics, have states inside them."""
+    """Wrappers and compositions of metrics hold nested states."""
     ranks = [MinMaxMetric(MeanMetric()) for _ in range(2)]
     sums = [MeanMetric() + SumMetric() for _ in range(2)]
     for rank in range(2):
@@ -150,6 +150,6 @@ def test_states_of_different_shapes_are_refused_by_name() -> None:
     assert ranks[0].stacked.shape == (3,)
 
 
-def test_no_metrics_are_no_bytes() -> None:
+def test_without_metrics_no_bytes_are_packed() -> None:
     assert metrics.pack([]).numel() == 0
     assert metrics.unpack(metrics.pack([])) == []

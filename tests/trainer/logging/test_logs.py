@@ -1,4 +1,4 @@
-"""self.log: on which level, under which names, weighted and reduced how, and given to whom."""
+"""self.log: levels, names, weights, reductions and recipients of logged values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.trainer.logging.entries import rule_of
 
 
 def rows(trainer: Trainer) -> list[dict[str, float]]:
-    """What the CSV logger wrote, without empty cells."""
+    """The rows that the CSV logger wrote, without empty cells."""
     with Path(str(trainer.log_dir), "metrics.csv").open() as file:
         return [{key: float(value) for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
 
@@ -56,7 +56,7 @@ def test_names_and_values_by_level_and_reduction(fit: Any, options: Any, expecte
     assert trainer.progress_bar_metrics == {}
 
 
-def test_a_reduction_that_is_written_in_the_call(fit: Any) -> None:
+def test_reduce_fx_may_be_a_lambda_in_the_call(fit: Any) -> None:
     def log(module: Any, batch: Any) -> None:
         module.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
 
@@ -73,7 +73,7 @@ def test_means_are_weighted_by_samples(fit: Any) -> None:
     assert numbers(trainer.callback_metrics) == {"by size": 2.0, "by hand": 3.0, "flag": 0.25}
 
 
-def test_a_value_is_kept_as_it_was_when_it_was_logged(fit: Any) -> None:
+def test_in_place_changes_after_logging_do_not_change_the_value(fit: Any) -> None:
     def log(module: Any, batch: Any) -> None:
         value = torch.tensor(1.0)
         module.log("x", value)
@@ -94,7 +94,7 @@ def test_a_logged_value_keeps_its_graph_only_if_asked_to(fit: Any) -> None:
     assert graphs == [True, False]
 
 
-def test_an_epochs_mean_holds_its_own_batches_only(fit: Any) -> None:
+def test_the_mean_of_an_epoch_covers_only_its_own_batches(fit: Any) -> None:
     seen: list[dict[str, float]] = []
 
     class Closing(Callback):
@@ -135,7 +135,7 @@ REFUSED = (
 REFUSED_ELSEWHERE = ("on_exception", "on_load_checkpoint", "on_validation_model_zero_grad")
 
 
-def test_every_hook_is_one_that_may_log_or_one_that_may_not() -> None:
+def test_every_hook_is_listed_as_allowing_or_refusing_self_log() -> None:
     for event in EVENTS:
         like = event.replace("_test_", "_validation_")
         if like in HOOKS:
@@ -215,7 +215,7 @@ def test_log_every_n_steps_decides_which_rows_a_logger_gets(quiet: Any, every: i
     assert [row["step"] for row in rows(trainer) if "x" in row] == steps
 
 
-def test_steps_of_a_validation_count_on_from_pass_to_pass(quiet: Any, tmp_path: Path) -> None:
+def test_validation_steps_are_counted_across_passes(quiet: Any, tmp_path: Path) -> None:
     class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=False)
@@ -279,15 +279,15 @@ def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) 
     assert "step" not in events
 
 
-def test_a_step_that_is_no_number_is_refused(quiet: Any) -> None:
+def test_a_step_that_is_not_a_number_is_refused(quiet: Any) -> None:
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
     with pytest.raises(ConfigurationError, match=r"self.log\('step', nan\): .* Log a finite number"):
         trainer.fit(Logging(lambda module, batch: module.log("step", float("nan"))), numbered(1))
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(late: bool, quiet: Any, tmp_path: Path) -> None:
-    """What the hook logs after its save goes into a row of its own, so that none is written twice and none is lost."""
+def test_a_save_in_on_train_batch_end_includes_the_row_of_its_step(late: bool, quiet: Any, tmp_path: Path) -> None:
+    """Values that the hook logs after its save get a separate row, so that none is written twice and none is lost."""
 
     class Saving(Logging):
         saves = False
@@ -318,7 +318,7 @@ def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(late: bool, 
         assert values(resumed, "late") == [(1, 0.0), (3, 20.0), (4, 30.0)]
 
 
-def test_manual_optimisation_logs_each_step_once(quiet: Any) -> None:
+def test_manual_optimization_logs_each_step_once(quiet: Any) -> None:
     class Manual(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -374,7 +374,7 @@ def test_metric_objects_are_computed_and_reset_by_epoch(fit: Any) -> None:
     }
 
 
-def test_a_collection_whose_metrics_share_states_is_right_in_every_run(quiet: Any) -> None:
+def test_a_collection_with_shared_states_is_correct_in_every_run(quiet: Any) -> None:
     from torchmetrics import MetricCollection
     from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryPrecision
 
@@ -413,7 +413,7 @@ def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_metric_for_each_loader_or_one_for_all(quiet: Any, apart: bool) -> None:
+def test_one_metric_per_loader_or_one_for_all_loaders(quiet: Any, apart: bool) -> None:
     from torchmetrics import MeanMetric
 
     class Measuring(Tiny):
@@ -451,7 +451,7 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> 
         Trainer(**quiet).test(Measuring(), [loader, loader])
 
 
-def test_step_and_epoch_come_before_the_index_of_a_loader(quiet: Any) -> None:
+def test_step_and_epoch_suffixes_precede_the_loader_index(quiet: Any) -> None:
     class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("loss", batch.mean(), on_step=True, on_epoch=True)
@@ -474,7 +474,7 @@ def test_batches_without_a_sample_have_no_mean(fit: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [-1, "2", (2,)])
-def test_a_batch_size_that_is_no_number_of_samples_is_refused(fit: Any, size: Any) -> None:
+def test_an_invalid_batch_size_is_refused(fit: Any, size: Any) -> None:
     with pytest.raises(ConfigurationError, match="use the number of samples, 0 or more"):
         fit(Logging(lambda module, batch: module.log("x", 3.0, on_epoch=True, batch_size=size)), numbered(2))
 
@@ -492,7 +492,7 @@ def test_without_a_trainer_nothing_is_logged(fit: Any) -> None:
     assert trainer.callback_metrics == {}
 
 
-def test_numpy_numbers_are_taken(fit: Any) -> None:
+def test_numpy_numbers_are_accepted(fit: Any) -> None:
     np = pytest.importorskip("numpy")
 
     values = {"a": np.float32(1.5), "b": np.array(2), "c": np.array([3.0])}

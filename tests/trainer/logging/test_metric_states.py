@@ -1,4 +1,4 @@
-"""The states of torchmetrics objects: merged for another number of ranks as they are reduced over ranks."""
+"""torchmetrics states are merged for another number of ranks by the same reductions as over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leyden.trainer.logging.metric_states import MetricStates
 
 
 class Mixed(Metric):
-    """A state of every kind of reduction that torchmetrics names."""
+    """One state for each reduction that torchmetrics defines."""
 
     total: Tensor
     mean: Tensor
@@ -87,7 +87,7 @@ def test_the_other_ranks_continue_with_the_defaults() -> None:
     assert found["m"]["state"]["largest"] == float("-inf") and found["m"]["state"]["seen"] == []
 
 
-def test_a_state_that_cannot_be_merged_starts_anew_with_a_warning() -> None:
+def test_a_state_that_cannot_be_merged_starts_over_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="the state 'total' of the metric 'm' cannot be merged over ranks"):
         found = states_of(m=Custom()).regroup([saved(Custom(), [2.0]), saved(Custom(), [3.0])], rank=0, seed=0)
     assert float(found["m"]["state"]["total"]) == 0.0 and found["m"]["update_count"] == 0

@@ -1,4 +1,4 @@
-"""A run that is preempted saves itself, exits with 75, and its next start goes on in the same step."""
+"""A preempted run saves a checkpoint and exits with 75, and its next start continues at the same step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress
 
 
 class Net(Regression):
-    """Dropout makes a run that does not go on with the same random numbers another run."""
+    """Dropout makes the result depend on the random state, so a resume without it would differ."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), nn.Linear(4, 3)))
@@ -54,7 +54,7 @@ class Net(Regression):
 
 
 class At(Callback):
-    """Does something when a hook comes by for the n-th time."""
+    """Calls a function on the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, action: Callable[[], Any]) -> None:
         self.left, self.action = number, action
@@ -104,7 +104,7 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_the_next_start_goes_on_in_the_same_step(point: str, tmp_path: Path, whole: Net) -> None:
+def test_the_next_start_continues_at_the_same_step(point: str, tmp_path: Path, whole: Net) -> None:
     hook, number, action = POINTS[point]
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)]
     first, trainer, code = start(tmp_path, At(hook, number, action))
@@ -117,7 +117,7 @@ def test_the_next_start_goes_on_in_the_same_step(point: str, tmp_path: Path, who
     assert same_weights(second, whole)
 
 
-def test_a_run_that_is_preempted_often_keeps_one_checkpoint_of_it(tmp_path: Path, whole: Net) -> None:
+def test_repeated_preemptions_keep_only_one_preemption_checkpoint(tmp_path: Path, whole: Net) -> None:
     steps: list[int] = []
     for _ in range(3):
         net, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGUSR1)))
@@ -130,7 +130,7 @@ def test_a_run_that_is_preempted_often_keeps_one_checkpoint_of_it(tmp_path: Path
     assert code is None and same_weights(net, whole)
 
 
-def test_what_is_saved_anyway_is_not_saved_twice(tmp_path: Path) -> None:
+def test_a_step_saved_already_is_not_saved_again(tmp_path: Path) -> None:
     _, trainer, code = start(
         tmp_path, ModelCheckpoint(save_last=True), At("on_train_batch_start", 4, raising(signal.SIGTERM))
     )
@@ -142,7 +142,7 @@ def test_what_is_saved_anyway_is_not_saved_twice(tmp_path: Path) -> None:
     assert [path.name for path in all_checkpoints(tmp_path / "each step" / "checkpoints")] == ["epoch=0-step=3"]
 
 
-def test_it_saves_before_any_other_hook_hears_of_the_end_and_without_other_checkpoints(tmp_path: Path) -> None:
+def test_it_saves_before_any_other_hook_and_without_other_checkpoints(tmp_path: Path) -> None:
     seen: list[bool] = []
     look = At("on_train_end", 1, lambda: seen.append((tmp_path / "checkpoints" / "preempted").is_dir()))
     stop = At("on_train_batch_start", 2, raising(signal.SIGTERM))
@@ -158,7 +158,7 @@ def test_another_runs_checkpoint_stays(tmp_path: Path) -> None:
         assert trainer.last_checkpoint is not None and trainer.last_checkpoint.name == name
 
 
-def test_without_it_signals_mean_what_they_meant(tmp_path: Path) -> None:
+def test_without_preemption_signals_keep_their_meaning(tmp_path: Path) -> None:
     stop = At("on_train_batch_start", 4, raising(signal.SIGTERM))
     _, trainer, code = start(tmp_path, stop, preemption=False)
     assert code == 143
@@ -169,13 +169,13 @@ def test_without_it_signals_mean_what_they_meant(tmp_path: Path) -> None:
     assert not any(isinstance(callback, PreemptionCheckpoint) for callback in Trainer(**QUIET).callbacks)
 
 
-def test_ctrl_c_stays_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_its_meaning(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGINT)))
     assert all_checkpoints(tmp_path / "checkpoints") == []
 
 
-def test_signals_and_exit_code_of_ones_own(tmp_path: Path, whole: Net) -> None:
+def test_custom_signals_and_exit_code(tmp_path: Path, whole: Net) -> None:
     own = Preemption(signals=("SIGUSR2", "hup"), exit_code=42)
     first, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGUSR2)), preemption=own)
     assert code == 42
@@ -209,7 +209,9 @@ def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Net) -> None:
     assert code is None and first.steps + second.steps == whole.steps and same_weights(second, whole)
 
 
-def test_a_save_that_fails_is_an_error_and_keeps_the_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_raises_and_leaves_the_bookkeeping_consistent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Trainer, *_: Any, **__: Any) -> Path:
         raise CheckpointError("preempted", "the disk is full.")
 
@@ -221,7 +223,7 @@ def test_a_save_that_fails_is_an_error_and_keeps_the_books(tmp_path: Path, monke
 # SLURM ----------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that writes down what it is asked; returns the file."""
+    """Installs a stand-in that records its arguments; returns the file of records."""
     asked, folder = tmp_path / "asked.txt", tmp_path / "bin"
     folder.mkdir()
     program = folder / "scontrol"
@@ -236,7 +238,7 @@ def stopped_by(number: int, folder: Path, **arguments: Any) -> Any:
     return start(folder, At("on_train_batch_start", 2, raising(number)), **arguments)[2]
 
 
-def test_a_job_of_slurm_goes_back_to_the_queue_once_it_is_saved(
+def test_a_slurm_job_is_requeued_once_it_is_saved(
     scontrol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stopped_by(signal.SIGUSR1, tmp_path / "run") == 75
@@ -290,7 +292,7 @@ Trainer(
 """
 
 
-def test_a_step_that_outlasts_the_grace_period_is_left(scontrol: Path, tmp_path: Path) -> None:
+def test_a_step_that_outlasts_the_grace_period_is_abandoned(scontrol: Path, tmp_path: Path) -> None:
     done = run_program(["-c", HANGS, tmp_path / "run"])
     assert done.returncode == 75, done.stderr
     assert "the grace period of 0.2 s has ended (rank 0, step 2, epoch 0). The run is not saved" in done.stderr
@@ -299,7 +301,7 @@ def test_a_step_that_outlasts_the_grace_period_is_left(scontrol: Path, tmp_path:
 
 
 def in_a_group(folder: Path, method: str) -> None:
-    """A scheduler signals every process of a job, and so the workers of a loader."""
+    """A cluster scheduler signals every process of a job, including loader workers."""
     os.setpgrp()
     torch.manual_seed(3)
     net = Net()
@@ -314,7 +316,7 @@ def in_a_group(folder: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
-def test_a_signal_to_all_processes_of_a_job_does_not_take_the_workers(method: str, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_of_a_job_does_not_end_loader_workers(method: str, tmp_path: Path) -> None:
     run_world(1, in_a_group, tmp_path, method)
 
 
@@ -344,7 +346,7 @@ def on_two_ranks(folder: Path) -> None:
     assert same_weights(net, whole)
 
 
-def test_ranks_that_one_of_them_preempts_end_at_the_same_step_and_go_on_exactly(tmp_path: Path) -> None:
+def test_a_preempted_rank_ends_all_ranks_at_the_same_step_and_they_resume_exactly(tmp_path: Path) -> None:
     run_world(2, on_two_ranks, tmp_path)
     assert (tmp_path / "rank-0.json").read_text() == (tmp_path / "rank-1.json").read_text()
 
@@ -386,7 +388,7 @@ print("done", flush=True)
     ],
     ids=["a script", "leyden launch"],
 )
-def test_an_agent_passes_a_signal_on_and_exits_as_its_ranks_do(starter: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_agent_forwards_a_signal_and_exits_with_its_ranks_status(starter: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PREEMPTED)
     command = [sys.executable, *starter, "train.py"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -422,7 +424,7 @@ def test_an_agent_passes_a_signal_on_and_exits_as_its_ranks_do(starter: tuple[st
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         Preemption(**arguments)
 

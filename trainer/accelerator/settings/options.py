@@ -36,7 +36,7 @@ from leyden.trainer.accelerator.settings.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from leyden.trainer.events.preemption import wanted
+from leyden.trainer.events.preemption import preemption_from
 from leyden.trainer.launched import read_launched, with_recipe
 
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
@@ -65,7 +65,7 @@ class Options:
         self.project = _project(given)
         self.resumes = _resumes(given["resume"], self.project)
         """True if the loop resumes automatically, in a folder that it locks."""
-        self.preemption = wanted(given["preemption"], resumes=False)
+        self.preemption = preemption_from(given["preemption"], resumes=False)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
         self.compile_options: dict[str, Any] = given.get("compile_options", {})
