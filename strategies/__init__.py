@@ -1,10 +1,10 @@
-"""Strategies: where the model lives and how ranks communicate. `find_strategy` turns a name into one.
+"""Strategies: where the model lives and how ranks communicate. `find_strategy` turns a name into a strategy.
 
     from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, DeepSpeedStrategy, XLAStrategy
 
-`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `mesh/`, `deepspeed/` and `xla/` have a
-folder each. `process_group.py` is what strategies with several ranks share, `launch/` starts ranks, and `precision/`
-has the dtypes.
+`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `mesh/`, `deepspeed/` and `xla/` are
+folders. `process_group.py` is shared by the strategies with several ranks, `launch/` starts ranks, and `precision/`
+handles dtypes.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp.strategy", "FSDPStrategy")
 MESH = ("leyden.strategies.mesh.strategy", "MeshStrategy")
 DEEPSPEED = ("leyden.strategies.deepspeed.strategy", "DeepSpeedStrategy")
-# Name -> module, class, arguments. Imported when used: a run without torch.distributed starts faster.
+# Name -> module, class, arguments. Imported lazily: a run without torch.distributed starts faster.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
     "ddp_spawn": (*DDP, {"start_method": "spawn"}),
     "ddp_fork": (*DDP, {"start_method": "fork"}),
     "ddp_notebook": (*DDP, {"start_method": "notebook"}),
 }
-for _name, _row in list(SEVERAL.items()):
+for _name, (_module, _class, _arguments) in list(SEVERAL.items()):
     for _unused in (True, False):
         SEVERAL[f"{_name}_find_unused_parameters_{str(_unused).lower()}"] = (
-            *_row[:2],
-            {**_row[2], "find_unused_parameters": _unused},
+            _module,
+            _class,
+            {**_arguments, "find_unused_parameters": _unused},
         )
 SEVERAL |= {
     "fsdp": (*FSDP, {}),
@@ -99,11 +100,11 @@ SEVERAL |= {
     ),
 }
 XLA = ("xla", "tpu")
-"""Accelerators that only torch_xla reaches."""
+"""Accelerators that need torch_xla."""
 XLA_NAMES = ("xla", "xla_fsdp", "xla_ddp")
 NAMES = ("auto", "single_device", *SEVERAL)
 MAIN_NAMES = ("auto", "single_device", "ddp", "fsdp", "mesh", "deepspeed", "xla")
-"""One of each kind, for an error about a name that resembles none."""
+"""One name of each kind, for an error about a name that resembles none."""
 
 
 def find_strategy(
@@ -113,19 +114,20 @@ def find_strategy(
     num_nodes: int = 1,
     precision: Precision | None = None,
 ) -> Strategy:
-    """The strategy that a name means on this machine, for these devices.
+    """Returns the strategy for a name, placed on the given devices of this machine.
 
     Args:
-        strategy: a name of `NAMES`, or a strategy. "auto" is one device, "ddp" for several, and "ddp_notebook" for
-            several that are asked for in an interactive session.
+        strategy: a name from `NAMES`, or a strategy. "auto" means "single_device" for one device and "ddp" for
+            several, or "ddp_notebook" for several devices requested in an interactive session.
         accelerator: "cpu", "gpu", "cuda", "mps", "xla", "tpu" or "auto".
-        devices: as of the Trainer: how many ranks this machine has. Ranks that are started already are counted for
-            "auto".
-        num_nodes: machines.
-        precision: the Precision plugin it runs in; None leaves a given strategy's own.
+        devices: the Trainer's `devices`, which sets the number of ranks on this machine. "auto" also counts ranks that
+            are already started.
+        num_nodes: number of machines.
+        precision: the Precision plugin. None keeps the precision of a strategy object.
 
     Raises:
-        ConfigurationError: if the name is unknown, a device is not there, or the ranks that are started are others.
+        ConfigurationError: if the name is unknown, a device does not exist, or the number of ranks already started
+            differs.
         MissingExtraError: if strategy or precision needs a package that is not installed.
     """
     if isinstance(strategy, Strategy):
@@ -135,11 +137,11 @@ def find_strategy(
         _check_name(strategy)
         if strategy == "auto" and accelerator in XLA:
             strategy = "xla"
-        if strategy not in ("single_device", *XLA_NAMES) and _is_one_by_default(accelerator, devices, num_nodes):
-            print("leyden: an interactive session runs on one device; give devices=… for more.")
+        if strategy not in ("single_device", *XLA_NAMES) and _defaults_to_one_device(accelerator, devices, num_nodes):
+            print("leyden: an interactive session runs on one device by default. Pass devices=… for more.")
             devices = 1
         if strategy == "auto":
-            strategy = _auto(accelerator, devices, num_nodes)
+            strategy = _auto_strategy(accelerator, devices, num_nodes)
     if strategy == "single_device":
         strategy = SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
     elif isinstance(strategy, str):
@@ -147,7 +149,7 @@ def find_strategy(
         strategy = getattr(importlib.import_module(module), name)(precision=precision, **arguments)
     assert isinstance(strategy, Strategy)
     strategy.place_on(accelerator, devices, num_nodes)
-    # After the strategy, which may refuse a precision for good: no package would help then.
+    # Checked last: if the strategy refuses the precision, no package would help.
     strategy.precision.check_package()
     return strategy
 
@@ -162,27 +164,27 @@ def _check_name(strategy: object) -> None:
         )
 
 
-def _is_one_by_default(accelerator: str, devices: Any, num_nodes: int) -> bool:
-    """True if "auto" would start ranks in a notebook without being asked to."""
-    left_open = is_interactive() and num_nodes == 1 and parse_devices(devices) is None and rank_environment() is None
-    return left_open and len(find_devices(accelerator, devices)) > 1
+def _defaults_to_one_device(accelerator: str, devices: Any, num_nodes: int) -> bool:
+    """Returns True if devices="auto" would start several ranks in a notebook, which nobody asked for."""
+    unspecified = is_interactive() and num_nodes == 1 and parse_devices(devices) is None and rank_environment() is None
+    return unspecified and len(find_devices(accelerator, devices)) > 1
 
 
-def _auto(accelerator: str, devices: Any, num_nodes: int) -> str:
-    """The name for ranks that are started, or planned by the arguments."""
-    place = rank_environment()
-    if place is not None:
-        # One rank needs no group; if the arguments ask for more, "ddp" raises.
+def _auto_strategy(accelerator: str, devices: Any, num_nodes: int) -> str:
+    """Returns the strategy name for the ranks that are started, or that the arguments plan."""
+    environment = rank_environment()
+    if environment is not None:
+        # A single rank needs no process group. If the arguments ask for more ranks, "ddp" raises.
         wanted = parse_devices(devices)
         count = len(wanted) if isinstance(wanted, list) else wanted or 1
-        return "ddp" if place.world_size * count * num_nodes > 1 else "single_device"
+        return "ddp" if environment.world_size * count * num_nodes > 1 else "single_device"
     if len(find_devices(accelerator, devices)) * num_nodes == 1:
         return "single_device"
     return "ddp_notebook" if is_interactive() else "ddp"
 
 
 def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
-    """The one device that the arguments name; the first of all for "auto"."""
+    """Returns the one device that the arguments name, or the first device for "auto"."""
     wanted = parse_devices(devices)
     if wanted is None or find_device(accelerator).type == "cpu":
         count = 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
@@ -191,7 +193,7 @@ def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
         found = find_devices(accelerator, devices)
     if len(found) * num_nodes != 1:
         raise ConfigurationError(
-            f"strategy='single_device' with devices={devices!r} and num_nodes={num_nodes}: use devices=1 and "
+            f"strategy='single_device' contradicts devices={devices!r} and num_nodes={num_nodes}. Use devices=1 and "
             "num_nodes=1, or strategy='ddp'."
         )
     return found[0]
@@ -213,7 +215,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a strategy when it is first used: a run without torch.distributed starts faster."""
+    """Imports a strategy on first use: a run without torch.distributed starts faster."""
     if name not in _HOMES:
         raise AttributeError(f"module 'leyden.strategies' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -31,18 +31,17 @@ ClipAlgorithm: TypeAlias = Literal["norm", "value"]
 Refused: TypeAlias = Literal["compiled", "exchange", "asynchronous", "micro_batches"]
 
 
-# What a strategy once overrode itself, and what would go unheard now.
-_OF_RANKS = {
+# Members that moved to Ranks: an override on the strategy would silently have no effect.
+_MOVED_TO_RANKS = {
     *("global_rank", "local_rank", "node_rank", "world_size", "is_global_zero"),
     *("barrier", "broadcast", "all_gather", "reduce", "all_gather_object", "gather_object"),
 }
 
-
 _REDUCTIONS = ("mean", "avg", "sum", "max", "min")
 
 
-def _name_of(reduce_op: Any) -> str:
-    """The name of a ReduceOp; "" for what is none of those that a strategy knows."""
+def _reduction_name(reduce_op: Any) -> str:
+    """Returns the name of a ReduceOp, or "" for an unsupported one."""
     known = {"avg": "AVG", "sum": "SUM", "max": "MAX", "min": "MIN"}
     operations = getattr(torch.distributed, "ReduceOp", None)
     return next((name for name, label in known.items() if reduce_op == getattr(operations, label, None)), "")
@@ -51,16 +50,16 @@ def _name_of(reduce_op: Any) -> str:
 class Strategy:
     """Decides where a model lives and how a batch goes forward and backward. The base class of all strategies.
 
-    By itself it runs the model on one device. A strategy overrides what it does differently: one that replicates the
-    model little more than set-up and `forward_backward`; an engine that fuses passes also `clip` and `step`. It knows
-    no Trainer, no module hook and no callback. docs/strategies.md shows how to write one, and what its five parts are:
-    `precision`, `ranks`, `outputs`, `master_weights` and `own_loop`.
+    The base class runs the model on one device. A subclass overrides only what it does differently: a strategy that
+    replicates the model needs little more than set-up and `forward_backward`, and an engine that fuses passes also
+    overrides `clip` and `step`. A strategy knows no Trainer, no module hook and no callback. docs/strategies.md shows
+    how to write one and describes its five parts: `precision`, `ranks`, `outputs`, `master_weights` and `own_loop`.
 
-    A fit calls these methods in this order, those in brackets only where they apply:
+    A fit calls these methods in this order. Those in brackets are called only if they apply:
 
-        place_on                the run's devices are known
-        check_settings          further settings, in several calls, as they become known
-        setup_environment       this process joins its ranks
+        place_on                once the run's devices are known
+        check_settings          several times, as settings become known
+        setup_environment       this process joins the other ranks
         model_context           around `configure_model`
         setup_modules
         [load_module]           in a resume
@@ -72,8 +71,8 @@ class Strategy:
         check_trained           in each epoch
         [begin_pass]            for each micro-batch under accumulate_grad_batches="auto"
         forward_backward        for each batch
-        [abandon_pass]          a pass has run out of memory
-        [shadow_batch]          in its place, on a rank without a sample of the global batch
+        [abandon_pass]          if a pass ran out of memory
+        [shadow_batch]          instead of forward_backward, on a rank without a sample of the global batch
         [sync_gradients]        for each accumulation window
         [scale_gradients]
         before_step             for each optimizer
@@ -81,34 +80,34 @@ class Strategy:
         step
         end_step
         synchronize_buffers     for each evaluation
-        evaluate                for each of its batches
+        evaluate                for each batch of an evaluation
         end_evaluation
         save                    for each checkpoint
         state_dict
-        [explain]               an error has ended the run
+        [explain]               if an error ended the run
         [report_failure]
         teardown
     """
 
     name: str = ""
     supports_inference_mode: bool = True
-    """False if tensors made in validation take part in a later backward (FSDP2): validation then runs under no_grad."""
+    """False if a later backward uses tensors created in validation (FSDP2). Validation then runs under no_grad."""
     supports_closure: bool = True
-    """False if an engine steps by itself, so that an optimizer such as LBFGS cannot evaluate the loss again."""
+    """False if the engine runs the step itself, so an optimizer such as LBFGS cannot re-evaluate the loss."""
     drives_one: bool = False
-    """True for an engine that trains one model with one optimizer; other models are only moved to the device."""
+    """True for an engine that trains one model with one optimizer. Other models are only moved to the device."""
     replicates: bool = True
-    """True if every rank holds the whole model: evaluation calls the bare module, and ranks without samples stop."""
+    """True if every rank holds the whole model. Evaluation calls the bare module, and ranks without samples stop."""
     exchanges_late: bool = False
-    """True if passes can leave all gradients of a window to `sync_gradients`, so that none waits for another rank."""
+    """True if `sync_gradients` can exchange all gradients of a window, so that no pass waits for another rank."""
     before_forward: Callable[[Window], None] | None = None
-    """Called before the forward pass of a training batch; it puts no frame between `fit` and the user's step."""
+    """Called before the forward pass of a training batch. It adds no frame between `fit` and the user's step."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in vars(cls).keys() & _OF_RANKS:
+        for name in vars(cls).keys() & _MOVED_TO_RANKS:
             raise ConfigurationError(
-                f"{cls.__name__} overrides {name}, which Leyden asks of the strategy's ranks: override it in a "
+                f"{cls.__name__} overrides {name}, but Leyden calls {name} of the strategy's ranks. Override it in a "
                 "subclass of leyden.strategies.ranks.Ranks, and pass that as Strategy(ranks=…)."
             )
 
@@ -129,9 +128,9 @@ class Strategy:
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that see different samples, for sampling, weighting and metrics.
+        """This rank's index among the ranks that see different samples, for sampling, weighting and metrics.
 
-        Ranks that share one model (tensor, sequence or pipeline parallel) get the same batch and have one data rank.
+        Ranks that share one model (tensor, sequence or pipeline parallel) get the same batch and the same data rank.
         """
         return self.ranks.global_rank
 
@@ -142,106 +141,106 @@ class Strategy:
 
     @property
     def data_ranks(self) -> list[int]:
-        """The data rank of every rank. Where several share one, they are neighbours."""
+        """The data rank of every rank. Ranks with the same data rank are adjacent."""
         return [rank * self.data_size // self.ranks.world_size for rank in range(self.ranks.world_size)]
 
     @property
     def replicas(self) -> list[list[int]]:
         """All ranks, grouped by the part of the weights that they hold.
 
-        The ranks of a group step the same weights, each by itself, so that theirs must never differ.
+        The ranks of a group step the same weights independently, so their copies must stay identical.
         """
         ranks = list(range(self.ranks.world_size))
         return [ranks] if self.replicates else [[rank] for rank in ranks]
 
     @property
     def refusals(self) -> dict[Refused, str]:
-        """What it cannot do for a run: why, and what to do instead; empty if it can do all of it.
+        """The features that this strategy does not support, each with the reason and the alternative.
 
-        - "compiled": take a module of `torch.compile`.
-        - "exchange": have weights exchanged for others between two steps.
-        - "asynchronous": have a checkpoint written beside its training.
-        - "micro_batches": have its batches cut into micro-batches by the loop.
+        - "compiled": a module compiled with `torch.compile`.
+        - "exchange": swapping weights for others between two steps.
+        - "asynchronous": writing a checkpoint in the background of training.
+        - "micro_batches": batches that the loop splits into micro-batches.
         """
         found: dict[Refused, str] = {}
         if self.drives_one:
             found["exchange"] = (
-                "its engine steps copies of the weights, which overwrite what is written to them. Use FSDP or DDP"
+                "its engine steps copies of the weights, and the copies overwrite new values. Use FSDP or DDP"
             )
         if type(self).forward_backward is not Strategy.forward_backward:
             found["micro_batches"] = (
-                "it runs forward and backward by itself. Set the size of micro-batches in its own settings"
+                "it runs forward and backward itself. Set the size of micro-batches in its own settings"
             )
         return found
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""
+        """Takes the devices named by the Trainer's arguments. A strategy constructed with devices keeps its own."""
 
     def check_settings(self, settings: RunSettings) -> None:
-        """Takes what the run asks for, in several calls, each as soon as more is known.
+        """Takes the run's settings. Called several times, as settings become known.
 
         Raises:
-            ConfigurationError: if a setting of the strategy's own contradicts one of the run's; names both, and the
-                fix.
+            ConfigurationError: if one of the strategy's own settings contradicts one of the run's. The message names
+                both, and the fix.
         """
 
     def setup_environment(self) -> None:
-        """Makes the device current and joins the other ranks; raises if the precision cannot run there."""
+        """Makes the device current and joins the other ranks. Raises if the device does not support the precision."""
         self.ranks.join()
         self.precision.check(self.root_device)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
-        """Reports an error to the other ranks; returns False if it only follows from an error of theirs."""
+        """Reports an error to the other ranks. Returns False if the error is a consequence of another rank's."""
         return self.ranks.report_failure(error, where)
 
     def release(self) -> None:
-        """Drops modules, optimizers, and what the user's own loop had wrapped."""
+        """Drops modules, optimizers, and the wrappers of a custom loop."""
         self.modules, self.optimizers = [], []
         self.own_loop.release()
 
     def teardown(self) -> None:
-        """Ends a run, and drops its modules and optimizers. May be called twice; ranks stay joined for the next run."""
+        """Ends a run and drops its modules and optimizers. May be called twice. Ranks stay joined for the next run."""
         self.modules, self.optimizers = [], []
         self.ranks.end_run()
 
     @property
     def details(self) -> str:
-        """What fit prints about the strategy once modules are set up; empty for nothing."""
+        """A line about the strategy that fit prints once modules are set up; empty to print nothing."""
         return ""
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Builds modules in the precision's dtype, on this rank's device.
+        """Returns a context in which modules are built in the precision's dtype, on this rank's device.
 
         Args:
-            empty_init: skip random initialisation, for weights that a checkpoint replaces.
+            empty_init: True skips random initialization, for weights that a checkpoint replaces.
         """
         with self.precision.init_context(), self.root_device, EmptyInit() if empty_init else nullcontext():
             yield
 
     def model_context(self) -> AbstractContextManager[None]:
-        """Returns the context of `configure_model`, in which a strategy that shards builds on the meta device."""
+        """Returns the context that `configure_model` runs in. A sharding strategy builds on the meta device here."""
         return nullcontext()
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        """Moves modules to where they run, before their optimizers exist."""
+        """Moves modules to their device. Called before their optimizers exist."""
         self.modules = [self.precision.convert_module(module).to(self.root_device) for module in modules]
         return self.modules
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepares the optimizers of modules that are set up."""
+        """Prepares the optimizers. Called after `setup_modules`."""
         self.optimizers = list(optimizers)
         for optimizer in self.optimizers:
             self.precision.register(optimizer)
         return self.optimizers
 
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
-        """Sets up one more module, for a user-written loop.
+        """Sets up one more module, for a custom loop.
 
         Args:
-            module: beside those that are set up already.
-            moves: False leaves it on its device.
+            module: a module in addition to those already set up.
+            moves: False leaves it on its current device.
         """
         before = self.modules
         added = self.setup_modules([module])[0] if moves else self.precision.convert_module(module)
@@ -249,52 +248,52 @@ class Strategy:
         return added
 
     def add_optimizer(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> Optimizer:
-        """Sets up one more optimizer of a loop of the user's own; None for one that an engine makes."""
+        """Sets up one more optimizer, for a custom loop. With None, the engine creates the optimizer."""
         before = self.optimizers
         [added] = self.setup_optimizers(modules, [] if optimizer is None else [optimizer])
         self.optimizers = [*before, added]
         return added
 
     def make_schedulers(self) -> list[Any]:
-        """Returns the schedulers of the strategy's own settings, which the caller steps and saves."""
+        """Returns the schedulers configured in the strategy's own settings. The caller steps and saves them."""
         return []
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
-        """Returns the function that runs a step of the module; DDP and FSDP2 wrap it here."""
+        """Returns the function that runs a step of the module. DDP and FSDP2 wrap it here."""
         return step_fn
 
     def synchronize(self, module: nn.Module) -> None:
-        """Gives every rank the weights and buffers of rank 0, once they are restored and before optimizers are made."""
+        """Broadcasts weights and buffers from rank 0, after they are restored and before optimizers are created."""
 
     def synchronize_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, before an evaluation within fit."""
+        """Broadcasts buffers from rank 0, before an evaluation within fit."""
 
     def to_device(self, batch: T) -> T:
-        """Moves a batch of any nested structure to this rank's device, in the precision of the inputs."""
+        """Moves a batch of any nested structure to this rank's device, and converts it to the inputs' precision."""
         return self.precision.convert_input(move_to_device(batch, self.root_device))
 
     @property
     def leaves_batches(self) -> bool:
-        """True if `to_device` would return a batch of CPU tensors as it is, so that the loop need not call it."""
+        """True if `to_device` is a no-op for a batch of CPU tensors, so that the loop can skip the call."""
         return self.root_device.type == "cpu" and not self.precision.converts_input
 
     def check_trained(self) -> None:
-        """Follows, at an epoch's start and end, which parameters are trained now; ConfigurationError if it cannot."""
+        """Adapts to newly frozen or unfrozen parameters, at each epoch's start and end; raises if it cannot."""
 
     def explain(self, error: BaseException) -> str | None:
-        """What to do about an error of torch's whose message does not say it; None for any other error."""
+        """Returns advice on an error of torch whose own message gives none, or None."""
         return None
 
     # the step ---------------------------------------------------------------------------------------------------------
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
-        """Runs `step_fn(batch, *extra)` and backward, as one call, so that an engine may fuse them.
+        """Runs `step_fn(batch, *extra)` and backward in one call, so that an engine may fuse them.
 
-        docs/strategies.md lists what an override owes.
+        docs/strategies.md lists what an override must do.
 
         Returns:
-            What the step function returned: the user's own value, its loss never scaled.
+            The step function's return value, unchanged; its loss is not scaled.
         """
         if self.before_forward is not None:
             self.before_forward(window)
@@ -307,7 +306,7 @@ class Strategy:
         loss, num_items = read_loss(outputs)
         for hook in hooks.on_before_backward:
             hook(loss)
-        # Most losses go to backward as they are, and two calls that change nothing cost time in every step.
+        # Most losses need no division, and skipping the no-op call saves time in every step.
         if num_items is not None or window.length > 1 or window.weight != 1.0 or window.idle:
             loss = self.loss_to_backward(loss, num_items, window)
         scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
@@ -322,22 +321,22 @@ class Strategy:
     def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
         """Divides a loss so that the window's gradient is the mean over its batches, or over its items.
 
-        The total number of items is known only when the window ends. So backward divides by that of the first batch,
-        which keeps gradients in range, and `Engine.close_window` rescales by first / total. On several ranks both
-        counts are averaged over the ranks, like the gradients. `window.weight`, of an uneven batch, weights a rank's
-        loss only where items do not.
+        The total number of items is known only when the window ends. Until then every loss is divided by the first
+        batch's item count, which keeps gradients in range; `Engine.close_window` then rescales by first / total. On
+        several ranks both counts are averaged over the ranks, like the gradients. `window.weight` weights the loss of
+        an uneven batch only if there is no item count.
 
         Raises:
             ConfigurationError: if only some batches of a window have num_items.
         """
         if (num_items is None) != (window.first_items is None) and window.index > 0:
             raise ConfigurationError(
-                "training_step returned num_items for some batches of an accumulation window and not for others: "
-                "return it always or never."
+                "training_step returned num_items for some batches of an accumulation window and not for others. "
+                "Return it always or never."
             )
         if window.idle and window.index == 0 and self.ranks.any(num_items is not None) and num_items is None:
             raise ConfigurationError(
-                "training_step returned num_items on some ranks of a global batch and not on others: return it always "
+                "training_step returned num_items on some ranks of a global batch and not on others. Return it always "
                 "or never."
             )
         if num_items is None:
@@ -355,25 +354,25 @@ class Strategy:
         return loss / window.first_items  # type: ignore[operator]
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
-        """Shadows the other ranks' `forward_backward` on a rank without a sample in the global batch, as torch's Join.
+        """Matches the collectives of other ranks' `forward_backward` on a rank without a sample, like torch's Join.
 
-        It takes part in every exchange of that batch with a gradient of zero, and calls no hook. User code that it
-        runs leaves no trace: the caller discards what is logged, and restores buffers, metrics and random numbers. Call
+        The rank contributes zero gradients to every exchange of the global batch and calls no hook. User code leaves
+        no trace: the caller discards logged values and restores buffers, metrics and random states. An override calls
         `shadow_items` between forward and backward.
 
         Args:
-            step_fn: as for `forward_backward`.
-            filler: a batch to run if the others exchange something in their forward passes; None if there is none.
+            step_fn: the step, as for `forward_backward`.
+            filler: a batch to run if the other ranks communicate in their forward passes; None if there is none.
             extra: further arguments of the step.
             window: the window, as for `forward_backward`.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has {self.data_size} data ranks and no shadow_batch, and a global batch has fewer "
-            "samples than ranks: write it, or give the loader drop_last=True."
+            f"A global batch has fewer samples than the {self.data_size} data ranks, and {type(self).__name__} does "
+            "not implement shadow_batch. Implement it, or give the loader drop_last=True."
         )
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        """Runs the training step of manual optimisation: forward only, in the precision's context."""
+        """Runs the training step under manual optimization: forward only, in the precision's context."""
         context = self.precision.forward_context
         if context is None:
             return step_fn(batch, *extra)
@@ -388,13 +387,13 @@ class Strategy:
         """Ends a pass over evaluation data."""
 
     def backward(self, loss: Tensor, *args: Any, own: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """Runs backward on a loss that the user has divided already (manual optimisation, the user's own loop).
+        """Runs backward on a loss that the user has already divided (manual optimization, or a custom loop).
 
         Args:
-            loss: not scaled yet.
-            *args: for backward.
-            own: called with the scaled loss in place of `loss.backward`: the module's own method.
-            **kwargs: for backward.
+            loss: the unscaled loss.
+            *args: arguments of backward.
+            own: the module's own backward, called with the scaled loss in place of `loss.backward`.
+            **kwargs: keyword arguments of backward.
         """
         scaled = self.precision.scale_loss(loss)
         if own is None:
@@ -403,20 +402,20 @@ class Strategy:
             own(scaled, *args, **kwargs)
 
     def sync_gradients(self) -> None:
-        """Averages gradients over the ranks where no backward of the window has exchanged them.
+        """Averages gradients over the ranks if no backward of the window has exchanged them.
 
-        That is so in a window that ended unexpectedly, and where `exchanges_late` is made use of.
+        The caller needs this after a window that ended unexpectedly, and when it relies on `exchanges_late`.
         """
 
     def begin_pass(self) -> None:
-        """Begins the pass of a micro-batch, which may run out of memory: `abandon_pass` is called then."""
+        """Begins the pass of a micro-batch. If the pass runs out of memory, `abandon_pass` follows."""
 
     def abandon_pass(self, rest: Callable[[], None]) -> None:
-        """Drops what is left half done by a pass that ran out of memory on this rank.
+        """Discards the unfinished work of a pass that ran out of memory on this rank.
 
         Args:
-            rest: runs it, and the micro-batches after it, with one sample each. For a strategy whose passes exchange
-                something, since the other ranks end theirs.
+            rest: reruns the pass and the remaining micro-batches, with one sample each. A strategy whose passes
+                communicate calls it, since the other ranks finish theirs.
         """
 
     def scale_gradients(self, factor: Tensor | float) -> None:
@@ -426,7 +425,7 @@ class Strategy:
             return
         if isinstance(factor, Tensor):
             device = grads[0].device
-            # A copy to the CPU must be complete before it is multiplied by.
+            # An asynchronous copy to the CPU could be read before it is complete.
             factor = factor.to(device, non_blocking=device.type != "cpu")
         dense = [grad for grad in grads if not grad.is_sparse]
         if dense:
@@ -436,14 +435,14 @@ class Strategy:
                 grad.mul_(factor)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Unscales the optimizer's gradients, before hooks and clipping see them."""
+        """Unscales the optimizer's gradients before hooks and clipping read them."""
         self.precision.unscale(optimizer)
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         """Unscales and clips the gradients of the optimizer's parameters.
 
         Returns:
-            The total norm before clipping, a 0-d tensor on the device, or None for clipping by value.
+            The total norm before clipping as a 0-d tensor on the device, or None when clipping by value.
         """
         self.before_step(optimizer)
         return self.clip_parameters(parameters_of(optimizer), value, algorithm)
@@ -451,25 +450,25 @@ class Strategy:
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clips unscaled gradients of some parameters; returns what `clip` does."""
+        """Clips unscaled gradients of the given parameters; returns the same as `clip`."""
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
     def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the parameters of which this rank's part counts in a norm over all ranks."""
+        """Returns the parameters that this rank contributes to a norm over all ranks."""
         return list(parameters)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps one optimizer, with the keyword arguments; returns False if the gradient scaler skipped the step."""
+        """Steps one optimizer with the keyword arguments. Returns False if the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure, **kwargs)
 
     def end_step(self) -> None:
-        """Ends the step of all optimizers of a window: the gradient scaler updates its scale."""
+        """Ends the window's step, after all its optimizers: the gradient scaler updates its scale."""
         self.precision.end_step()
 
-    # names that users of Lightning read on trainer.strategy; all code in Leyden uses `ranks` --------------------------
+    # names that users of Lightning read on trainer.strategy; Leyden itself uses `ranks` -------------------------------
     @property
     def global_rank(self) -> int:
         return self.ranks.global_rank
@@ -491,7 +490,7 @@ class Strategy:
         return self.ranks.is_global_zero
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for every rank; the name is for the reader of the code."""
+        """Waits for every rank. The name only documents the call."""
         self.ranks.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -501,17 +500,18 @@ class Strategy:
         return self.ranks.all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean", *, reduce_op: Any = None) -> Tensor:
-        """See `Ranks.reduce`; `reduce_op` is Lightning's name of the reduction, or a ReduceOp of torch's. What is no
-        tensor is returned as it is.
+        """See `Ranks.reduce`. `reduce_op` is Lightning's name for `reduction`, or one of torch's ReduceOps.
+
+        Non-tensors are returned unchanged.
         """
         wanted = reduction if reduce_op is None else reduce_op
-        name = wanted.lower() if isinstance(wanted, str) else _name_of(wanted)
+        name = wanted.lower() if isinstance(wanted, str) else _reduction_name(wanted)
         if name not in _REDUCTIONS:
-            raise ConfigurationError(f"reduce_op={wanted!r} is not known: use one of {', '.join(_REDUCTIONS)}.")
+            raise ConfigurationError(f"reduce_op={wanted!r} is not known. Use one of {', '.join(_REDUCTIONS)}.")
         return self.ranks.reduce(tensor, group, name) if isinstance(tensor, Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns on every rank whether the decision is true on all ranks, or with `all=False` on one."""
+        """Returns on every rank whether the decision is true on all ranks, or with `all=False` on any rank."""
         found = self.ranks.any(bool(decision) is not all)
         return found is not all
 
@@ -519,17 +519,17 @@ class Strategy:
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         """Writes the module's tensors, and the optimizers' named states unless they are None. Every rank calls it.
 
-        Parameters are taken to be equal on all ranks; buffers are those of rank 0.
+        Parameters are assumed to be equal on all ranks. Buffers are saved from rank 0.
         """
         writer.model(module.state_dict(), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:
             writer.optimizers(optimizers)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
-        """Loads the module's tensors; of sharded ones each rank reads its own part.
+        """Loads the module's tensors. Each rank reads only its own shards.
 
         Raises:
-            ConfigurationError: if names or shapes do not fit; lists them.
+            ConfigurationError: if names or shapes do not match. The message lists them.
         """
         if is_plain(module) or any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             fill_weights(module, reader, strict)
@@ -541,19 +541,19 @@ class Strategy:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the strategy's own state. Another strategy may have saved it: unknown entries are ignored."""
+        """Restores the strategy's own state. Ignores unknown entries, since another strategy may have saved it."""
 
     def local_weights(self, module: nn.Module) -> LocalWeights:
-        """Returns this rank's part of the module's tensors, to be read and written between two steps."""
+        """Returns this rank's part of the module's tensors, for reading and writing between two steps."""
         return LocalWeights(module)
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-        """The module's state with whole tensors. If they are sharded, every rank must call it.
+        """Returns the module's state with whole tensors. If they are sharded, every rank must call it.
 
         Args:
-            module: whose state it is.
-            rank0_only: a strategy that shards gathers them on rank 0's CPU alone, one at a time; False gathers them on
-                every rank.
+            module: the module.
+            rank0_only: whether a sharding strategy gathers tensors only on rank 0's CPU, one at a time. With False,
+                every rank gathers them.
         """
         state = module.state_dict()
         for name, value in state.items():
@@ -562,12 +562,12 @@ class Strategy:
         return state
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """Returns a context in which backward exchanges gradients between ranks if enabled, and not otherwise."""
+        """Returns a context in which backward exchanges gradients between ranks only if enabled."""
         return nullcontext()
 
 
 def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
-    """The mean of a number of items over the data ranks."""
+    """Returns the mean of an item count over the data ranks."""
     if strategy.data_size == 1:
         return num_items
     device = strategy.root_device
@@ -575,24 +575,24 @@ def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
     if isinstance(num_items, Tensor) and (num_items.device.type != "cpu" or device.type == "cpu"):
         items = num_items.detach().to(device, dtype).reshape(())
     else:
-        # Filled on the device: copying a number to a GPU waits for all of its pending work.
+        # Filled on the device: copying a number to a GPU would wait for its pending work.
         items = torch.full((), float(num_items), dtype=dtype, device=device)
     return strategy.ranks.reduce(items, reduction="mean")
 
 
 def shadow_items(strategy: Strategy, window: Window) -> None:
-    """Shadows the exchange of `Strategy.loss_to_backward`, on a rank without a sample: it has no items."""
+    """Matches the collectives of `Strategy.loss_to_backward` on a rank without a sample, which has no items."""
     if window.index == 0 and not window.alone and strategy.ranks.any(False):
         window.begin_items(0, _not_zero(mean_items(strategy, 0)))
 
 
 def _not_zero(num_items: Tensor | float) -> Tensor | float:
-    """Replaces 0 items by 1: the first batch of a window may have none, and 0 / 0 would spoil the whole window."""
+    """Replaces 0 items by 1. The first batch of a window may have none, and 0 / 0 would spoil the whole window."""
     return num_items.masked_fill(num_items == 0, 1) if isinstance(num_items, Tensor) else num_items or 1
 
 
 def stepped_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterable[Tensor]:
-    """The parameters that optimizers step; all of the modules' if a loop of the user's own keeps its optimizer."""
+    """Returns the parameters that optimizers step, or all parameters if a custom loop keeps its optimizer."""
     if not optimizers:
         return {id(p): p for module in modules for p in module.parameters()}.values()
     return {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}.values()

@@ -1,4 +1,4 @@
-"""Batches of any nested structure: moves them to a device, converts dtypes, counts samples, describes them."""
+"""Batches of any nested structure: moving them to a device, converting dtypes, counting samples, describing them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 BUILTIN = frozenset({dict, list, tuple, set, frozenset, str, bytes, int, float, bool, complex, type(None)})
 PLAIN = (str, bytes, int, float, complex, type(None), type)
 COPIES_BESIDE = ("cuda", "xpu")
-"""Devices to which copies are asynchronous. A copy to the CPU is not: its values could be read too early."""
+"""Devices that copies go to asynchronously. Copies to the CPU never do: their values could be read too early."""
 
 
 def move_to_device(batch: T, device: torch.device | str) -> T:
     """Moves every tensor of a batch to a device.
 
     Structure and types are kept: dicts and other mappings, lists, tuples, named tuples, sets, dataclasses, and
-    subclasses of these. An object of another kind is moved if it has a method `to(device)`, as graphs and encodings do;
-    else it stays. A tensor that stands in the batch twice is moved once. What has nothing to move is returned as the
-    very same object. On cuda and xpu the copy is asynchronous (from pinned memory), elsewhere not.
+    subclasses of these. Any other object is moved by its `to(device)` method, as graphs and encodings have, or left in
+    place if it has none. A tensor that occurs twice is moved once. An object without anything to move is returned
+    itself, not a copy. Copies from pinned memory to cuda and xpu are asynchronous.
 
     Args:
         batch: any nested structure.
-        device: where to.
+        device: the destination.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "name": "a"}
@@ -40,7 +40,7 @@ def move_to_device(batch: T, device: torch.device | str) -> T:
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
-    # The usual forms on the CPU are done here: a loop of microseconds per step should not pay for those that are not.
+    # Fast path for common structures that are already in place, since the loop spends only microseconds per step.
     kind = type(batch)
     if kind is Tensor:
         parts: Any = (batch,)
@@ -57,7 +57,7 @@ def move_to_device(batch: T, device: torch.device | str) -> T:
 
 
 def map_tensors(data: T, function: Callable[[Tensor], Any]) -> T:
-    """Replaces every tensor of a nested structure by `function(tensor)`; the structure is kept, and so is the original.
+    """Returns a nested structure with every tensor replaced by `function(tensor)`. The original is not changed.
 
     Example:
         >>> map_tensors({"x": [torch.ones(2)]}, lambda tensor: tensor.sum().item())
@@ -67,8 +67,9 @@ def map_tensors(data: T, function: Callable[[Tensor], Any]) -> T:
 
 
 class _Apply:
-    """A visitor is an object: a closure that calls itself is a cycle, and would keep each batch until it is
-    collected.
+    """Applies a function to every tensor of a structure.
+
+    An object, since a recursive closure is a reference cycle, which would keep each batch alive until it is collected.
     """
 
     __slots__ = ("function",)
@@ -81,11 +82,11 @@ class _Apply:
 
 
 class _Move:
-    __slots__ = ("beside", "device", "moved")
+    __slots__ = ("device", "moved", "non_blocking")
 
-    def __init__(self, device: torch.device, beside: bool) -> None:
+    def __init__(self, device: torch.device, non_blocking: bool) -> None:
         self.device = device
-        self.beside = beside
+        self.non_blocking = non_blocking
         self.moved: dict[int, Tensor] = {}
 
     def visit(self, item: Any) -> Any:
@@ -94,7 +95,7 @@ class _Move:
                 return item
             known = self.moved.get(id(item))
             if known is None:
-                known = self.moved[id(item)] = item.to(self.device, non_blocking=self.beside)
+                known = self.moved[id(item)] = item.to(self.device, non_blocking=self.non_blocking)
             return known
         kind = type(item)
         if kind in BUILTIN:
@@ -102,21 +103,21 @@ class _Move:
         if isinstance(item, PackedSequence):
             if item.data.device == self.device:
                 return item
-            return item.to(self.device, non_blocking=self.beside)  # type: ignore[arg-type]
+            return item.to(self.device, non_blocking=self.non_blocking)  # type: ignore[arg-type]
         if not isinstance(item, type) and callable(getattr(item, "to", None)):
             result = item.to(self.device)
-            # A `to` that forgets its `return self` has moved in place.
+            # A `to` that returns None has moved the object in place.
             return item if result is None else result
         return map_children(item, self.visit)
 
 
 def convert_floats(batch: T, dtype: torch.dtype) -> T:
-    """Converts the floating-point tensors of a batch; integers, bools and complex numbers stay as they are."""
+    """Converts the floating-point tensors of a batch. Integer, bool and complex tensors are unchanged."""
     return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def map_children(item: Any, visit: Callable[[Any], Any]) -> Any:
-    """Rebuilds a container from its visited children, or returns it as it is if none of them changed."""
+    """Rebuilds a container from its visited children, or returns the same object if no child changed."""
     kind = type(item)
     if kind is tuple or kind is list:
         new = [visit(child) for child in item]
@@ -142,7 +143,7 @@ def _map_mapping(item: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
     if not changed:
         return item
     try:
-        # A copy keeps what a constructor would lose: a default factory, attributes of a subclass.
+        # A copy keeps state that a constructor would lose, such as a default factory or a subclass's attributes.
         result: Any = copy(item)
         for key, value in changed.items():
             result[key] = value
@@ -175,22 +176,22 @@ def _map_dataclass(item: Any, visit: Callable[[Any], Any]) -> Any:
         if new is not value:
             if result is item:
                 result = copy(item)
-            # Frozen dataclasses refuse the ordinary way.
+            # Frozen dataclasses refuse setattr.
             object.__setattr__(result, field.name, new)
     return result
 
 
 def batch_size_of(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of the first tensor in it; 1 for a tensor of no dimension.
+    """Returns the number of samples in a batch: the first dimension of its first tensor, or 1 for a 0-d tensor.
 
     Raises:
-        ConfigurationError: if there is no tensor in the batch.
+        ConfigurationError: if the batch contains no tensor.
 
     Example:
         >>> batch_size_of({"name": ["a", "b"], "x": torch.zeros(2, 3)})
         2
     """
-    # The usual forms, without a generator's cost.
+    # Common structures, without the cost of a generator.
     first = batch
     kind = type(first)
     if (kind is tuple or kind is list) and first:
@@ -202,18 +203,18 @@ def batch_size_of(batch: Any) -> int:
     for size in _sizes(batch):
         return size
     raise ConfigurationError(
-        f"a batch of the type {type(batch).__name__} has no tensor in it to tell its size: pass batch_size= to "
+        f"A batch of type {type(batch).__name__} contains no tensor, so its size is unknown. Pass batch_size= to "
         "self.log."
     )
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The floating dtype of most digits that a device has."""
+    """Returns the widest floating-point dtype that a device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def shape_and_dtype(tensor: Tensor) -> str:
-    """A tensor as errors describe it: its shape and dtype."""
+    """Describes a tensor in error messages by its shape and dtype."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
@@ -221,8 +222,8 @@ def in_one_line(data: Any, of_tensor: Callable[[Tensor], str] = shape_and_dtype)
     """Describes a nested structure in one line.
 
     Args:
-        data: the structure; what is neither a container nor a tensor is named by its type.
-        of_tensor: describes a tensor.
+        data: the structure. Anything but containers and tensors appears as its type's name.
+        of_tensor: function that describes a tensor.
 
     Example:
         >>> in_one_line({"x": torch.zeros(2, 3), "ids": [7]})

@@ -1,7 +1,8 @@
-"""How DDP sends gradients: torch's communication hooks, by name or as functions."""
+"""DDP communication hooks of torch, by name or as functions."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +14,31 @@ NAMES = ("fp16", "bf16", "powersgd")
 def find_comm_hook(
     hook: str | Callable[..., Any] | None, state: Any = None, wrapper: Callable[..., Any] | None = None
 ) -> tuple[Any, Callable[..., Any]] | None:
-    """The state and the hook for `register_comm_hook`, or None where gradients are sent as they are.
+    """Returns the state and the hook for `register_comm_hook`, or None for torch's default all-reduce.
 
     Args:
-        hook: a name of `NAMES`, or a hook.
-        state: handed to the hook; PowerSGD's own (rank 1, from step 1000 on) if left out.
-        wrapper: takes a hook and gives one.
+        hook: a name from `NAMES`, or a hook.
+        state: state passed to the hook. Default for PowerSGD: a PowerSGDState of rank 1, which starts at step 1000.
+        wrapper: function that wraps the hook.
 
     Raises:
         ConfigurationError: for an unknown name, or a state or wrapper without a hook.
     """
     if hook is None:
         if state is not None or wrapper is not None:
-            raise ConfigurationError("ddp_comm_state and ddp_comm_wrapper belong to a ddp_comm_hook: give one.")
+            raise ConfigurationError("ddp_comm_state and ddp_comm_wrapper need a ddp_comm_hook. Pass one.")
         return None
     if isinstance(hook, str):
         if hook not in NAMES:
             raise ConfigurationError(f"ddp_comm_hook={hook!r} is not known. {nearest(hook, NAMES)}")
-        hook = _named(hook)
+        hook = _hook_of_name(hook)
         if state is None and hook is _power_sgd:
-            state = _PowerSGD()
-    return state, _bare(wrapper(hook) if wrapper is not None else hook)
+            state = _LazyPowerSGDState()
+    return state, _without_annotations(wrapper(hook) if wrapper is not None else hook)
 
 
-def _named(name: str) -> Callable[..., Any]:
-    # Imported here: DDP without a hook has no use for them.
+def _hook_of_name(name: str) -> Callable[..., Any]:
+    # Imported lazily, since DDP without a hook does not need the module.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     return {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook, "powersgd": _power_sgd}[
@@ -45,10 +46,11 @@ def _named(name: str) -> Callable[..., Any]:
     ]
 
 
-def _bare(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the hook without name and annotations.
+def _without_annotations(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the hook in a function without its name and annotations.
 
-    torch refuses annotations that are strings, and its own bfloat16 hook over gloo, where it works.
+    torch rejects annotations that are strings. It also rejects its own bfloat16 hook, by name, over gloo, where it
+    works.
     """
 
     def send(state: Any, bucket: Any) -> Any:
@@ -61,19 +63,14 @@ def _bare(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _power_sgd(state: Any, bucket: Any) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-    return powerSGD_hook(state.own if isinstance(state, _PowerSGD) else state, bucket)
+    return powerSGD_hook(state.state if isinstance(state, _LazyPowerSGDState) else state, bucket)
 
 
-class _PowerSGD:
-    """PowerSGD's state, made at the first gradient: it needs the process group."""
+class _LazyPowerSGDState:
+    """PowerSGD's state, created at the first gradient, since it needs the process group."""
 
-    def __init__(self) -> None:
-        self._own: Any = None
+    @functools.cached_property
+    def state(self) -> Any:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    @property
-    def own(self) -> Any:
-        if self._own is None:
-            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
-            self._own = PowerSGDState(process_group=None, matrix_approximation_rank=1)
-        return self._own
+        return PowerSGDState(process_group=None, matrix_approximation_rank=1)

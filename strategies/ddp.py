@@ -23,28 +23,27 @@ from leyden.strategies.window import Window, read_loss, zeroed
 T = TypeVar("T")
 D = TypeVar("D", bound=DistributedDataParallel)
 OWN = ("module", "device_ids", "output_device", "dim", "process_group")
-"""Arguments of DistributedDataParallel that the strategy itself decides."""
+"""Arguments of DistributedDataParallel that the strategy sets itself."""
 
 
 class DDPStrategy(ProcessGroupStrategy):
     """torch's DistributedDataParallel.
 
-    The training step is the forward that DDP wraps; evaluation calls the bare module. Gradients are sent in the
-    backward that closes an accumulation window, and in no other.
+    DDP wraps the training step as its forward; evaluation calls the bare module. Gradients are exchanged only in the
+    backward that closes an accumulation window.
 
     Args:
-        ddp_comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", or a hook of torch's. The state of PowerSGD
-            is not in checkpoints.
+        ddp_comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", or one of torch's hooks. Checkpoints do not
+            include PowerSGD's state.
         ddp_comm_state: the hook's state.
-        ddp_comm_wrapper: wraps the hook, as torch's `fp16_compress_wrapper`.
-        devices: those of `ProcessGroupStrategy`, and so on with num_nodes, precision, process_group_backend, timeout
-            and start_method.
-        **kwargs: those, and every argument of DistributedDataParallel: find_unused_parameters, static_graph,
-            bucket_cap_mb, gradient_as_bucket_view, broadcast_buffers, … In manual optimisation find_unused_parameters
-            is True unless it is given, since one backward of several seldom reaches every parameter.
+        ddp_comm_wrapper: function that wraps the hook, such as torch's `fp16_compress_wrapper`.
+        **kwargs: every argument of `ProcessGroupStrategy` (devices, num_nodes, precision, process_group_backend,
+            timeout, start_method) and of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb,
+            gradient_as_bucket_view, broadcast_buffers, …). Under manual optimization find_unused_parameters defaults
+            to True, since a single backward of several seldom reaches every parameter.
 
     Raises:
-        ConfigurationError: for an argument that neither of them has.
+        ConfigurationError: for an unknown argument.
 
     Example:
         >>> DDPStrategy(static_graph=True).ddp_arguments
@@ -62,30 +61,30 @@ class DDPStrategy(ProcessGroupStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", *OWN}
-        arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in theirs}
+        ddp_settings = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", *OWN}
+        arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in ddp_settings}
         for name in kwargs:
             if name in OWN:
-                raise ConfigurationError(f"DDPStrategy({name}=…): the strategy decides this one; leave it out.")
+                raise ConfigurationError(f"DDPStrategy({name}=…): the strategy sets {name} itself. Leave it out.")
             if name not in GROUP_SETTINGS:
-                known = sorted(theirs | GROUP_SETTINGS)
+                known = sorted(ddp_settings | GROUP_SETTINGS)
                 raise ConfigurationError(f"DDPStrategy has no argument {name!r}. {nearest(name, known)}")
         super().__init__(**kwargs)
         self._wrapping = Wrapping(arguments, find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper))
         self.own_loop: DDPLoop = DDPLoop(self._wrapping)
         self.ddp: DistributedDataParallel | None = None
-        self._sent: dict[int, tuple[str, nn.Parameter]] = {}
-        """What the wrapper sends the gradients of: names and parameters, by their identity."""
-        self._holds_back = False
+        self._exchanged: dict[int, tuple[str, nn.Parameter]] = {}
+        """The parameters whose gradients the wrapper exchanges: id -> name and parameter."""
+        self._sync_disabled = False
         self._manual = False
 
     @property
     def ddp_arguments(self) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel that the user has given."""
+        """The arguments of DistributedDataParallel given by the user."""
         return self._wrapping.arguments
 
     def configure_ddp(self, arguments: Mapping[str, Any], hook: tuple[Any, Any] | None) -> None:
-        """Takes further arguments of DistributedDataParallel, and a hook that sends gradients."""
+        """Adds arguments of DistributedDataParallel, and sets a communication hook with its state."""
         self._wrapping.extend(arguments, hook)
 
     # modules ----------------------------------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return super().setup_modules(modules)
 
     def synchronize(self, module: nn.Module) -> None:
-        ignored = _ignored(module)
+        ignored = _ignored_names(module)
         with torch.no_grad():
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 if name not in ignored:
@@ -115,37 +114,38 @@ class DDPStrategy(ProcessGroupStrategy):
         self._manual = not getattr(module, "automatic_optimization", True)
         if self._manual and self.ddp_arguments.get("static_graph"):
             raise ConfigurationError(
-                "static_graph=True cannot be used with manual optimisation, where each step may have another graph."
+                "static_graph=True does not work under manual optimization, where the graph may change in each step. "
+                "Leave it out."
             )
         wrapped = _StepModule(module, step_fn)
         if self._manual:
-            wrapped.register_forward_pre_hook(self._expect_no_backward)
-        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **self._of_manual)
-        self.before_forward = self._choose_sync
-        self._sent = _trained(ddp)
+            wrapped.register_forward_pre_hook(self._disable_backward_sync)
+        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **self._manual_defaults)
+        self.before_forward = self._set_sync
+        self._exchanged = _trained_parameters(ddp)
         return ddp
 
     @property
     def refusals(self) -> dict[Refused, str]:
-        found, fixed = super().refusals, self._wrapping.fixed
-        if fixed is None and self._wrapping.hook is not None:
-            fixed = "ddp_comm_hook"
-        if fixed is not None:
+        found, setting = super().refusals, self._wrapping.fixed_by
+        if setting is None and self._wrapping.hook is not None:
+            setting = "ddp_comm_hook"
+        if setting is not None:
             found["micro_batches"] = (
-                f"{fixed} belongs to DDP's own exchange of gradients, which they do not use. Leave it out"
+                f"{setting} only affects DDP's own gradient exchange, which micro-batches do not use. Leave it out"
             )
         return found
 
     @property
-    def _of_manual(self) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel that manual optimisation has."""
+    def _manual_defaults(self) -> dict[str, Any]:
+        """Defaults for arguments of DistributedDataParallel under manual optimization."""
         return {"find_unused_parameters": True} if self._manual else {}
 
     def explain(self, error: BaseException) -> str | None:
         if "Expected to have finished reduction in the prior iteration" not in str(error):
             return super().explain(error)
         return (
-            "Some parameters took no part in the loss, and DDP waits for their gradients: use "
+            "Some parameters did not contribute to the loss, and DDP waits for their gradients. Use "
             "strategy='ddp_find_unused_parameters_true', or freeze them (requires_grad = False)."
         )
 
@@ -153,64 +153,64 @@ class DDPStrategy(ProcessGroupStrategy):
         ddp = self.ddp
         if ddp is None:
             return
-        trained = _trained(ddp)
-        if trained.keys() == self._sent.keys():
+        trained = _trained_parameters(ddp)
+        if trained.keys() == self._exchanged.keys():
             return
-        unfrozen = {name: parameter for key, (name, parameter) in trained.items() if key not in self._sent}
+        unfrozen = {name: parameter for key, (name, parameter) in trained.items() if key not in self._exchanged}
         if unfrozen:
             self._check_unfrozen(unfrozen)
-        elif self._wrapping.fixed is not None:
+        elif self._wrapping.fixed_by is not None:
             return
-        # The same object, which loops call, with a reducer for what is trained now.
-        _release(ddp)
-        self._wrapping.wrap_anew(ddp, **self._of_manual)
-        self._sent = trained
+        # Loops call this DDP object, so it stays and only gets a new reducer for the trained parameters.
+        _drop_reducer(ddp)
+        self._wrapping.rewrap(ddp, **self._manual_defaults)
+        self._exchanged = trained
 
     def _check_unfrozen(self, unfrozen: Mapping[str, nn.Parameter]) -> None:
-        """Refuses parameters whose gradients DDP cannot begin to send."""
-        name, fixed = next(iter(unfrozen)), self._wrapping.fixed
-        if fixed is not None:
+        """Raises if DDP cannot exchange gradients of newly unfrozen parameters, or if these differ between ranks."""
+        name, setting = next(iter(unfrozen)), self._wrapping.fixed_by
+        if setting is not None:
             raise ConfigurationError(
-                f"{name} was frozen when the fit began and is trained now, and {fixed} keeps DDP from sending further "
-                "gradients: leave it out, or leave the parameter trainable with a learning rate of 0 until then."
+                f"{name} was frozen when the fit began and is trained now, but with {setting} DDP cannot exchange "
+                "gradients of further parameters. Leave the setting out, or keep the parameter trainable with a "
+                "learning rate of 0 until then."
             )
         if self.ranks.differing(digest_of(unfrozen.values())):
             raise ConfigurationError(
-                f"{name} was unfrozen within an epoch, in which DDP did not send its gradients: the ranks have drifted "
+                f"{name} was unfrozen within an epoch, so DDP did not exchange its gradients and the ranks drifted "
                 "apart. Unfreeze parameters in on_train_epoch_start, or between two fits."
             )
 
     def teardown(self) -> None:
         if self.ddp is not None:
-            # Someone may still hold the DDP object, but its reducer must not outlive the process group: gloo would
-            # abort.
-            _release(self.ddp)
+            # The DDP object may outlive the run, but gloo aborts if its reducer outlives the process group.
+            _drop_reducer(self.ddp)
         self.ddp = self.before_forward = None
         self.own_loop.release()
         super().teardown()
 
     # the step ---------------------------------------------------------------------------------------------------------
-    def _choose_sync(self, window: Window) -> None:
+    def _set_sync(self, window: Window) -> None:
         ddp = self.ddp
         assert ddp is not None
-        # A static graph is learned in a first backward that is synced; torch aborts otherwise.
-        learns = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-        ddp.require_backward_grad_sync = (window.closes and not self._holds_back) or learns
+        # torch records a static graph in the first backward, and aborts unless that one is synced.
+        records_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+        ddp.require_backward_grad_sync = (window.closes and not self._sync_disabled) or records_graph
 
     def sync_gradients(self) -> None:
-        ignored = set() if self.ddp is None else _ignored(self.ddp.module.module)
-        parameters = [parameter for name, parameter in self._sent.values() if name not in ignored]
-        # A parameter without a gradient on all ranks has none afterwards, as without accumulation.
-        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.ranks.host_group)
-        trained = [parameter for parameter, found in zip(parameters, has.tolist(), strict=True) if found]
-        average(trained, self.ranks.world_size)
+        ignored = set() if self.ddp is None else _ignored_names(self.ddp.module.module)
+        parameters = [parameter for name, parameter in self._exchanged.values() if name not in ignored]
+        # A parameter that has no gradient on any rank keeps none, as without accumulation.
+        has_grad = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=self.ranks.host_group)
+        with_grad = [parameter for parameter, found in zip(parameters, has_grad.tolist(), strict=True) if found]
+        average(with_grad, self.ranks.world_size)
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = window.closes
-        if self._graph_matters and filler is not None:
-            # Which parameters a batch uses is a part of what DDP exchanges.
+        if self._depends_on_graph and filler is not None:
+            # DDP also exchanges which parameters a batch uses.
             zero = zeroed(read_loss(super().forward(step_fn, filler, extra))[0])
         else:
             with self.ddp.module.without_step():
@@ -219,12 +219,12 @@ class DDPStrategy(ProcessGroupStrategy):
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
     @property
-    def _graph_matters(self) -> bool:
+    def _depends_on_graph(self) -> bool:
         arguments = self.ddp_arguments
         return bool(arguments.get("find_unused_parameters") or arguments.get("static_graph"))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        """Runs the step of manual optimisation: DDP sends buffers, and `backward` prepares it for gradients."""
+        """Runs the step under manual optimization: DDP broadcasts buffers; `backward` later prepares the reducer."""
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = self.ddp.require_forward_param_sync = True
         context = self.precision.forward_context
@@ -233,8 +233,8 @@ class DDPStrategy(ProcessGroupStrategy):
         with context():
             return step_fn(batch, *extra)
 
-    def _expect_no_backward(self, module: nn.Module, args: Any) -> None:
-        """Runs between DDP's forward and the step, after which DDP must expect no backward pass."""
+    def _disable_backward_sync(self, module: nn.Module, args: Any) -> None:
+        """Runs between DDP's forward and the step, so that DDP does not prepare for a backward after the step."""
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = False
 
@@ -242,8 +242,8 @@ class DDPStrategy(ProcessGroupStrategy):
         return super().forward(step_fn, batch, extra)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._manual and self.ddp is not None and not self._holds_back:
-            # DDP would do this when the forward has ended, which here is after every backward in it.
+        if self._manual and self.ddp is not None and not self._sync_disabled:
+            # DDP would prepare at the end of its forward, which comes after every backward of the step.
             self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
         super().backward(loss, *args, **kwargs)
 
@@ -252,23 +252,23 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @contextmanager
     def _gradient_sync(self, enabled: bool) -> Iterator[None]:
-        before, self._holds_back = self._holds_back, not enabled
+        before, self._sync_disabled = self._sync_disabled, not enabled
         if self.ddp is not None and not enabled:
-            # A forward pass in the block sends no buffers either, not even the first one.
+            # Forward passes in the block, even the first one, send no buffers either.
             self.ddp.require_forward_param_sync = False
         try:
             with _without_sync([] if enabled else self.own_loop.wrapped):
                 yield
         finally:
-            self._holds_back = before
+            self._sync_disabled = before
 
 
 class Wrapping:
-    """How modules are wrapped in DDP.
+    """Wraps modules in DDP with the user's arguments and communication hook.
 
     Attributes:
-        arguments: of DistributedDataParallel.
-        hook: sends the gradients, with its state; torch's own way if None.
+        arguments: arguments of DistributedDataParallel.
+        hook: state and communication hook, or None for torch's default all-reduce.
     """
 
     def __init__(self, arguments: dict[str, Any], hook: tuple[Any, Any] | None) -> None:
@@ -280,22 +280,22 @@ class Wrapping:
         self.hook = hook
 
     def wrap(self, kind: type[D], module: nn.Module, **more: Any) -> D:
-        """Wraps a module, with more arguments where the user has left them out."""
+        """Wraps a module. The user's arguments override the given ones."""
         wrapped = kind(module, **{**more, **self.arguments})
         if self.hook is not None:
             wrapped.register_comm_hook(*self.hook)
         return wrapped
 
     @property
-    def fixed(self) -> str | None:
-        """The argument that allows no other parameters than those of the first wrapping; None without one."""
+    def fixed_by(self) -> str | None:
+        """The setting that fixes the set of trained parameters at the first wrapping, or None."""
         if self.arguments.get("static_graph"):
             return "static_graph=True"
-        # PowerSGD's has the shapes of the buckets.
+        # A state may depend on the buckets' shapes, as PowerSGD's does.
         return "the state of ddp_comm_hook" if self.hook is not None and self.hook[0] is not None else None
 
-    def wrap_anew(self, wrapped: DistributedDataParallel, **more: Any) -> None:
-        """Wraps what is in a wrapper again, for the parameters that are trained now. Nothing is sent."""
+    def rewrap(self, wrapped: DistributedDataParallel, **more: Any) -> None:
+        """Initializes a wrapper again, in place, for the currently trained parameters. Broadcasts nothing."""
         module = wrapped.module
         type(wrapped).__init__(wrapped, module, **{**more, **self.arguments, "init_sync": False})
         if self.hook is not None:
@@ -303,7 +303,7 @@ class Wrapping:
 
 
 class DDPLoop(OwnLoop):
-    """The modules that a loop of the user's own calls, each in its DDP wrapper."""
+    """The modules of a custom loop, each in its DDP wrapper."""
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._wrapping = wrapping
@@ -317,8 +317,8 @@ class DDPLoop(OwnLoop):
 
     def release(self) -> None:
         for wrapped in self.wrapped:
-            # The user's script may hold on to the wrapper, and its reducer to the process group.
-            _release(wrapped)
+            # The user's script may keep the wrapper, whose reducer would keep the process group.
+            _drop_reducer(wrapped)
         self.wrapped = []
 
     @contextmanager
@@ -328,7 +328,7 @@ class DDPLoop(OwnLoop):
             return
         before = module.require_backward_grad_sync, module.require_forward_param_sync
         module.require_backward_grad_sync = module.require_forward_param_sync = True
-        # What forward would have done, had it been run with sync.
+        # A forward pass with sync would have done this.
         module.reducer.prepare_for_backward([])
         try:
             yield
@@ -343,7 +343,7 @@ class DDPLoop(OwnLoop):
 
 
 class WrappedModule(DistributedDataParallel):
-    """DDP around a module, whose attributes can be read as if there were no wrapper."""
+    """A DDP wrapper that also exposes the attributes of its module."""
 
     wraps_module = True
 
@@ -354,15 +354,15 @@ class WrappedModule(DistributedDataParallel):
             value = getattr(super().__getattr__("module"), name)
         if callable(value) and torch.is_grad_enabled() and name not in WITHOUT_GRADIENTS:
             raise AttributeError(
-                f"{name} of a model on several ranks was asked for, and a loss that is computed by it would not be "
-                f"exchanged: call the model itself, or accelerator.unwrap_model(model).{name} where no gradient is "
-                "wanted."
+                f"{name} of a model on several ranks bypasses DDP, so gradients of a loss computed with it would not "
+                f"be exchanged. Call the model itself, or accelerator.unwrap_model(model).{name} if you need no "
+                "gradients."
             ) from None
         return value
 
 
 WITHOUT_GRADIENTS = ("save_pretrained", "push_to_hub", "generate", "config")
-"""Methods of transformers' models that train nothing."""
+"""Attributes of transformers' models that are not used to compute a loss."""
 
 
 @contextmanager
@@ -374,37 +374,37 @@ def _without_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
 
 
 class _StepModule(nn.Module):
-    """A module whose forward is its training step: what DDP wraps."""
+    """The module that DDP wraps: its forward is the training step."""
 
     def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
-        # The step itself, so that DDP calls the user's code without a frame in between.
+        # Assigned directly, so that DDP calls the user's code without a frame in between.
         self.forward = step
-        ignored = _ignored(module)
+        ignored = _ignored_names(module)
         if ignored:
             self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in ignored]
 
     @contextmanager
     def without_step(self) -> Iterator[None]:
-        """Forward returns a loss of 0 within the block, which makes DDP send every bucket."""
-        step, self.forward = self.forward, self._zero
+        """Within the block, forward returns a loss of 0 whose backward makes DDP send every bucket."""
+        step, self.forward = self.forward, self._zero_loss
         try:
             yield
         finally:
             self.forward = step
 
-    def _zero(self) -> Tensor:
+    def _zero_loss(self) -> Tensor:
         trainable = (p for p in self.module.parameters() if p.requires_grad)
-        return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
+        return _ZeroLoss.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
 
 
 BUCKET = 25 * 2**20
-"""Bytes of gradients that are sent together, as in torch's DDP."""
+"""Bucket size in bytes, as in torch's DDP."""
 
 
 def average(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Averages gradients over the ranks, many in one message; on a rank that has none, it is zero."""
+    """Averages gradients over the ranks, in buckets. A missing gradient counts as zero."""
     buckets: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
@@ -427,25 +427,25 @@ def average(parameters: Iterable[nn.Parameter], ranks: int) -> None:
         torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
-def _trained(ddp: DistributedDataParallel) -> dict[int, tuple[str, nn.Parameter]]:
-    """The parameters of a wrapped module that are trained, with their names, by their identity."""
+def _trained_parameters(ddp: DistributedDataParallel) -> dict[int, tuple[str, nn.Parameter]]:
+    """Returns the trained parameters of a wrapped module: id -> name and parameter."""
     named = ddp.module.named_parameters()
     return {id(p): (name.removeprefix("module."), p) for name, p in named if p.requires_grad}
 
 
-def _release(wrapped: DistributedDataParallel) -> None:
-    """Drops a wrapper's reducer, and with it the hooks on gradients."""
+def _drop_reducer(wrapped: DistributedDataParallel) -> None:
+    """Drops a wrapper's reducer, and with it the gradient hooks."""
     for name in ("reducer", "logger"):
         vars(wrapped).pop(name, None)
 
 
-def _ignored(module: nn.Module) -> set[str]:
-    """Names that the user has excluded from DDP, by torch's own attribute."""
+def _ignored_names(module: nn.Module) -> set[str]:
+    """Returns the names that the user has excluded from DDP through torch's attribute."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-class _Zero(torch.autograd.Function):
-    """A loss of 0 that gives every parameter a gradient of exactly 0, so that DDP sends each of its buckets."""
+class _ZeroLoss(torch.autograd.Function):
+    """A loss of 0 whose backward gives every parameter a gradient of exactly 0, so that DDP sends every bucket."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

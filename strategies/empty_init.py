@@ -1,4 +1,4 @@
-"""Building modules without drawing their first weights."""
+"""Building modules without random initialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class EmptyInit(TorchFunctionMode):
-    """In this context tensors are not filled at random: they hold whatever was in memory, until weights are loaded.
+    """A context that skips random initialization. Tensors keep uninitialized memory until weights are loaded.
 
     Example:
         >>> from torch import nn
@@ -24,9 +24,9 @@ class EmptyInit(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == IS_META:
-            # Those of torch.nn.init that draw until the values fit leave a meta tensor alone.
+            # Functions of torch.nn.init that redraw until all values are valid skip meta tensors.
             return True
-        drawn = getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ not in COMPUTED
-        if func in DRAWS or drawn:
+        draws = getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ not in COMPUTED
+        if func in DRAWS or draws:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The errors that Leyden raises, and the wording they share."""
+"""The errors that Leyden raises, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class LeydenError(RuntimeError):
 
 
 class ConfigurationError(LeydenError, ValueError):
-    """An argument, or a combination of arguments, that cannot work. The message names the fix."""
+    """An invalid argument, or an invalid combination of arguments. The message names the fix."""
 
 
 class StateError(LeydenError, ValueError):
-    """Saved state that its owner cannot have written: an entry is missing, of another kind, or out of range.
+    """Saved state that its owner cannot have written: an entry is missing, of the wrong type, or out of range.
 
     Args:
         key: the entry, such as `last_step`, or a path to it.
-        reason: what is wrong with it.
+        reason: the defect of the entry, phrased to follow the key.
 
     Attributes:
-        key: the same.
-        reason: the same.
+        key: the `key` argument.
+        reason: the `reason` argument.
 
     Example:
         >>> str(StateError("batch", "is -3, and must be at least 0"))
@@ -40,18 +40,16 @@ class StateError(LeydenError, ValueError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """An argument that a function does not have; a TypeError, as Python's own. The message names the nearest that it
-    has.
-    """
+    """An unknown argument of a function. The message suggests similar names. A TypeError, as in Python itself."""
 
 
 class MissingExtraError(LeydenError, ImportError):
-    """An optional package is needed and not installed.
+    """A required optional package is not installed.
 
     Args:
         package: the name on the package index.
-        extra: the pip extra of Leyden that installs it, or None.
-        purpose: what it was needed for.
+        extra: the pip extra of Leyden that installs the package, or None.
+        purpose: the feature that needs the package.
 
     Example:
         >>> str(MissingExtraError("wandb", "wandb", "WandbLogger"))
@@ -65,7 +63,7 @@ class MissingExtraError(LeydenError, ImportError):
 
 @contextmanager
 def needs(package: str, extra: str | None, purpose: str) -> Iterator[None]:
-    """Turns a failed import in the block into a MissingExtraError, whose arguments these are."""
+    """Turns a failed import within the block into a MissingExtraError with the same arguments."""
     try:
         yield
     except ImportError as error:
@@ -73,9 +71,7 @@ def needs(package: str, extra: str | None, purpose: str) -> Iterator[None]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Ends the traceback with a line of ours; before Python 3.11 errors take no notes, and it stands above the
-    traceback.
-    """
+    """Adds a note that Python prints below the traceback. Before Python 3.11, prints the note to stderr instead."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -83,11 +79,11 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
-"""Messages of torch's allocators, CUDA, its libraries and the system."""
+"""Parts of the messages of torch's allocators, CUDA, its libraries and the operating system."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the errors by which torch, a GPU's libraries and the system say that memory is short."""
+    """Returns True for out-of-memory errors of torch, of GPU libraries, and of the operating system."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -96,37 +92,37 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 SHOWN = 8
-"""So many known names an error lists at most."""
+"""Maximum number of known names that an error lists."""
 
 
 def nearest(name: str, known: Iterable[str], main: Sequence[str] = ()) -> str:
-    """The hint that ends an error about an unknown name: the nearest known one, and all of them if they are few.
+    """Returns the hint that ends an error about an unknown name: similar names, and all known ones if they are few.
 
     Args:
-        name: the unknown one.
-        known: those that there are.
-        main: the names to list if there are many and none is near; the first ones if left out.
+        name: the unknown name.
+        known: all known names.
+        main: the names to list if there are many and none is similar. Default: the first known names.
 
     Example:
         >>> nearest("bf61", ["bf16", "fp16"])
         "Did you mean 'bf16'? Known: bf16, fp16."
         >>> nearest("step_70", [f"step_{number}" for number in range(20)])
-        "Did you mean 'step_7'? Near it: step_0, step_17, step_10, step_9, step_8, step_6, step_5."
+        "Did you mean 'step_7'? Similar: step_0, step_17, step_10, step_9, step_8, step_6, step_5."
     """
     names = [str(item) for item in known]
     if not names:
-        return "There is none."
+        return "There are none."
     close = difflib.get_close_matches(str(name), names, n=SHOWN, cutoff=0.5)
     hint = f"Did you mean '{close[0]}'?" if close else ""
     if len(names) <= SHOWN:
         return f"{hint} Known: {', '.join(names)}.".lstrip()
     if not close:
-        return f"Known, among others: {', '.join(main or names[:SHOWN])}."
-    return hint if len(close) == 1 else f"{hint} Near it: {', '.join(close[1:])}."
+        return f"Known names include {', '.join(main or names[:SHOWN])}."
+    return hint if len(close) == 1 else f"{hint} Similar: {', '.join(close[1:])}."
 
 
 def kind_of(value: object) -> str:
-    """Describes a value for an error message, with an article.
+    """Describes a value by its type, with an article, for an error message.
 
     Example:
         >>> [kind_of(value) for value in (1, "text", None, int, ConfigurationError())]
@@ -137,12 +133,12 @@ def kind_of(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else with_article(type(value).__name__)
 
 
-# By sound: an LSTM and an MSELoss are spelt out by letters, a UNet begins as "you" does, and so does a UserModule.
+# By sound: LSTM and MSELoss are pronounced letter by letter, and UNet and UserModule start like "you".
 _VOWEL = re.compile(r"[AEFHILMNORSX](?=[A-Z0-9])|[aeio]|[AEIO]|[Uu](?!ni|se|[A-Z])")
 
 
 def with_article(name: str) -> str:
-    """The name of a class with "a" or "an" before it.
+    """Returns the name of a class with "a" or "an" before it.
 
     Example:
         >>> [with_article(name) for name in ("EarlyStopping", "int", "LSTM", "UNet", "DDPStrategy", "Module", "Unset")]

@@ -1,4 +1,4 @@
-"""Fragment: the stretch of a tensor's elements that one rank holds, where an engine cuts flat memory and not rows."""
+"""Fragment: one rank's contiguous range of a tensor's elements, for engines that shard flat buffers instead of rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Sizes: TypeAlias = "tuple[int, ...]"
 
 
 class Fragment(Tensor):
-    """This rank's part of a tensor whose elements, in row-major order, are dealt out in stretches.
+    """This rank's part of a tensor whose elements, in row-major order, are split into contiguous ranges.
 
-    It has the shape of the whole tensor and none of its operations: the part is in `flat`, and is written and read
-    there. A checkpoint knows it as it knows a DTensor: each rank writes its own part, replicas once, and reads of any
-    stored tensor what belongs to it. The stretches of all ranks must fill the tensor.
+    A Fragment has the shape of the whole tensor but supports no operations: read and write its elements through `flat`.
+    Checkpoints treat it like a DTensor: each rank writes its own part, replicas are written once, and each rank reads
+    its part of any stored tensor. The ranges of all ranks must cover the tensor.
 
     Args:
-        flat: the elements, one dimension and contiguous; empty on a rank that has none of them.
-        shape: of the whole tensor.
-        start: place of the first of them in the whole tensor.
-        state: gives the memory of an optimizer's state that belongs to these elements, by its name and dtype. What is
-            read from a checkpoint goes there; without it into new memory.
+        flat: the elements, contiguous and 1-d; empty on a rank without elements.
+        shape: shape of the whole tensor.
+        start: index of the first element in the flattened whole tensor.
+        state: function of name and dtype that returns the memory of these elements' optimizer state, which a checkpoint
+            is loaded into. Without it, new memory is allocated.
 
     Example:
         >>> fragment = Fragment(torch.tensor([2.0, 3.0, 4.0]), (2, 3), start=2)
@@ -46,13 +46,14 @@ class Fragment(Tensor):
     ) -> Fragment:
         if flat.dim() != 1 or not flat.is_contiguous() or start < 0 or start + flat.numel() > math.prod(shape):
             raise ValueError(
-                f"{tuple(flat.shape)} elements from {start} on are no stretch of a tensor of {tuple(shape)}"
+                f"elements of shape {tuple(flat.shape)} from index {start} are not a contiguous range of a tensor of "
+                f"shape {tuple(shape)}"
             )
-        made: Fragment = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        fragment: Fragment = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=flat.dtype, device=flat.device
         )
-        made.flat, made.start, made.state = flat.detach(), start, state
-        return made
+        fragment.flat, fragment.start, fragment.state = flat.detach(), start, state
+        return fragment
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -69,30 +70,30 @@ class Fragment(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{func} of a Fragment, of which this rank has a part: use its `flat`.")
+        raise NotImplementedError(f"A Fragment, one rank's part of a tensor, does not support {func}. Use its `flat`.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Fragment({self.flat.numel()} elements from {self.start} on, shape={tuple(self.shape)}, {self.dtype})"
 
     def parts(self) -> list[tuple[Sizes, Tensor]]:
-        """The rectangles that it consists of, in their order: where each begins in the whole tensor, and its memory."""
-        found, position = [], 0
+        """Returns the fragment as rectangles, in order: the offsets of each in the whole tensor, and a view of it."""
+        views, position = [], 0
         for offsets, sizes in rectangles(tuple(self.shape), self.start, self.flat.numel()):
             count = math.prod(sizes)
-            found.append((offsets, self.flat.narrow(0, position, count).view(sizes)))
+            views.append((offsets, self.flat.narrow(0, position, count).view(sizes)))
             position += count
-        return found
+        return views
 
     def like(self, flat: Tensor) -> Fragment:
-        """The same stretch of another tensor of this shape."""
+        """Returns the same range of another tensor of this shape."""
         return Fragment(flat, self.shape, self.start)
 
 
 def rectangles(shape: Sizes, start: int, count: int) -> list[tuple[Sizes, Sizes]]:
-    """The fewest rectangles, at most 2 * dimensions - 1, that a stretch of elements in row-major order consists of.
+    """Splits a range of elements in row-major order into the fewest rectangles, at most 2 * dimensions - 1.
 
     Returns:
-        Offsets and sizes of each, in the order of their elements. A tensor without elements is one rectangle.
+        Offsets and sizes of each rectangle, in element order. A tensor without elements is a single rectangle.
 
     Example:
         >>> rectangles((4, 10), 7, 25)

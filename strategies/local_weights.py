@@ -1,4 +1,4 @@
-"""A rank's part of a module's parameters and buffers, as plain tensors in the memory in which the module has them."""
+"""A rank's part of a module's parameters and buffers, as plain tensors that share the module's memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 
 class LocalWeights:
-    """This rank's part of a module's tensors: the shard of a sharded one, and one name for a tied one.
+    """This rank's part of a module's tensors: local shards of sharded tensors, and tied tensors only once.
 
-    What is written to them, the module has. `Strategy.local_weights` makes it, between two steps.
+    The tensors share the module's memory, so writing to them changes the module. `Strategy.local_weights` returns them
+    between two steps.
 
     Args:
-        module: has the tensors.
+        module: the module.
 
     Attributes:
-        parameters: by name.
-        buffers: by name, those that no checkpoint holds too.
+        parameters: parameters by name.
+        buffers: buffers by name, including non-persistent ones.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,7 +36,7 @@ class LocalWeights:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """A digest of the bytes of some tensors that lie in plain memory."""
+    """Returns a digest of the bytes of plain (strided, unsharded) tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -43,24 +44,24 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """True for a DTensor; if nothing has imported them, there are none."""
+    """Returns True for a DTensor, without importing their module: if it is not imported, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """This rank's shard of a DTensor, else the tensor itself; detached, in the same memory."""
+    """Returns this rank's shard of a DTensor, or any other tensor itself. Detached, sharing memory."""
     local: Tensor = tensor.detach()
     if not is_dtensor(local):
         return local
     local = local._local_tensor  # type: ignore[attr-defined]
-    # A shard that is cast before it is gathered (fp8) wraps its memory.
-    within: Tensor | None = getattr(local, "_tensor", None)
-    return local if within is None else within
+    # A shard that is cast to fp8 before it is gathered wraps the plain tensor.
+    inner: Tensor | None = getattr(local, "_tensor", None)
+    return local if inner is None else inner
 
 
 def sharded_like(local: Tensor, tensor: Any) -> Tensor:
-    """The DTensor whose shard on this rank is `local`, sharded as `tensor` is; `local` itself if that is whole."""
+    """Returns a DTensor with the shard `local`, sharded like `tensor`; `local` itself if `tensor` is not sharded."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Micro-batches: cuts a batch into parts of its samples, and joins what a step returned for them."""
+"""Micro-batches: splits a batch by samples, and merges the step's outputs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MicroBatch:
     """A part of a batch.
 
     Attributes:
-        batch: the samples, as the batch has them.
-        rows: how many there are; 0 for one that only fills the schedule, with the batch's first sample.
-        share: of the batch's samples.
+        batch: some of the batch's samples, in the batch's structure.
+        rows: number of samples. 0 marks padding: the batch's first sample again, which only fills the schedule.
+        share: the part's fraction of the batch's samples.
     """
 
     batch: Any
@@ -32,33 +32,33 @@ class MicroBatch:
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """The shapes and dtypes in the batch, which decide what passes between the stages of a pipeline."""
-        found: list[Any] = []
+        """The shapes and dtypes in the batch, which determine the tensors sent between the stages of a pipeline."""
+        signature: list[Any] = []
 
         def visit(item: Any) -> Any:
             if isinstance(item, Tensor):
-                found.append((item.shape, item.dtype))
+                signature.append((item.shape, item.dtype))
                 return item
-            found.append(type(item))
+            signature.append(type(item))
             return map_children(item, visit)
 
         visit(self.batch)
-        return tuple(found)
+        return tuple(signature)
 
 
 def cut(batch: Any, count: int) -> list[MicroBatch]:
-    """Cuts a batch into micro-batches whose sizes differ by one at most.
+    """Splits a batch into micro-batches whose sizes differ by at most one.
 
-    Tensors and lists of as many entries as the batch has samples are cut along their first dimension; everything else
-    is the same in each part. A batch with fewer samples than parts is filled up with parts that do not count.
+    Tensors and lists with one entry per sample are split along their first dimension. Everything else is the same in
+    each part. If the batch has fewer samples than parts, the remaining parts are padding.
 
     Args:
         batch: any nested structure.
-        count: of the micro-batches.
+        count: number of micro-batches.
 
     Raises:
-        ConfigurationError: for a list of tensors of several lengths, as of a sample each; for an object that may hold
-            samples and cannot be cut.
+        ConfigurationError: for a list of tensors of different lengths, such as one tensor per sample, and for an
+            object that may hold samples but cannot be split.
 
     Example:
         >>> [(part.batch.tolist(), part.rows) for part in cut(torch.arange(5), 3)]
@@ -76,10 +76,10 @@ def cut(batch: Any, count: int) -> list[MicroBatch]:
 
 
 def rows_of(batch: Any) -> int:
-    """The number of samples by which a batch is cut: that of its first tensor, or else the length of its lists.
+    """Returns a batch's number of samples: the length of its first tensor, or else the common length of its lists.
 
     Raises:
-        ConfigurationError: if nothing in the batch says it, or it has no sample.
+        ConfigurationError: if the number cannot be determined or is 0.
 
     Example:
         >>> rows_of({"text": ["a", "b", "c"]}), rows_of(["a", "b"])
@@ -93,28 +93,29 @@ def rows_of(batch: Any) -> int:
         rows = lengths.pop() if len(lengths) == 1 else 0
     if rows < 1:
         raise ConfigurationError(
-            f"{kind_of(batch)} cannot be cut into micro-batches, since nothing in it has its samples in front: let the "
-            "loader's collate_fn return tensors (samples, …), or lists with an entry for each sample."
+            f"A batch that is {kind_of(batch)} cannot be split into micro-batches, since nothing in it has the samples "
+            "as its first dimension. Have the loader's collate_fn return tensors of shape (samples, …), or lists with "
+            "one entry per sample."
         )
     return rows
 
 
 def _check_lists(batch: Any) -> None:
-    """Refuses a list of samples of several lengths, of which the first would be cut instead of the list."""
+    """Raises for a list with one tensor per sample: the first tensor would be split in place of the list."""
     for item in (batch, *batch.values()) if isinstance(batch, dict) else (batch,):
         if not isinstance(item, (list, tuple)):
             continue
         lengths = {len(tensor) for tensor in item if isinstance(tensor, Tensor) and tensor.ndim}
         if len(lengths) > 1:
             raise ConfigurationError(
-                f"a batch has {kind_of(item)} of tensors of the lengths {sorted(lengths)}, and micro-batches are cut "
-                "by samples: have the loader's collate_fn put samples of several lengths into one padded tensor, and "
-                "give what all samples share a name in a dict."
+                f"A batch has {kind_of(item)} of tensors of different lengths, {sorted(lengths)}, and cannot be split "
+                "into micro-batches by sample. Have the loader's collate_fn pad samples into one tensor. Name values "
+                "that all samples share in a dict."
             )
 
 
 class _Rows:
-    """Takes some samples out of a nested structure; a visitor is an object for the reason in `strategies/batch.py`."""
+    """Selects a range of samples from a nested structure. An object for the reason given in `strategies/batch.py`."""
 
     __slots__ = ("begin", "end", "rows")
 
@@ -124,8 +125,8 @@ class _Rows:
     def visit(self, item: Any) -> Any:
         if isinstance(item, PackedSequence):
             raise ConfigurationError(
-                "a batch has a PackedSequence, whose samples cannot be cut into micro-batches: let the loader's "
-                "collate_fn pad them, and pack them in training_step."
+                "A batch has a PackedSequence, which cannot be split into micro-batches. Have the loader's collate_fn "
+                "pad the samples, and pack them in training_step."
             )
         if isinstance(item, Tensor):
             return item[self.begin : self.end] if item.ndim and item.shape[0] == self.rows else item
@@ -137,14 +138,14 @@ class _Rows:
                 return item[self.begin : self.end]
             if callable(getattr(item, "to", None)):
                 raise ConfigurationError(
-                    f"a batch has {kind_of(item)}, which may hold samples and cannot be cut into micro-batches: let "
-                    "the loader's collate_fn return tensors, lists, dicts or dataclasses of them."
+                    f"A batch has {kind_of(item)}, which may hold samples but cannot be split into micro-batches. Have "
+                    "the loader's collate_fn return tensors, or lists, dicts or dataclasses of tensors."
                 )
         return map_children(item, self.visit)
 
 
 def _tensors(item: Any) -> Iterator[bool]:
-    """True for each tensor in a nested structure."""
+    """Yields True for each tensor in a nested structure."""
     if isinstance(item, Tensor):
         yield True
     elif isinstance(item, Mapping):
@@ -156,42 +157,42 @@ def _tensors(item: Any) -> Iterator[bool]:
 
 
 def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) -> Any:
-    """What the step would have returned for the whole batch.
+    """Merges the step's outputs for micro-batches into its output for the whole batch.
 
     Args:
-        outputs: of the micro-batches.
+        outputs: the step's output for each micro-batch.
         parts: the micro-batches.
-        loss: of the whole batch.
+        loss: the loss of the whole batch.
 
     Returns:
-        The loss; or a dict with it, in which tensors with an entry for each sample are put together, numbers are means,
-        `num_items` is a sum, and of anything else there is a list with an entry for each micro-batch.
+        The loss, or a dict if the step returns dicts. In the dict, tensors with one entry per sample are concatenated,
+        numbers are averaged, `num_items` is summed, and any other value becomes a list with one entry per micro-batch.
 
     Raises:
         ConfigurationError: for a key that only some micro-batches have.
     """
     if not isinstance(outputs[0], dict):
         return loss
-    counted = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
-    _check_keys([output for output, _ in counted])
-    values = {key: [output[key] for output, _ in counted] for key in counted[0][0]}
-    trained = [part for _, part in counted]
-    return {key: loss if key == "loss" else _joined(key, found, trained) for key, found in values.items()}
+    filled = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
+    filled_parts = [part for _, part in filled]
+    _check_keys([output for output, _ in filled])
+    values = {key: [output[key] for output, _ in filled] for key in filled[0][0]}
+    return {key: loss if key == "loss" else _merge(key, found, filled_parts) for key, found in values.items()}
 
 
 def _check_keys(outputs: Sequence[Mapping[Any, Any]]) -> None:
-    """Refuses a key that only some micro-batches have."""
+    """Raises for a key that only some micro-batches have."""
     for key in dict.fromkeys(key for output in outputs for key in output):
         lacking = sum(key not in output for output in outputs)
         if lacking:
             raise ConfigurationError(
-                f"training_step returned {key!r} for a micro-batch, and not for {lacking} of the {len(outputs)} "
-                "micro-batches of the batch: return the same keys each time."
+                f"training_step did not return {key!r} for {lacking} of the batch's {len(outputs)} micro-batches. "
+                "Return the same keys each time."
             )
 
 
-def _joined(key: Any, values: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
-    """Joins what the micro-batches returned under a key."""
+def _merge(key: Any, values: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
+    """Merges the values of one key."""
     if key == "num_items":
         return sum(values[1:], values[0])
     if _have_rows(values, parts):
@@ -202,7 +203,7 @@ def _joined(key: Any, values: Sequence[Any], parts: Sequence[MicroBatch]) -> Any
 
 
 def _have_rows(values: Sequence[Any], parts: Sequence[MicroBatch]) -> bool:
-    """True for tensors with an entry for each sample of their micro-batch."""
+    """Returns True if each value is a tensor with one entry per sample of its micro-batch."""
     return all(
         isinstance(value, Tensor) and value.ndim > 0 and len(value) == part.rows
         for value, part in zip(values, parts, strict=True)

@@ -1,4 +1,4 @@
-"""StepOutputs: on which ranks the user's steps reach their end, and return and log something."""
+"""StepOutputs: the ranks on which the user's steps run to completion and produce outputs and logged values."""
 
 from __future__ import annotations
 
@@ -12,58 +12,63 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SharedNumbers: TypeAlias = "tuple[list[Any], list[float]]"
-"""Numbers of another rank, after their description."""
+"""The description of another rank's numbers, and the numbers."""
 
 
 class StepOutputs:
-    """What the user's steps return and log, seen from one rank. Here every step reaches its end on every rank.
+    """Outputs and logged values of the user's steps, seen from one rank. Here every rank completes every step.
 
-    In a pipeline only the last stage has outputs. A strategy that runs one has a subclass as `strategy.outputs`.
+    In a pipeline only the last stage completes a step and has outputs. A strategy that runs a pipeline sets
+    `strategy.outputs` to a subclass.
     """
 
     @property
     def are_in_parts(self) -> bool:
-        """True where a batch runs as several micro-batches, and the step once for each of them."""
+        """True if a batch is split into micro-batches and the step runs once for each of them."""
         return False
 
     @property
     def are_here(self) -> bool:
-        """False while a step runs that does not reach its end on this rank: what it logs does not count."""
+        """False while a step runs that this rank does not complete. Values logged by it are ignored."""
         return True
 
     @property
     def are_rehearsed(self) -> bool:
-        """True while a step runs only to show what passes between the stages: it leaves no trace."""
+        """True during a dry run that only finds out what the stages exchange. It leaves no trace."""
         return False
 
     def on_ranks(self, ranks: Ranks) -> list[bool]:
-        """For every rank, whether steps reach their end there."""
+        """Returns for every rank whether it completes steps."""
         return [True] * ranks.world_size
 
     def share(self, obj: T) -> T:
-        """Returns the object of the rank where this one's steps reach their end; all ranks of a pipeline call it."""
+        """Returns the object of the rank that completes this rank's steps. All ranks of a pipeline call it."""
         return obj
 
     def begin_numbers(
         self, described: list[Any], numbers: Sequence[Tensor | float]
     ) -> Callable[[], SharedNumbers] | None:
-        """Begins to share a step's numbers; all ranks of a pipeline call it for each batch, and none waits.
+        """Starts sharing a step's numbers without waiting. All ranks of a pipeline call it for each batch.
 
         Args:
-            described: what the numbers are, as JSON can hold it.
-            numbers: one for each entry of the description.
+            described: description of the numbers, serializable as JSON.
+            numbers: one number for each entry of the description.
 
         Returns:
-            A function that waits, and returns what the rank gave on which this one's steps reach their end. None on
-            that rank itself. At most 4 of these functions may be outstanding.
+            A function that waits for the numbers of the rank that completes this rank's steps, and returns them. None
+            on that rank itself. At most 4 of these functions may be pending.
         """
         return None
 
     def share_scalar(self, scalar: Tensor | None) -> Tensor:
-        """Returns a 0-d tensor of the rank where this one's steps reach their end; None elsewhere. No device waits."""
+        """Returns the 0-d tensor of the rank that completes this rank's steps, without a device sync.
+
+        Args:
+            scalar: the tensor, or None on all other ranks.
+        """
         assert scalar is not None
         return scalar
 
     def share_tensors(self, tree: T) -> T:
-        """Returns what `share` would; tensors of a nested structure stay on their device."""
+        """Like `share`, for a nested structure whose tensors stay on their device."""
         return tree

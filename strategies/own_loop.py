@@ -1,4 +1,4 @@
-"""What a strategy does for a training loop that the user writes, and for nothing else."""
+"""OwnLoop: the part of a strategy that only custom training loops need."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import nn
 
 
 class OwnLoop:
-    """The part of a strategy that the Accelerator calls and the Trainer does not; most strategies need none of it."""
+    """The part of a strategy that only the Accelerator calls, not the Trainer. Most strategies keep these no-ops."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Returns what the loop calls in place of a module that was set up, such as DDP's wrapper."""
+        """Returns the wrapper that the loop calls in place of a module, such as DDP's."""
         return module
 
     def release(self) -> None:
-        """Drops what `wrap` made, and its hold on the process group."""
+        """Drops the wrappers, and with them their references to the process group."""
 
     def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Returns a context in which ranks without further batches take part in what the others exchange."""
+        """Returns a context in which ranks that are out of batches still take part in the others' collectives."""
         return nullcontext()
 
     def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context in which backward exchanges the gradients of a forward pass that ran without exchange."""
+        """Returns a context in which backward exchanges gradients although the forward pass ran without sync."""
         return nullcontext()
 
     def clip_each_step(self, value: float) -> None:
-        """Clips each step to a norm, as a launch's configuration asks of an engine; other loops clip themselves."""
+        """Sets the norm that an engine clips each step to. Only a launch's configuration can ask for it."""
 
     def end_turn(self) -> None:
-        """Ends one turn of the loop: the next batch is drawn, or an optimizer has stepped without a prepared loader.
+        """Marks the end of one iteration, so that a strategy that records operations can submit them to the device.
 
-        A strategy that collects operations hands them to the device.
+        Called before the next batch is drawn, or after an optimizer step if no loader is prepared.
         """

@@ -1,4 +1,4 @@
-"""Objects of PyTorch Lightning passed to Leyden: the error names the class of Leyden to use in their place."""
+"""Detects PyTorch Lightning objects passed to Leyden, for an error that names Leyden's class to use instead."""
 
 from __future__ import annotations
 
@@ -41,27 +41,30 @@ OURS: dict[str, str] = {
         for name in ("SimpleProfiler", "AdvancedProfiler", "PassThroughProfiler", "PyTorchProfiler")
     },
 }
-"""The name of a class of Lightning's, and the class that does its work here."""
+"""Name of a Lightning class -> Leyden's equivalent."""
 
 
 def ported(value: object, otherwise: str) -> str:
-    """What to do about an object that is not of the class that belongs there: the end of an error.
+    """Returns the end of an error about an object of the wrong class: the fix.
 
     Args:
-        value: what was handed in.
-        otherwise: what to do if the object is not of Lightning.
+        value: the object, or a class.
+        otherwise: the fix if the object does not come from Lightning.
 
     Returns:
-        For an object or class of Lightning, or a subclass: the import to use in its place.
+        For a Lightning object or class, or a subclass of one: the import to use instead. Otherwise, `otherwise`.
     """
     kind = value if isinstance(value, type) else type(value)
-    theirs = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in RIVALS]
-    if not theirs:
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in RIVALS]
+    if not bases:
         return otherwise
-    known = next((base for base in theirs if base.__name__ in OURS), None)
+    known = next((base for base in bases if base.__name__ in OURS), None)
     if known is None:
-        return "it is PyTorch Lightning's, and has no counterpart here: see docs/from-lightning.md"
-    room, _, name = OURS[known.__name__].rpartition(".")
+        return "it belongs to PyTorch Lightning and has no counterpart in Leyden. See docs/from-lightning.md"
+    module, _, name = OURS[known.__name__].rpartition(".")
     if known is kind:
-        return f"it is PyTorch Lightning's; take ours, `from {room} import {name}`"
-    return f"it inherits from PyTorch Lightning's {known.__name__}; inherit from ours, `from {room} import {name}`"
+        return f"it belongs to PyTorch Lightning. Use Leyden's instead, `from {module} import {name}`"
+    return (
+        f"it inherits from PyTorch Lightning's {known.__name__}. Inherit from Leyden's instead, "
+        f"`from {module} import {name}`"
+    )

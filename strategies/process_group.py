@@ -1,4 +1,4 @@
-"""Ranks in a torch process group: how they join it, what they exchange, and how they leave."""
+"""Ranks in a torch process group: how they join it, communicate, and leave it."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ REDUCTIONS = {
 class GroupRanks(Ranks):
     """The ranks of a torch process group.
 
-    Before they are started they answer for the plan: `world_size` ranks, of which this process is the first.
+    Before the ranks are started, the properties describe the plan: `world_size` ranks, with this process as rank 0.
 
     Args:
-        devices: the devices of this machine's ranks, one each; those of the run if left out.
-        num_nodes: machines; those of the run if left out.
-        backend: "gloo", "nccl", …; chosen by the device if left out.
-        timeout: how long a collective waits for the others.
+        devices: the devices of this machine's ranks, one each. Default: the run's devices.
+        num_nodes: number of machines. Default: the run's `num_nodes`.
+        backend: "gloo", "nccl", …. Default: chosen by the device.
+        timeout: how long a collective waits for the other ranks.
         start_method: one of `start_methods`.
 
     Raises:
@@ -72,9 +72,9 @@ class GroupRanks(Ranks):
             )
         super().__init__()
         self.start_method = start_method
-        self._own_devices = None if devices is None else [with_index(device) for device in devices]
-        self._own_nodes = num_nodes
-        self.devices = self._own_devices or self.devices
+        self._given_devices = None if devices is None else [with_index(device) for device in devices]
+        self._given_nodes = num_nodes
+        self.devices = self._given_devices or self.devices
         self.num_nodes = num_nodes or 1
         self.backend = backend
         self.timeout = timeout
@@ -83,47 +83,48 @@ class GroupRanks(Ranks):
 
     # the plan ---------------------------------------------------------------------------------------------------------
     def plan(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        """Plans ranks by the run's arguments, unless these ranks were given devices or machines of their own.
+        """Plans ranks from the run's arguments. Devices and machines given to the constructor take precedence.
 
         Raises:
-            ConfigurationError: if a device is not there, or ranks are started already and their number differs.
+            ConfigurationError: if a device does not exist, or a different number of ranks is already started.
         """
-        environment, given = self.environment, parse_devices(devices) is not None or self._own_devices is not None
-        plan = self._own_devices or self._find_devices(accelerator, devices)
-        self.num_nodes = self._own_nodes or num_nodes
+        environment, given = self.environment, parse_devices(devices) is not None or self._given_devices is not None
+        plan = self._given_devices or self._find_devices(accelerator, devices)
+        self.num_nodes = self._given_nodes or num_nodes
         if plan[0].type == "mps":
-            raise ConfigurationError("several ranks need accelerator='cpu' or 'cuda': MPS has one device.")
+            raise ConfigurationError("Several ranks need accelerator='cpu' or 'cuda', since MPS has one device.")
         if environment is None:
             self.devices = plan
             return
-        others = given and len(plan) != environment.local_world_size
-        if others or ((given or self.num_nodes > 1) and self.num_nodes != environment.num_nodes):
+        ranks_differ = given and len(plan) != environment.local_world_size
+        nodes_differ = (given or self.num_nodes > 1) and self.num_nodes != environment.num_nodes
+        if ranks_differ or nodes_differ:
             variable = "SLURM_STEP_NUM_TASKS" if environment.starter == "slurm" else "WORLD_SIZE"
             raise ConfigurationError(
                 f"{environment.starter} started {environment.world_size} ranks ({environment.local_world_size} on this "
-                f"machine: the environment's {variable}), and the Trainer was given devices="
-                f"{len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave both out to use the ranks "
-                "there are, or use strategy='single_device' for a run of this process alone."
+                f"machine, from the environment's {variable}), but the Trainer was given devices="
+                f"{len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave both out to use these ranks, "
+                "or use strategy='single_device' to run in this process alone."
             )
         self.num_nodes = environment.num_nodes
         count = environment.local_world_size
         if plan[0].type == "cuda" and not given:
-            # A starter may show each rank a GPU of its own, which is then its number 0.
+            # A launcher may show each rank only its own GPU, as device 0.
             if 1 < len(plan) < count:
                 raise ConfigurationError(
-                    f"{environment.starter} started {count} ranks on a machine with {len(plan)} GPUs: start one rank "
-                    "for each GPU."
+                    f"{environment.starter} started {count} ranks on a machine with {len(plan)} GPUs. Start one rank "
+                    "per GPU."
                 )
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
 
     def _find_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
-        """Finds the devices that the run's arguments name for this machine's ranks."""
+        """Returns the devices that the run's arguments name for this machine's ranks."""
         environment, count = self.environment, parse_devices(devices)
-        counted = environment is not None and 1 < environment.local_world_size == count
-        shown = "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
-        if counted and shown and find_device(accelerator).type == "cuda":
-            # The starter shows each of the ranks one GPU, its own.
+        count_matches = environment is not None and 1 < environment.local_world_size == count
+        one_visible = "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
+        if count_matches and one_visible and find_device(accelerator).type == "cuda":
+            # The launcher shows each rank only its own GPU.
             return find_devices(accelerator, 1) * environment.local_world_size  # type: ignore[union-attr]
         return find_devices(accelerator, devices)
 
@@ -163,16 +164,16 @@ class GroupRanks(Ranks):
     def default_backend(self) -> str:
         """The backend of the process group if none is given.
 
-        With a GPU, gloo serves what waits on the CPU: offloaded gradients, and tensors that a user gathers. The group
-        lasts as long as the process, so a later run may need it where this one does not.
+        With a GPU, gloo serves CPU tensors: offloaded gradients, and tensors that a user gathers. The group lasts as
+        long as the process, so gloo is included even if only a later run needs it.
         """
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def use_device(self) -> None:
-        """Makes this rank's GPU the current one. Until then, calls that ask the device would ask the first GPU.
+        """Makes this rank's GPU the current device. Until then, CUDA calls without a device argument use the first GPU.
 
         Raises:
-            ConfigurationError: in a rank that was forked from a process in which CUDA was in use.
+            ConfigurationError: in a rank forked from a process that had already initialized CUDA.
         """
         if self.device.type == "cuda":
             if torch.cuda._is_in_bad_fork():
@@ -189,9 +190,9 @@ class GroupRanks(Ranks):
             self._make_group(self.backend or self.default_backend)
         elif dist.get_world_size() != self.world_size:
             raise ConfigurationError(
-                f"this process has a process group of {dist.get_world_size()} rank(s), and the run has "
-                f"{self.world_size}. Ranks that are forked take the group of an earlier run in their process for "
-                "theirs: use start_method='spawn', or start the run in a new process."
+                f"This process has a process group of {dist.get_world_size()} rank(s), but the run has "
+                f"{self.world_size}. Forked ranks inherit the process group of an earlier run. Use "
+                "start_method='spawn', or start the run in a new process."
             )
         if self.host_group is None:
             self.host_group = _host_group(self.timeout)
@@ -199,22 +200,22 @@ class GroupRanks(Ranks):
             _first_failure.begin_run()
 
     def _make_group(self, backend: str) -> None:
-        """Makes the process group, which lasts as long as the process.
+        """Creates the process group, which lasts as long as the process.
 
-        The next run needs it too, and so does a script that talks to the other ranks afterwards. Leaving it and joining
-        again would take a new store each time (under torchrun the second group reads the first one's addresses and
-        hangs, tried with torch 2.13).
+        The next run uses it too, and so does a script that communicates with the other ranks afterwards. Leaving and
+        rejoining would need a new store each time: under torchrun the second group reads the first one's addresses and
+        hangs (tried with torch 2.13).
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
         is_host = self._init_group(backend)
-        # atexit would not do: multiprocessing ends its children without it.
+        # A finalizer, since children of multiprocessing exit without running atexit handlers.
         multiprocessing.util.Finalize(None, _leave, exitpriority=100)
         if self.world_size > 1:
             _watch(self.global_rank, self.world_size, is_host)
 
     def _init_group(self, backend: str) -> bool:
-        """Calls `init_process_group`: with torch's own variables, at SLURM's first host, or for this process alone.
+        """Calls `init_process_group` with the store of the launcher's environment, or for this process alone.
 
         Returns:
             True if the group's store lives in this process.
@@ -231,15 +232,15 @@ class GroupRanks(Ranks):
         return is_host
 
     def beside(self) -> GroupRanks:
-        others = copy.copy(self)
-        others.host_group = _group_beside(self.timeout)
-        return others
+        ranks = copy.copy(self)
+        ranks.host_group = _background_group(self.timeout)
+        return ranks
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
 
     def end_run(self) -> None:
-        # Objects such as DDP's reducer hold on to the group; they must be gone before it is.
+        # Objects that hold the group, such as DDP's reducer, must be collected before the group ends.
         gc.collect()
         if _first_failure is not None and not _first_failure.reported:
             _first_failure.end_run()
@@ -254,15 +255,14 @@ class GroupRanks(Ranks):
         return obj if self.global_rank == src else box[0]
 
     def all_gather_object(self, obj: T) -> list[T]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, self._sendable(obj), group=self.host_group)
-        return found
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, self._sendable(obj), group=self.host_group)
+        return gathered
 
     def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
-        here = self.global_rank == dst
-        found: list[Any] | None = [None] * self.world_size if here else None
-        dist.gather_object(self._sendable(obj), found, dst=dst, group=self.host_group)
-        return found
+        gathered: list[Any] | None = [None] * self.world_size if self.global_rank == dst else None
+        dist.gather_object(self._sendable(obj), gathered, dst=dst, group=self.host_group)
+        return gathered
 
     def _sendable(self, obj: Any) -> Any:
         return obj if self.device.type != "cuda" else map_tensors(obj, travelling)
@@ -284,27 +284,28 @@ class GroupRanks(Ranks):
         return self.exchange_flags([flag])()[0]
 
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        sent = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
-        work = dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
+        reduced = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+        work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
 
-        def answer() -> list[bool]:
+        def wait() -> list[bool]:
             work.wait()
-            return [bool(flag) for flag in sent.tolist()]
+            return [bool(flag) for flag in reduced.tolist()]
 
-        return answer
+        return wait
 
     def differing(self, text: str, group: Any = None) -> list[str]:
-        within = self.host_group if group is None else group
+        group = self.host_group if group is None else group
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        device = self.device if "nccl" in dist.get_backend(within) else torch.device("cpu")
-        ends = torch.tensor([digest, -digest], device=device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=within)
-        largest, smallest = ends.tolist()
-        if largest == -smallest:
+        device = self.device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        # One all-reduce for both ends: the smallest digest is the negated largest of the negated ones.
+        reduced = torch.tensor([digest, -digest], device=device)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+        largest, negated_smallest = reduced.tolist()
+        if largest == -negated_smallest:
             return []
-        found: list[Any] = [None] * dist.get_world_size(within)
-        dist.all_gather_object(found, text, group=within)
-        return found
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, text, group=group)
+        return gathered
 
     def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
         backend = dist.get_backend(group)
@@ -312,16 +313,16 @@ class GroupRanks(Ranks):
 
 
 class ProcessGroupStrategy(Strategy):
-    """Base class of the strategies whose ranks talk through torch.distributed.
+    """Base class of the strategies whose ranks communicate through torch.distributed.
 
     Args:
-        devices: the devices of this machine's ranks, one each; the Trainer's if left out.
-        num_nodes: machines; the Trainer's if left out.
-        precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
-        process_group_backend: "gloo", "nccl", …; chosen by the device if left out.
-        timeout: how long a collective waits for the others.
-        start_method: "script" runs the script again on each rank; "spawn", "fork" and "notebook" run functions of this
-            process. Only ranks that nobody has started yet need it.
+        devices: the devices of this machine's ranks, one each. Default: the Trainer's devices.
+        num_nodes: number of machines. Default: the Trainer's `num_nodes`.
+        precision: precision of parameters, inputs and the forward pass. Default: 32-true.
+        process_group_backend: "gloo", "nccl", …. Default: chosen by the device.
+        timeout: how long a collective waits for the other ranks.
+        start_method: how ranks that are not running yet are started. "script" runs the script again for each rank;
+            "spawn", "fork" and "notebook" run functions of this process.
     """
 
     ranks: GroupRanks
@@ -337,7 +338,7 @@ class ProcessGroupStrategy(Strategy):
     ) -> None:
         super().__init__(precision, GroupRanks(devices, num_nodes, process_group_backend, timeout, start_method))
         self.sync_batchnorm = False
-        """Batch norm takes its statistics over all ranks."""
+        """True if batch norm computes its statistics over all ranks."""
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.ranks.plan(accelerator, devices, num_nodes)
@@ -346,7 +347,7 @@ class ProcessGroupStrategy(Strategy):
         if settings.sync_batchnorm:
             if self.root_device.type == "cpu":
                 raise ConfigurationError(
-                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
+                    "sync_batchnorm=True needs GPUs, since torch's SyncBatchNorm does not run on the CPU. Leave it out."
                 )
             self.sync_batchnorm = True
 
@@ -361,13 +362,13 @@ class ProcessGroupStrategy(Strategy):
 
 
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
-"""The arguments that all of these strategies take."""
+"""The arguments that all process-group strategies accept."""
 
 
 class Travelling:
-    """A GPU tensor in an object that is pickled for other ranks: it arrives on each rank's own GPU.
+    """A GPU tensor in an object pickled for other ranks. It is unpickled on the receiving rank's own GPU.
 
-    By itself it would be unpickled on the sender's GPU, and take memory there.
+    A plain tensor would be unpickled on the sender's GPU and take memory there.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -378,7 +379,7 @@ class Travelling:
 
 
 def travelling(tensor: Tensor) -> Any:
-    """Returns the tensor in a form that can be pickled for other ranks."""
+    """Wraps a GPU tensor for pickling to other ranks. Returns any other tensor unchanged."""
     return Travelling(tensor) if tensor.device.type == "cuda" else tensor
 
 
@@ -393,7 +394,7 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """all_gather; in backward each rank gets the gradient of its part, summed over the losses of all ranks."""
+    """An all-gather whose backward gives each rank the gradient of its part, summed over the losses of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -407,29 +408,29 @@ class _GatherWithGradient(torch.autograd.Function):
         return total[dist.get_rank(ctx.group)], None
 
 
-# A process has one process group, and one of each of these with it.
+# Process-wide, like the process group itself.
 _first_failure: FirstFailure | None = None
 _host: Any = None
-_beside: Any = None
+_background: Any = None
 _joined: WeakSet[Strategy] = WeakSet()
 
 
 def remember(strategy: Strategy) -> None:
-    """Lets `current` find a strategy that has joined its ranks, for as long as it lives."""
+    """Registers a strategy that has joined its ranks for `current`, without keeping it alive."""
     _joined.add(strategy)
 
 
 def current() -> Strategy | None:
-    """Returns a strategy with which this process has joined its ranks; None if there is none."""
+    """Returns a strategy that has joined its ranks in this process, or None."""
     return next((strategy for strategy in _joined if strategy.ranks.is_joined), None)
 
 
 def end_all_ranks(error: BaseException, where: str = "") -> None:
-    """Ends the other ranks of this process's group, whatever they are doing. The caller raises the error on this one.
+    """Ends the other ranks of this process's group, whatever they are doing. The caller raises the error on this rank.
 
     Args:
-        error: the reason, which they report.
-        where: the place in the run at which it was raised.
+        error: the reason that the other ranks report.
+        where: the place in the run where the error was raised.
     """
     if _first_failure is not None:
         _first_failure.report(error, where)
@@ -441,7 +442,7 @@ def _watch(rank: int, size: int, is_host: bool) -> None:
 
 
 def _host_group(timeout: timedelta) -> Any:
-    """Returns the default group if it is gloo's, else a gloo group beside it, made once."""
+    """Returns the default group if its backend is gloo, or else an additional gloo group, created once."""
     global _host
     if _host is None and dist.get_backend() == "gloo":
         _host = dist.group.WORLD
@@ -450,31 +451,31 @@ def _host_group(timeout: timedelta) -> Any:
     return _host
 
 
-def _group_beside(timeout: timedelta) -> Any:
-    """Returns a gloo group of all ranks for threads beside the run, made once.
+def _background_group(timeout: timedelta) -> Any:
+    """Returns a gloo group of all ranks for background threads, created once.
 
     Collectives of two threads in one group abort the process (tried).
     """
-    global _beside
-    if _beside is None:
-        _beside = dist.new_group(backend="gloo", timeout=timeout)
-    return _beside
+    global _background
+    if _background is None:
+        _background = dist.new_group(backend="gloo", timeout=timeout)
+    return _background
 
 
 def _leave() -> None:
-    """The one place where a process leaves its group.
+    """Leaves the process group. The only place where a process does so.
 
-    gloo aborts a process that ends within it, in one run of three (tried).
+    If a process exits without leaving, gloo aborts it in one run of three (tried).
     """
-    global _first_failure, _host, _beside
-    watch, _first_failure, _host, _beside = _first_failure, None, None, None
+    global _first_failure, _host, _background
+    watch, _first_failure, _host, _background = _first_failure, None, None, None
     failed = watch is not None and (watch.reported or watch.follows)
     if watch is not None:
         watch.close()
     if not dist.is_initialized() or (failed and "nccl" in dist.get_backend()):
         # After a failure NCCL would wait for ranks that have exited.
         return
-    # gloo would wait for a rank that is stopped.
+    # After a failure gloo would wait for stopped ranks, so a deadline applies.
     with ended_after(LEAVE) if failed else nullcontext():
         gc.collect()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""rank_zero_only and its kin: what a script does on its first rank alone, before a run as well as within one."""
+"""rank_zero_only and related functions: code that runs only on rank 0, during a run or before it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ D = TypeVar("D")
 
 
 class RankZeroOnly:
-    """A decorator: only the first rank calls the function; elsewhere the call returns a default.
+    """A decorator: only rank 0 calls the function. On other ranks the call returns a default.
 
-    The rank is looked up at each call, so that decorated code may be imported before ranks are started. No rank may
-    wait in the function for the others, which do not come: keep collectives and `barrier` out of it.
+    The rank is looked up at each call, so decorated code may be imported before ranks are started. The function must
+    not use collectives or `barrier`: rank 0 would wait forever for the other ranks.
 
     Example:
         >>> @rank_zero_only
@@ -39,17 +39,17 @@ class RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 where nobody has started ranks. A script may set it, as those for Lightning do."""
+        """This process's rank, or 0 if no ranks are started. A script may set it, as Lightning scripts do."""
         if self._rank is not None:
             return self._rank
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank()
         try:
-            place = rank_environment()
+            environment = rank_environment()
         except ConfigurationError:
-            # A message may not end a program that starts no ranks.
+            # A log message must not end a program that starts no ranks.
             return 0
-        return 0 if place is None else place.rank
+        return 0 if environment is None else environment.rank
 
     @rank.setter
     def rank(self, rank: int | None) -> None:
@@ -61,28 +61,28 @@ class RankZeroOnly:
     def __call__(self, function: Callable[P, T], default: D) -> Callable[P, T | D]: ...
     def __call__(self, function: Callable[P, Any], default: Any = None) -> Callable[P, Any]:
         @functools.wraps(function)
-        def on_the_first(*args: P.args, **kwargs: P.kwargs) -> Any:
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> Any:
             return function(*args, **kwargs) if self.rank == 0 else default
 
-        return on_the_first
+        return on_rank_zero
 
 
 rank_zero_only = RankZeroOnly()
 
 
 def rank_zero_info(message: object, *args: Any, **kwargs: Any) -> None:
-    """Logs a message on the first rank, in the logger "leyden".
+    """Logs an info message on rank 0, to the logger "leyden".
 
     Args:
-        message: with `%` places for `args`, as `logging.Logger.info` takes it.
-        *args: fill the places.
-        **kwargs: of `logging.Logger.info`.
+        message: message with `%` placeholders for `args`, as in `logging.Logger.info`.
+        *args: values for the placeholders.
+        **kwargs: keyword arguments of `logging.Logger.info`.
     """
     _log(logging.INFO, message, *args, **kwargs)
 
 
 def rank_zero_debug(message: object, *args: Any, **kwargs: Any) -> None:
-    """Logs a message on the first rank, for a logger "leyden" whose level is DEBUG; see `rank_zero_info`."""
+    """Logs a debug message on rank 0, shown if the logger "leyden" has the level DEBUG. See `rank_zero_info`."""
     _log(logging.DEBUG, message, *args, **kwargs)
 
 
@@ -91,21 +91,21 @@ def _log(level: int, message: object, *args: Any, **kwargs: Any) -> None:
         return
     logger = logging.getLogger("leyden")
     if not logger.hasHandlers():
-        # A script that has set up no logging sees them on its terminal; one that has decides for itself.
+        # Without logging set-up, messages go to the terminal. With it, the script decides.
         logger.addHandler(logging.StreamHandler())
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
-    # The line that is named is the caller's, above this function and that of the level.
+    # Attributes the message to the caller's line, two frames up: above this function and rank_zero_info or _debug.
     logger.log(level, message, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2})
 
 
 def rank_zero_warn(message: object, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Warns on the first rank.
+    """Issues a warning on rank 0.
 
     Args:
-        message: the words.
-        category: of the warning.
-        stacklevel: 1 names the line of the call, as `warnings.warn` does.
+        message: the text of the warning.
+        category: the warning's class.
+        stacklevel: as in `warnings.warn`, where 1 is the line of the call.
 
     Example:
         >>> rank_zero_warn("lr is low", stacklevel=2)
@@ -115,5 +115,5 @@ def rank_zero_warn(message: object, category: type[Warning] = UserWarning, stack
 
 
 def rank_zero_deprecation(message: object, stacklevel: int = 1) -> None:
-    """Warns of something deprecated on the first rank, by a DeprecationWarning."""
+    """Issues a DeprecationWarning on rank 0."""
     rank_zero_warn(message, DeprecationWarning, stacklevel + 1)

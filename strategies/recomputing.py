@@ -12,13 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 PINNED = ("cuda", "xpu")
-"""Devices that copy to and from pinned memory of the host without waiting."""
+"""Devices that copy to and from pinned host memory asynchronously."""
 
 
 class OnHost(saved_tensors_hooks):
-    """Keeps what is saved for backward in the host's memory. A copy is queued like any other work of the device.
+    """Keeps tensors saved for backward in host memory. Copies are queued on the device like any other work.
 
-    torch's `save_on_cpu` does this too, but not with the DTensors of a mesh.
+    Unlike torch's `save_on_cpu`, it supports the DTensors of a mesh.
     """
 
     def __init__(self) -> None:
@@ -31,33 +31,33 @@ def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         return tensor
     if device.type not in PINNED or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return device, tensor.to("cpu")
-    kept = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
-    return device, kept.copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+    return device, host.copy_(tensor, non_blocking=True)
 
 
-def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    device, tensor = kept
+def _from_host(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    device, tensor = saved
     return tensor.to(device, non_blocking=True)
 
 
 class Recomputed:
     """The forward pass of a module whose activations are recomputed in backward.
 
-    It stands in the module as its attribute `forward`: the names of modules and parameters stay, torch.compile takes it
-    (the composable `checkpoint` fails there, tried), and hooks that gather parameters or split inputs run around it,
-    once. Random numbers are drawn again as they were.
+    It replaces the module's `forward` attribute. So the names of modules and parameters stay the same, torch.compile
+    works (it fails with the composable `checkpoint`, tried), and hooks that gather parameters or split inputs run
+    around it only once. The recomputation draws the same random numbers.
 
     Args:
-        module: whose forward pass it is.
-        offloads: it keeps its inputs, from which it computes them again, in the host's memory.
+        module: the module.
+        offloads: whether to keep the inputs of the recomputation in host memory.
     """
 
     def __init__(self, module: nn.Module, offloads: bool = False) -> None:
         self.module, self.offloads = module, offloads
         self.own: Callable[..., Any] | None = vars(module).get("forward")
-        """A forward pass that somebody has given this very module."""
+        """The `forward` previously set on this instance, or None if the class's is used."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(type(self.module).forward, self.module) if self.own is None else self.own
@@ -65,22 +65,22 @@ class Recomputed:
             return forward(*args, **kwargs)
         if not self.offloads:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        # What is saved inside belongs to `checkpoint`: only its inputs go to the host.
+        # `checkpoint` handles the tensors saved inside, so only its inputs go to the host.
         with OnHost():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def recompute(modules: Iterable[nn.Module], offloads: bool = False) -> list[nn.Module]:
-    """Has modules recompute their activations in backward; returns those that did not do so before.
+    """Makes modules recompute their activations in backward. Returns the modules that did not do so before.
 
     Args:
-        modules: which.
-        offloads: they keep their inputs in the host's memory.
+        modules: the modules.
+        offloads: whether to keep their inputs in host memory.
     """
-    found = [module for module in modules if not isinstance(vars(module).get("forward"), Recomputed)]
-    for module in found:
+    changed = [module for module in modules if not isinstance(vars(module).get("forward"), Recomputed)]
+    for module in changed:
         module.forward = Recomputed(module, offloads)  # type: ignore[method-assign]
-    return found
+    return changed
 
 
 def keep(modules: Iterable[nn.Module]) -> None:

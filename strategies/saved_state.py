@@ -1,4 +1,4 @@
-"""Reads saved state: its owner takes each entry by name, kind and range, before it uses any of them."""
+"""Reading saved state: the owner checks every entry's presence, type and range before it uses any of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _REQUIRED: Any = object()
 
 
 class SavedState:
-    """A dict of saved state, whose entries are checked as they are taken.
+    """A dict of saved state whose entries are checked on access.
 
     Args:
-        entries: what was saved.
-        where: the path that errors put before the names of its entries.
+        entries: the saved dict.
+        where: path that error messages prepend to the names of entries.
 
     Raises:
-        StateError: from every method, if an entry is missing, of another kind or out of range; names it.
+        StateError: from every method, if an entry is missing, of the wrong type, or out of range. The message names
+            the entry.
 
     Example:
         >>> state = SavedState({"epoch": 3, "batch": -3})
@@ -41,11 +42,11 @@ class SavedState:
         return key in self.entries
 
     def path(self, key: object) -> str:
-        """What errors call an entry."""
+        """Returns the name of an entry in error messages."""
         return f"{self.where}.{key}" if self.where else str(key)
 
     def value(self, key: str, default: Any = _REQUIRED) -> Any:
-        """An entry of any kind."""
+        """Returns an entry of any type."""
         if key in self.entries:
             return self.entries[key]
         if default is _REQUIRED:
@@ -53,7 +54,7 @@ class SavedState:
         return default
 
     def integer(self, key: str, default: Any = _REQUIRED, *, least: int | None = None, most: int | None = None) -> int:
-        """A whole number between two bounds."""
+        """Returns an integer, which must be within the bounds."""
         value = self.value(key, default)
         if type(value) is not int:
             raise StateError(self.path(key), f"is {brief(value)}, and must be a whole number")
@@ -62,21 +63,21 @@ class SavedState:
     def number(
         self, key: str, default: Any = _REQUIRED, *, least: float | None = None, most: float | None = None
     ) -> float:
-        """A number; nan is one unless there are bounds."""
+        """Returns a number, which must be within the bounds. nan is allowed only without bounds."""
         value = self.value(key, default)
         if type(value) not in (int, float):
             raise StateError(self.path(key), f"is {brief(value)}, and must be a number")
         return float(self._within(key, value, least, most))
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
-        """True or False."""
+        """Returns a bool."""
         value = self.value(key, default)
         if type(value) is not bool:
             raise StateError(self.path(key), f"is {brief(value)}, and must be true or false")
         return value
 
     def text(self, key: str, default: Any = _REQUIRED, *, among: Collection[str] = ()) -> str:
-        """A string, one of those given if any are."""
+        """Returns a string, which must be in `among` unless that is empty."""
         value = self.value(key, default)
         if not isinstance(value, str) or (among and value not in among):
             wanted = f"one of {', '.join(among)}" if among else "a string"
@@ -84,18 +85,18 @@ class SavedState:
         return value
 
     def items(self, key: str, default: Any = _REQUIRED) -> list[Any]:
-        """A list."""
+        """Returns a list."""
         value = self.value(key, default)
         if not isinstance(value, (list, tuple)):
             raise StateError(self.path(key), f"is {brief(value)}, and must be a list")
         return list(value)
 
     def nested(self, key: str, default: Any = _REQUIRED) -> SavedState:
-        """A dict within."""
+        """Returns a nested dict as a SavedState."""
         return SavedState(self.value(key, default), self.path(key))
 
     def is_none(self, key: str) -> bool:
-        """True for an entry that is None, or missing."""
+        """Returns True if an entry is None or missing."""
         return self.entries.get(key) is None
 
     def _within(self, key: str, value: float, least: float | None, most: float | None) -> float:
@@ -110,9 +111,9 @@ class SavedState:
 
 
 def brief(value: object) -> str:
-    """Formats a value for an error: a short one as it is, any other by its kind."""
+    """Formats a value for an error message: scalars and strings, truncated if long; other objects by their type."""
     if value is None or isinstance(value, (bool, int, float, str)):
-        # Digits of a huge number would take quadratic time.
+        # Formatting a huge integer takes quadratic time.
         shown = "a huge number" if isinstance(value, int) and value.bit_length() > 200 else repr(value)
         return shown if len(shown) <= 60 else f"{shown[:57]}…"
     return f"a {type(value).__name__}"

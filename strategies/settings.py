@@ -1,4 +1,4 @@
-"""Settings of a run, for strategies whose own settings may contradict them (DeepSpeed's config)."""
+"""RunSettings: a run's settings, for strategies whose own settings may contradict them (DeepSpeed's config)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of a run. None: not set, or not known yet.
+    """Settings of a run. None means not set, or not known yet.
 
     Attributes:
-        accumulation: batches of one optimizer step; None also where it changes during the run.
-        clip_value: gradients are clipped to this.
+        accumulation: number of batches per optimizer step. Also None if it changes during the run.
+        clip_value: norm or value that gradients are clipped to.
         clip_algorithm: "norm" or "value".
-        batch_size: samples of a batch on one rank.
-        manual: the module calls backward and steps by itself.
-        own_backward: the module has a `backward` of its own.
-        sync_batchnorm: batch norm takes its statistics over all ranks.
-        optimizers: how many the run makes.
-        schedulers: how many learning-rate schedulers it makes.
+        batch_size: number of samples per batch on one rank.
+        manual: True if the module calls backward and steps itself (manual optimization).
+        own_backward: True if the module overrides `backward`.
+        sync_batchnorm: True if batch norm computes its statistics over all ranks.
+        optimizers: number of optimizers.
+        schedulers: number of learning-rate schedulers.
     """
 
     accumulation: int | None = None

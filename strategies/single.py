@@ -16,10 +16,10 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xla", "tpu")
 
 
 def find_device(accelerator: str = "auto") -> torch.device:
-    """The device that an accelerator's name means on this machine, the first of its kind.
+    """Returns the first device of an accelerator's kind on this machine.
 
     Args:
-        accelerator: "cpu", "gpu" (cuda, else mps), "cuda", "mps", or "auto" for the best there is.
+        accelerator: "cpu", "gpu" (cuda, else mps), "cuda", "mps", or "auto" for the best available.
 
     Raises:
         ConfigurationError: if the name is unknown or the machine has no such device.
@@ -28,23 +28,22 @@ def find_device(accelerator: str = "auto") -> torch.device:
         raise ConfigurationError(f"accelerator={accelerator!r} is not known. {nearest(accelerator, ACCELERATORS)}")
     if accelerator in ("xla", "tpu"):
         raise ConfigurationError(
-            f"accelerator={accelerator!r} needs a strategy that runs on XLA: use strategy='xla' or 'xla_fsdp'."
+            f"accelerator={accelerator!r} needs a strategy that runs on XLA. Use strategy='xla' or 'xla_fsdp'."
         )
-    # By the driver's list: is_available() would start CUDA, and a process that has started it cannot fork ranks that
-    # use it.
+    # device_count() asks the driver. is_available() would initialize CUDA, after which forked ranks could not use it.
     cuda, mps = torch.cuda.device_count() > 0, torch.backends.mps.is_available()
     if accelerator in ("auto", "gpu"):
         if not cuda and not mps:
             if accelerator == "gpu":
                 raise ConfigurationError(
-                    "accelerator='gpu', but torch finds no GPU here: use accelerator='auto' or 'cpu'."
+                    "accelerator='gpu', but torch finds no GPU on this machine. Use accelerator='auto' or 'cpu'."
                 )
             return torch.device("cpu")
         accelerator = "cuda" if cuda else "mps"
     if (accelerator == "cuda" and not cuda) or (accelerator == "mps" and not mps):
         raise ConfigurationError(
-            f"accelerator={accelerator!r}, but torch {torch.__version__} finds none here: use accelerator='auto' or "
-            "'cpu'."
+            f"accelerator={accelerator!r}, but torch {torch.__version__} finds no such device on this machine. Use "
+            "accelerator='auto' or 'cpu'."
         )
     if accelerator == "cpu":
         return torch.device("cpu")
@@ -52,7 +51,7 @@ def find_device(accelerator: str = "auto") -> torch.device:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """Returns the device with its index, as tensors report it: "cuda" alone is the current one.
+    """Returns the device with its index, as tensors report it. "cuda" without an index is the current device.
 
     Example:
         >>> with_index("mps"), with_index("cuda:1"), with_index("cpu")
@@ -70,7 +69,7 @@ class SingleDeviceStrategy(Strategy):
 
     Args:
         device: a torch device or its name.
-        precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
+        precision: precision of parameters, inputs and the forward pass. Default: 32-true.
 
     Example:
         >>> SingleDeviceStrategy("cpu").root_device
@@ -87,7 +86,7 @@ class SingleDeviceStrategy(Strategy):
             for name, tensor in module.named_parameters():
                 if tensor.is_meta:
                     raise ConfigurationError(
-                        f"the parameter {name!r} is on the meta device and has no values. Build the module on a real "
-                        "device, or in configure_model, which a sharding strategy fills."
+                        f"The parameter {name!r} is on the meta device and has no values. Build the module on a real "
+                        "device, or use a sharding strategy and build it in configure_model."
                     )
         return super().setup_modules(modules)

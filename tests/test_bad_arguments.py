@@ -91,8 +91,8 @@ argument("no precision", r"precision=None_: use one of", precision=type("N", (),
 argument("an argument's near name", r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?", max_epoch=1)
 argument("epochs", r"Trainer has no argument 'epochs': use max_epochs\.", epochs=1)
 argument("gpus", r"Trainer has no argument 'gpus': use devices, with accelerator='gpu'\.", gpus=1)
-argument("a strategy that is near several", r"Did you mean 'ddp'\? Near it: hsdp, fsdp, tp\.$", strategy="dp")
-argument("a strategy that is near none", r"Known, among others: auto, .*xla\.$", strategy="horovod")
+argument("a strategy that is near several", r"Did you mean 'ddp'\? Similar: hsdp, fsdp, tp\.$", strategy="dp")
+argument("a strategy that is near none", r"Known names include auto, .*xla\.$", strategy="horovod")
 
 
 def of_lightning(name: str, *bases: type, module: str = "lightning.pytorch.anything") -> Any:
@@ -100,7 +100,7 @@ def of_lightning(name: str, *bases: type, module: str = "lightning.pytorch.anyth
     return type(name, bases, {"__module__": module})
 
 
-OURS = r"it is PyTorch Lightning's; take ours, `from {}`\.$"
+OURS = r"it belongs to PyTorch Lightning\. Use Leyden's instead, `from {}`\.$"
 argument(
     "a callback of Lightning's",
     "holds an EarlyStopping, which.*" + OURS.format("leyden.callbacks import EarlyStopping"),
@@ -108,12 +108,12 @@ argument(
 )
 argument(
     "a callback that inherits from Lightning's",
-    r"it inherits from PyTorch Lightning's Callback; inherit from ours, `from leyden import Callback`\.$",
+    r"PyTorch Lightning's Callback\. Inherit from Leyden's instead, `from leyden import Callback`\.$",
     callbacks=of_lightning("Mine", of_lightning("Callback"), module="train")(),
 )
 argument(
     "a callback that only Lightning has",
-    r"Lightning's, and has no counterpart here: see docs/from-lightning\.md\.$",
+    r"PyTorch Lightning and has no counterpart in Leyden\. See docs/from-lightning\.md\.$",
     callbacks=of_lightning("SpikeDetection", module="pytorch_lightning.callbacks")(),
 )
 argument(
@@ -139,7 +139,7 @@ argument("a callback twice", r"the same callback twice: pass it once", callbacks
 argument("checkpointing off and on", r"enable_checkpointing=False.*choose one", callbacks=ModelCheckpoint())
 
 
-@mistake(r"there is no GPU here|torch finds no GPU here: use accelerator='auto' or 'cpu'")
+@mistake(r"there is no GPU here|torch finds no GPU on this machine\. Use accelerator='auto' or 'cpu'")
 def an_accelerator_that_is_not_there(folder: Path) -> None:
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has a GPU")
@@ -156,12 +156,12 @@ def a_schedule_that_is_a_number(folder: Path) -> None:
     GradientAccumulationScheduler(4)  # type: ignore[arg-type]
 
 
-@mistake(r"MixedPrecision\(dtype='fp16'\): use '16' or 'bf16'")
+@mistake(r"MixedPrecision\(dtype='fp16'\) is not valid\. Use '16' or 'bf16'")
 def a_dtype_of_mixed_precision(folder: Path) -> None:
     MixedPrecision("fp16")  # type: ignore[arg-type]
 
 
-@mistake(r"HalfPrecision\(dtype='32'\): use '16' or 'bf16'")
+@mistake(r"HalfPrecision\(dtype='32'\) is not valid\. Use '16' or 'bf16'")
 def a_dtype_of_half_precision(folder: Path) -> None:
     HalfPrecision("32")  # type: ignore[arg-type]
 
@@ -176,7 +176,7 @@ def two_triggers_of_a_checkpoint(folder: Path) -> None:
     ModelCheckpoint(every_n_train_steps=2, every_n_epochs=1)
 
 
-@mistake(r"inherits from PyTorch Lightning's LightningModule; inherit from ours, `from leyden import TrainModule`\.$")
+@mistake(r"Lightning's LightningModule\. Inherit from Leyden's instead, `from leyden import TrainModule`\.$")
 def a_module_of_lightning(folder: Path) -> None:
     module = of_lightning("Mine", of_lightning("LightningModule", torch.nn.Module), module="train")()
     Trainer(logger=False, enable_checkpointing=False).fit(module, [1])

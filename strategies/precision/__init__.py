@@ -1,4 +1,4 @@
-"""Precision plugins, and the names by which users choose them."""
+"""Precision plugins, and the names that select them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true",
 
 
 def find_precision(precision: str | int | Precision | None) -> Precision:
-    """The plugin that a precision's name means.
+    """Returns the plugin for a precision's name.
 
     Args:
-        precision: a name of `NAMES`, one of the short names `no fp32 fp16 bf16 16 32 64`, a plugin, or None for
+        precision: a name from `NAMES`, one of the short names `no fp32 fp16 bf16 16 32 64`, a plugin, or None for
             32-true.
 
     Raises:
-        ConfigurationError: if the name is unknown; names the nearest.
-        MissingExtraError: if it needs a package that is not installed.
+        ConfigurationError: if the name is unknown. The message suggests similar names.
+        MissingExtraError: if the precision needs a package that is not installed.
 
     Example:
         >>> find_precision("bf16").name

@@ -1,4 +1,4 @@
-"""Mixed precision: float32 parameters, half-precision forward by autocast, a gradient scaler for float16."""
+"""Mixed precision: float32 parameters, half-precision forward through autocast, a gradient scaler for float16."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from leyden.strategies.precision.base import Precision
 from leyden.strategies.saved_state import SavedState
 
 SKIPS_IN_A_ROW = 40
-"""From the default scale of 2^16 this many halvings end at 2^-24: no gradient is left to find by halving on."""
+"""Limit of consecutive skipped steps. From the default scale 2^16, 40 halvings end at 2^-24; more would not help."""
 
 
 class MixedPrecision(Precision):
     """`16-mixed` and `bf16-mixed`.
 
+    The scaler is a `torch.amp.GradScaler`. Reading back whether it found inf is the only device sync of a window.
+
     Args:
         dtype: "16" for float16 with a gradient scaler, "bf16" for bfloat16 without one.
-        init_scale: first scale of the gradient scaler.
-        growth_factor: by which the scale grows after `growth_interval` windows without inf or nan.
-        backoff_factor: by which it shrinks after a window with one; that window's step is skipped.
+        init_scale: initial scale of the gradient scaler.
+        growth_factor: factor of the scale after `growth_interval` windows without inf or nan.
+        backoff_factor: factor of the scale after a window with inf or nan, whose step is skipped.
         growth_interval: number of windows between two growths.
-        scaler: a GradScaler of your own, in place of the four arguments above.
-
-    The scaler is `torch.amp.GradScaler`; reading back whether it found inf is the one device sync of a window.
+        scaler: your own GradScaler, instead of the four arguments above.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class MixedPrecision(Precision):
         scaler: GradScaler | None = None,
     ) -> None:
         if dtype not in ("16", "bf16"):
-            raise ConfigurationError(f"MixedPrecision(dtype={dtype!r}): use '16' or 'bf16'.")
+            raise ConfigurationError(f"MixedPrecision(dtype={dtype!r}) is not valid. Use '16' or 'bf16'.")
         if scaler is not None and dtype == "bf16":
-            raise ConfigurationError("bf16-mixed has the range of float32 and needs no scaler: leave scaler out.")
+            raise ConfigurationError("bf16-mixed has the range of float32 and needs no scaler. Leave scaler out.")
         self.name = f"{dtype}-mixed"
         self.dtype = torch.float16 if dtype == "16" else torch.bfloat16
         self.may_skip = dtype == "16"
@@ -67,7 +67,7 @@ class MixedPrecision(Precision):
         """Optimizers that stepped, or whose step was skipped, since the last update of the scale."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled for ranks that are spawned, whose optimizers are made there.
+        # Pickled for spawned ranks, which create their own optimizers.
         return {**vars(self), "_registered": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,13 +77,13 @@ class MixedPrecision(Precision):
         return torch.autocast(self._device_type, dtype=self.dtype)
 
     def use_autocast(self, make: Callable[[], torch.autocast]) -> None:
-        """Takes other settings of autocast than its own, for the forward passes of a run."""
+        """Replaces the autocast context of forward passes by the one that `make` returns."""
         self.forward_context = make
 
     def check(self, device: torch.device) -> None:
         if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise ConfigurationError(
-                f"{torch.cuda.get_device_name(device)} has no bfloat16: use precision='16-mixed' or '32-true'."
+                f"{torch.cuda.get_device_name(device)} lacks bfloat16. Use precision='16-mixed' or '32-true'."
             )
         self._device_type = device.type
         if self.may_skip and self.scaler is None:
@@ -98,30 +98,30 @@ class MixedPrecision(Precision):
             self.scaler = GradScaler(self._device_type, **self._scaler_arguments)  # type: ignore[arg-type]
 
     def register(self, optimizer: Optimizer) -> None:
-        # A fit that continues registers its optimizers again.
+        # A second fit may register the same optimizers again.
         if self.scaler is not None and optimizer not in self._registered:
             self._registered.add(optimizer)
-            # The hook runs only if the scaler really steps: no second read-back is needed to learn that.
+            # The hook runs only if the scaler steps, so no second read-back is needed.
             optimizer.register_step_post_hook(self._note_step)
 
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A fused optimizer skips in its kernel, by what the scaler found: read here as the scaler does for the others.
-        found = getattr(optimizer, "found_inf", None)
-        self._stepped = found is None or not bool(found)
+        # A fused optimizer skips within its kernel, so its found_inf is read back here. The scaler reads the others'.
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._stepped = found_inf is None or not bool(found_inf)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        # Clipping by hand and the step itself both ask for it, and the scaler refuses the second time.
+        # Clipping by hand and the step itself both call this, but the scaler unscales only once.
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
         if id(optimizer) in self._done:
-            # A further step within one training_step. The scaler would want an update in between, which changes the
-            # scale while other optimizers hold gradients of the old one; so what it noted is put aside until the
-            # update.
-            noted = self.scaler._per_optimizer_states
-            noted[-len(noted)] = noted.pop(id(optimizer))
+            # Another step of the same optimizer within one training_step. The scaler expects an update in between,
+            # which would change the scale while other optimizers hold gradients at the old one. So its state of the
+            # first step is kept under an unused key until the update.
+            states = self.scaler._per_optimizer_states
+            states[-len(states)] = states.pop(id(optimizer))
             self._done.discard(id(optimizer))
         self._unscaled.add(id(optimizer))
         self.scaler.unscale_(optimizer)
@@ -129,13 +129,14 @@ class MixedPrecision(Precision):
     def share_found_inf(self, optimizer: Optimizer, largest: Callable[[Tensor], None]) -> None:
         if self.scaler is None:
             return
-        found: dict[torch.device, Tensor] = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if not found:
-            # This rank has no gradients: the scaler would not step.
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        found_inf: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        if not found_inf:
+            # Without gradients on this rank, the scaler would refuse to step.
             scale = self.scaler._scale
             assert scale is not None
-            found[scale.device] = torch.zeros((), device=scale.device)
-        for number in found.values():
+            found_inf[scale.device] = torch.zeros((), device=scale.device)
+        for number in found_inf.values():
             largest(number)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
@@ -145,30 +146,29 @@ class MixedPrecision(Precision):
             return True
         if closure is not None:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} evaluates the loss again in its step, which a gradient scaler cannot "
-                "follow: use precision='bf16-mixed' or '32-true'."
+                f"{type(optimizer).__name__} re-evaluates the loss in its step, which a gradient scaler does not "
+                "support. Use precision='bf16-mixed' or '32-true'."
             )
         self._stepped = False
         self.unscale(optimizer)
         self.scaler.step(optimizer, **kwargs)
-        # In manual optimisation the step is made inside autocast, whose half-precision copies of the weights are stale
-        # now.
+        # Under manual optimization the step runs inside autocast, whose cached half-precision weights are now stale.
         torch.clear_autocast_cache()
         self._unscaled.discard(id(optimizer))
         self._done.add(id(optimizer))
         self._skips = 0 if self._stepped else self._skips + 1
-        # Each optimizer of a window counts, and the scale is halved once.
+        # Every optimizer's skip counts, but the scale is halved only once per window.
         if self._skips >= SKIPS_IN_A_ROW * max(1, len(self._registered)):
             raise LeydenError(
-                f"the gradient scaler has skipped {self._skips} steps in a row, since the gradients hold inf or nan at "
-                "every scale. Look for a nan in the loss (detect_anomaly=True), use precision='bf16-mixed', or give "
-                "MixedPrecision('16', init_scale=...) a smaller init_scale than "
+                f"The gradient scaler skipped {self._skips} steps in a row, since gradients contain inf or nan at "
+                "every scale. Look for a nan in the loss (detect_anomaly=True), use precision='bf16-mixed', or pass "
+                "MixedPrecision('16', init_scale=...) with an init_scale below "
                 f"{self._scaler_arguments['init_scale']:g}."
             )
         return self._stepped
 
     def end_step(self) -> None:
-        # One update for all optimizers and all their steps: their gradients were scaled alike.
+        # One update covers all optimizers and steps, since their gradients had the same scale.
         if self.scaler is not None and (self._done or self._unscaled):
             self.scaler.update()
             self._done.clear()

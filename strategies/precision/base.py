@@ -16,78 +16,77 @@ T = TypeVar("T")
 class Precision:
     """Plain float32 (`32-true`), and the contract of every other precision.
 
-    Subclass it for a precision of your own and hand it to `Trainer(precision=...)`.
+    For a custom precision, pass an instance of a subclass to `Trainer(precision=...)`.
     """
 
     name: str = "32-true"
     converts_input: bool = False
-    """True where `convert_input` has work to do."""
+    """True if `convert_input` is not a no-op."""
     forward_context: Callable[[], AbstractContextManager[Any]] | None = None
-    """Returns the context of a forward pass; None if there is none, which costs nothing."""
+    """Returns the context of a forward pass. None means no context, which costs nothing."""
     may_skip: bool = False
-    """True if steps may be skipped: there is a gradient scaler, which looks for inf and nan."""
+    """True if steps may be skipped, because a gradient scaler checks for inf and nan."""
     form: str = ""
-    """How layers of a module were changed by `convert_module`, beyond their dtype: two runs of it must agree on that.
-    """
+    """Describes how `convert_module` changes layers beyond their dtype. Two runs of a module must agree on it."""
     scales_loss: bool = False
-    """True where `scale_loss` has work to do: in a class that overrides it."""
+    """True if the class overrides `scale_loss`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.scales_loss = cls.scale_loss is not Precision.scale_loss
 
     def check_package(self) -> None:
-        """Raises MissingExtraError if a package that it needs is missing; called once a strategy has taken it."""
+        """Raises MissingExtraError if a required package is missing. Called after a strategy accepts the plugin."""
 
     def check(self, device: torch.device) -> None:
-        """Raises ConfigurationError where the device cannot run this precision."""
+        """Raises ConfigurationError if the device does not support this precision."""
 
     def reset(self) -> None:
-        """Drops what an earlier fit left behind."""
+        """Drops the state of an earlier fit."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Modules built in this context have the precision's parameter dtype from the start."""
+        """Returns a context in which modules are built with the precision's parameter dtype."""
         return nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Gives parameters and buffers their dtype, and layers the form in which they compute, in place."""
+        """Converts parameters and buffers to their dtype, and layers to their compute form, in place."""
         return restore_layers(module)
 
     def convert_for_shards(self, module: nn.Module) -> nn.Module:
-        """Does what `convert_module` does, for a module whose parameters will be sharded (FSDP)."""
+        """Like `convert_module`, for a module whose parameters will be sharded (FSDP)."""
         return self.convert_module(module)
 
     def before_sharding(self, owner: nn.Module, name: str) -> None:
-        """May give a parameter of such a module another form, once it has its values and before it is sharded."""
+        """Replaces a parameter, if needed, after it is initialized or loaded and before it is sharded."""
 
     def describe(self, modules: Sequence[nn.Module]) -> str:
-        """What fit prints about the precision once modules are set up; empty for nothing."""
+        """Returns a line about the precision that fit prints once modules are set up; empty to print nothing."""
         return ""
 
     def convert_input(self, batch: T) -> T:
-        """Gives the floating tensors of a batch their dtype."""
+        """Converts the floating-point tensors of a batch to their dtype."""
         return batch
 
     def register(self, optimizer: Optimizer) -> None:
         """Registers an optimizer that the plugin will step."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss that goes into backward."""
+        """Returns the loss to run backward on."""
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Brings the gradients of the optimizer to their true scale; does nothing if they are."""
+        """Unscales the optimizer's gradients. No-op if they are already unscaled."""
 
     def share_found_inf(self, optimizer: Optimizer, largest: Callable[[Tensor], None]) -> None:
-        """Has a gradient scaler skip a step on all ranks of which one has found inf; nothing without a scaler.
+        """Makes a gradient scaler skip the step on all ranks if any rank found inf. No-op without a scaler.
 
         Args:
-            optimizer: whose gradients have their true scale.
-            largest: makes a number the largest of those that ranks have, in place; all of them call it.
+            optimizer: an optimizer whose gradients are unscaled.
+            largest: function that reduces a number to its maximum over the ranks, in place. All ranks call it.
         """
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps the optimizer, with the keyword arguments; returns False if the step was skipped."""
+        """Steps the optimizer with the keyword arguments. Returns False if the step was skipped."""
         if closure is None:
             optimizer.step(**kwargs)
         else:
@@ -95,17 +94,17 @@ class Precision:
         return True
 
     def end_step(self) -> None:
-        """Ends the step of all optimizers of a window."""
+        """Ends the window's step, after all its optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores the state returned by `state_dict`."""
 
 
 def restore_layers(module: nn.Module) -> nn.Module:
-    """Restores, in place, the class that layers had before an earlier run changed their precision."""
+    """Restores, in place, the original class of layers that an earlier run converted."""
     for part in module.modules():
         plain = vars(part).pop("_leyden_plain", None)
         if plain is not None:
@@ -116,7 +115,7 @@ def restore_layers(module: nn.Module) -> nn.Module:
 
 
 class DefaultDtype(AbstractContextManager[None]):
-    """Makes a dtype torch's default inside the block, so that `torch.zeros(...)` in a step has it."""
+    """Sets torch's default dtype within the block, so that `torch.zeros(...)` in a step uses it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,4 +1,4 @@
-"""fp8: bf16-mixed, with the matrix products of most Linear layers in 8-bit floating point, by torchao."""
+"""fp8: bf16-mixed, with the matrix products of most Linear layers in 8-bit floating point, through torchao."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ if TYPE_CHECKING:
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 LEAST_CAPABILITY = (8, 9)
-"""CUDA's compute capability from which there are matrix units for fp8: Ada, Hopper, Blackwell."""
+"""The first CUDA compute capability with fp8 matrix units (Ada, Hopper, Blackwell)."""
 
 
 class Float8Precision(MixedPrecision):
-    """`fp8`: `bf16-mixed`, and Linear layers whose matrix products take operands in fp8.
+    """`fp8`: `bf16-mixed`, with fp8 operands for the matrix products of Linear layers.
 
-    Parameters, gradients and optimizer state stay as under `bf16-mixed`, names in checkpoints as well. Each operand is
-    scaled by its own largest value at each use, so there is no state to save, and a resumed run is bit for bit the
-    same. Speed comes from `torch.compile`, which fuses the casts. A CPU emulates fp8: the same kind of numbers, slower
-    than `bf16-mixed`.
+    Parameters, gradients, optimizer state and the names in checkpoints are the same as under `bf16-mixed`. Each operand
+    is scaled by its own largest value at each use, so there is no state to save, and a resumed run is bit-identical.
+    The speed-up needs `torch.compile`, which fuses the casts. A CPU emulates fp8 with equivalent numerics, but is
+    slower than `bf16-mixed`.
 
     Args:
-        recipe: "tensorwise" has one scale for each operand, and is the fastest; "rowwise" one for each row, which
-            outliers harm less; "rowwise_with_gw_hp" is rowwise with the gradient of the weight in bf16, the most exact.
-        skip: what stays in bf16: classes of modules, their names, or names of modules as "blocks.0".
-        first_and_last: convert the first and the last Linear of the model too.
-        choose: a function of (module, name) that says which Linear layers are converted, in place of `first_and_last`.
-        enable_fsdp_float8_all_gather: FSDP casts weights before it gathers them, which halves what ranks exchange
-            ("tensorwise" only; no effect under other strategies).
-        pad_inner_dim: fill up the numbers of tokens that are no multiple of 16, as last batches are; the hardware
-            refuses them otherwise.
-        in_evaluation: compute in fp8 in evaluation too; False evaluates in bf16.
-        config: a `Float8LinearConfig` of torchao in place of recipe, pad_inner_dim and enable_fsdp_float8_all_gather.
+        recipe: "tensorwise" uses one scale per operand and is the fastest. "rowwise" uses one scale per row, which
+            limits the effect of outliers. "rowwise_with_gw_hp" is rowwise with the weight's gradient in bf16, and the
+            most accurate.
+        skip: modules to keep in bf16: classes, class names, or module names such as "blocks.0".
+        first_and_last: whether to convert the model's first and last Linear too.
+        choose: a function of (module, name) that returns whether to convert a Linear, instead of `first_and_last`.
+        enable_fsdp_float8_all_gather: whether FSDP casts weights before it gathers them, which halves the
+            communication. "tensorwise" only; no effect under other strategies.
+        pad_inner_dim: whether to pad token counts to a multiple of 16, which the hardware requires and a last batch
+            often is not.
+        in_evaluation: whether to compute in fp8 in evaluation too. False evaluates in bf16.
+        config: a `Float8LinearConfig` of torchao, instead of recipe, pad_inner_dim and enable_fsdp_float8_all_gather.
 
     Raises:
-        ConfigurationError: for a value that is not valid.
-        MissingExtraError: by the Trainer or Accelerator that takes it, where torchao is not installed.
+        ConfigurationError: for an invalid value.
+        MissingExtraError: raised by the Trainer or Accelerator if torchao is not installed.
 
     Example:
         >>> Float8Precision("rowwise", skip=["head"]).name
@@ -83,13 +84,13 @@ class Float8Precision(MixedPrecision):
             self.gathers = bool(config.enable_fsdp_float8_all_gather)
         if self.gathers and config is None and recipe != "tensorwise":
             raise ConfigurationError(
-                f"enable_fsdp_float8_all_gather goes with recipe='tensorwise' and not with {recipe!r}: a rank knows "
-                "its own rows alone. Leave one of them out."
+                f"enable_fsdp_float8_all_gather needs recipe='tensorwise', not {recipe!r}, since a rank knows only its "
+                "own rows. Leave one of them out."
             )
         if self.gathers and not in_evaluation:
             raise ConfigurationError(
-                "in_evaluation=False evaluates in bf16, and enable_fsdp_float8_all_gather gathers weights in fp8: "
-                "leave one out."
+                "in_evaluation=False evaluates in bf16, but enable_fsdp_float8_all_gather gathers weights in fp8. "
+                "Leave one of them out."
             )
         self.form = f"fp8 {self.recipe}{' gathered in fp8' if self.gathers else ''}"
 
@@ -100,11 +101,11 @@ class Float8Precision(MixedPrecision):
     def check(self, device: torch.device) -> None:
         super().check(device)
         check_device(device, "precision='fp8'")
-        if device.type == "cpu" and self._by_rows() and not _cpu_scales_rows():
-            asked = f"recipe={self.recipe!r}" if self.config is None else "this config"
+        if device.type == "cpu" and self._is_rowwise() and not _cpu_supports_rowwise():
+            setting = f"recipe={self.recipe!r}" if self.config is None else "this config"
             raise ConfigurationError(
-                f"precision='fp8': on a CPU torch {torch.__version__} has one scale for a whole operand, and {asked} "
-                "asks for one for each row: use recipe='tensorwise', a GPU, or a newer torch (2.13 has it)."
+                f"precision='fp8': {setting} needs one scale per row, but on a CPU torch {torch.__version__} supports "
+                "only one scale per operand. Use recipe='tensorwise', a GPU, or a newer torch (2.13 or later)."
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -133,11 +134,11 @@ class Float8Precision(MixedPrecision):
             return dataclasses.replace(self.config, enable_fsdp_float8_all_gather=gathers)
         from torchao.float8.config import Float8LinearConfig
 
-        made = Float8LinearConfig.from_recipe_name(self.recipe)
-        return dataclasses.replace(made, enable_fsdp_float8_all_gather=gathers, pad_inner_dim=self.pad_inner_dim)
+        config = Float8LinearConfig.from_recipe_name(self.recipe)
+        return dataclasses.replace(config, enable_fsdp_float8_all_gather=gathers, pad_inner_dim=self.pad_inner_dim)
 
-    def _by_rows(self) -> bool:
-        """True where an operand has a scale for each row, and torch computes with them."""
+    def _is_rowwise(self) -> bool:
+        """Returns True if torch's matrix product receives one scale per row for any operand."""
         if self.config is None:
             return self.recipe != "tensorwise"
         casts = (self.config.cast_config_input, self.config.cast_config_weight, self.config.cast_config_grad_output)
@@ -151,40 +152,36 @@ class Float8Precision(MixedPrecision):
 
 
 def check_device(device: torch.device, what: str) -> None:
-    """Refuses devices without fp8.
-
-    Raises:
-        ConfigurationError: with the reason.
-    """
-    instead = "use precision='bf16-mixed'"
+    """Raises ConfigurationError if the device does not support fp8. `what` starts the message."""
+    instead = "Use precision='bf16-mixed'"
     if device.type == "cpu":
         return
     if device.type != "cuda":
         raise ConfigurationError(
-            f"{what} needs a GPU with fp8 units (or a CPU, which emulates them): on {device.type} {instead}."
+            f"{what} needs a GPU with fp8 units, or a CPU, which emulates them. {instead} on {device.type}."
         )
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         # gfx94x and gfx95x are MI300 and MI350, gfx12xx are RDNA 4.
         arch = str(torch.cuda.get_device_properties(device).gcnArchName)
         if not arch.startswith(("gfx94", "gfx95", "gfx12")):
-            raise ConfigurationError(f"{what}: {name} ({arch}) has no fp8 units: {instead}.")
+            raise ConfigurationError(f"{what}: {name} ({arch}) has no fp8 units. {instead}.")
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         raise ConfigurationError(
-            f"{what}: {name} has the compute capability {capability[0]}.{capability[1]}, and fp8 needs 8.9 or more "
-            f"(Ada, Hopper, Blackwell): {instead}."
+            f"{what}: {name} has compute capability {capability[0]}.{capability[1]}, but fp8 needs 8.9 or higher "
+            f"(Ada, Hopper, Blackwell). {instead}."
         )
 
 
 def is_converted(module: nn.Module) -> bool:
-    """True for a layer that computes in fp8."""
+    """Returns True for a layer that computes in fp8."""
     return "_leyden_plain" in vars(module)
 
 
 def converted_in_words(modules: Sequence[nn.Module]) -> str:
-    """How many layers compute in fp8, as "3 of 5 Linear layers"."""
+    """Describes how many layers compute in fp8, as in "3 of 5 Linear layers"."""
     parts = {id(part): part for module in modules for part in module.modules()}.values()
     linears = [part for part in parts if isinstance(part, nn.Linear) or is_converted(part)]
     return f"{sum(map(is_converted, linears))} of {len(linears)} Linear layers"
@@ -194,7 +191,7 @@ def _gathers(module: nn.Module) -> bool:
     return is_converted(module) and bool(getattr(vars(module)["config"], "enable_fsdp_float8_all_gather", False))
 
 
-def _cpu_scales_rows() -> bool:
+def _cpu_supports_rowwise() -> bool:
     operand, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         torch._scaled_mm(operand, operand.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
@@ -204,26 +201,26 @@ def _cpu_scales_rows() -> bool:
 
 
 def _torchao() -> ModuleType:
-    """The file that imports torchao.
+    """Returns the module that imports torchao.
 
     Raises:
-        ConfigurationError: where torchao is there, and does not go with this torch: it asks pip for none.
+        ConfigurationError: if the installed torchao is incompatible with this torch, which pip does not prevent.
     """
     try:
         with _quiet():
             from leyden.strategies.precision import float8_linear
     except ImportError as error:
         raise ConfigurationError(
-            f"precision='fp8': torchao {version('torchao')} does not go with torch {torch.__version__}: {error}. "
-            "Install one that does: torchao 0.15 to 0.17 go with torch 2.9, and 0.18 with torch 2.10 and newer (pip "
-            "install 'torchao==0.15.*')."
+            f"precision='fp8': torchao {version('torchao')} is incompatible with torch {torch.__version__}: {error}. "
+            "Install a compatible version, such as pip install 'torchao==0.15.*': torchao 0.15 to 0.17 for torch 2.9, "
+            "0.18 for torch 2.10 and newer."
         ) from error
     return float8_linear
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torchao's messages about kernels that this machine cannot load; training uses none of them."""
+    """Silences torchao's messages about kernels that this machine cannot load. Training does not use them."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,6 +1,4 @@
-"""fp8 by the keys that Accelerate's users know: those of `fp8_config` in a configuration file, and of the recipes of a
-script.
-"""
+"""Maps Accelerate's fp8 keys, from `fp8_config` in a configuration file or from a script's recipe, to a Precision."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ AO = {
     "enable_fsdp_float8_all_gather": "enable_fsdp_float8_all_gather",
     "pad_inner_dim": "pad_inner_dim",
 }
-"""Keys of torchao → arguments of Float8Precision."""
+"""Keys of torchao -> arguments of Float8Precision."""
 TE = {
     "use_autocast_during_eval": "in_evaluation",
     "use_mxfp8_block_scaling": "use_mxfp8_block_scaling",
@@ -28,16 +26,16 @@ TE = {
     "amax_compute_algo": "amax_compute_algo",
     "override_linear_precision": "override_linear_precision",
 }
-"""Keys of Transformer Engine → arguments of TransformerEnginePrecision."""
-NOTHING = {"interval": "Transformer Engine computes scales in each step now"}
+"""Keys of Transformer Engine -> arguments of TransformerEnginePrecision."""
+NOTHING = {"interval": "Transformer Engine now computes scales in each step"}
 OLDER = {"amax_history_length": "amax_history_len", "fp8_format": "format", "optimization_level": "opt_level"}
 
 
 def precision_of_config(config: Mapping[str, Any]) -> Precision:
-    """The precision that the keys of `fp8_config` describe.
+    """Returns the precision that the keys of `fp8_config` describe.
 
     Args:
-        config: keys with or without the prefix `fp8_`; None leaves a key at its default.
+        config: keys with or without the prefix `fp8_`. None leaves a key at its default.
 
     Raises:
         ConfigurationError: for an unknown key or backend, and for MS-AMP.
@@ -46,10 +44,10 @@ def precision_of_config(config: Mapping[str, Any]) -> Precision:
         >>> precision_of_config({"fp8_backend": "AO", "fp8_pad_inner_dim": False}).name
         'fp8'
     """
-    keys = _short(config)
+    keys = _normalized(config)
     backend = backend_of(config)
     if backend == "MSAMP":
-        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}. Use AO (torchao) or TE (Transformer Engine).")
     known = AO if backend == "AO" else TE
     arguments = {known[name]: value for name, value in keys.items() if name in known}
     if backend == "AO":
@@ -60,13 +58,13 @@ def precision_of_config(config: Mapping[str, Any]) -> Precision:
 
 
 def backend_of(config: Mapping[str, Any]) -> str:
-    """AO, TE or MSAMP: the one that is named; else the one that the keys belong to, and AO for none.
+    """Returns the backend, AO, TE or MSAMP: as named, or else as implied by the keys. Default: AO.
 
     Example:
         >>> backend_of({"fp8_margin": 0}), backend_of({"backend": "te"}), backend_of({})
         ('TE', 'TE', 'AO')
     """
-    keys = _short(config)
+    keys = _normalized(config)
     backend = str(keys.get("backend") or "").upper()
     if backend in BACKENDS:
         return backend
@@ -78,32 +76,32 @@ def backend_of(config: Mapping[str, Any]) -> str:
 
 
 def without_effect(config: Mapping[str, Any], is_fsdp: bool) -> dict[str, str]:
-    """Keys that do nothing → why: those of another backend, and what only FSDP has.
+    """Returns the keys without effect, with reasons: keys of another backend, and FSDP keys under other strategies.
 
     Example:
         >>> without_effect({"fp8_backend": "AO", "fp8_margin": 0}, is_fsdp=False)
-        {'fp8_margin': 'it is of the backend TE, and this one is AO.'}
+        {'fp8_margin': 'it belongs to the backend TE, and this one is AO.'}
     """
     backend, found = backend_of(config), {}
     for name in config:
-        key = _short({name: ...}).popitem()[0]
+        key = _normalized({name: ...}).popitem()[0]
         if key == "backend" or config[name] is None:
             continue
         if key in NOTHING:
             found[name] = f"{NOTHING[key]}."
         elif key not in (AO if backend == "AO" else TE):
             owner = "MSAMP" if key == "opt_level" else "TE" if key in TE else "AO"
-            found[name] = f"it is of the backend {owner}, and this one is {backend}."
+            found[name] = f"it belongs to the backend {owner}, and this one is {backend}."
         elif key == "enable_fsdp_float8_all_gather" and not is_fsdp:
             found[name] = "only FSDP gathers weights."
     return found
 
 
-def _short(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are set, under their names of today and without the prefix.
+def _normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys that are set, under their current names and without the prefix.
 
     Raises:
-        ConfigurationError: for one that is not known.
+        ConfigurationError: for an unknown key.
     """
     known = {"backend", "opt_level", *AO, *TE, *NOTHING}
     found = {}

@@ -1,4 +1,4 @@
-"""Which Linear layers of a model compute in fp8, and why others do not."""
+"""The choice of Linear layers that compute in fp8, and the reasons for leaving out the others."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from leyden.strategies.errors import ConfigurationError, nearest
 
 Filter: TypeAlias = "Callable[[nn.Module, str], bool]"
 MULTIPLE = 16
-"""Both dimensions of a weight must be a multiple of it: the hardware's matrix units want it so."""
+"""Both dimensions of a weight must be a multiple of this number, as the hardware's matrix units require."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The choice of layers, by default every `nn.Linear` but the first and the last, if its dimensions allow it.
+    """Chooses layers. By default every `nn.Linear` with suitable dimensions, except the first and the last.
 
     Attributes:
-        skip: classes of modules, their names, or names of modules as `named_modules` gives them: what is within stays
-            out.
-        first_and_last: take the first and the last Linear of the model too; the input and the logits suffer most from
-            few bits.
-        choose: in place of all that, a function of (module, name) that says which; it is asked of each Linear whose
-            dimensions allow fp8.
+        skip: modules to leave out with their submodules: classes, class names, or module names as in `named_modules`.
+        first_and_last: whether to include the model's first and last Linear. Low precision harms the input and the
+            logits most.
+        choose: a function of (module, name) that returns whether to include a Linear, instead of `first_and_last`.
+            Called for each Linear with suitable dimensions.
     """
 
     skip: Sequence[type | str] = ()
@@ -36,32 +35,32 @@ class Layers:
 
     def __post_init__(self) -> None:
         if isinstance(self.skip, (str, type)):
-            raise ConfigurationError(f"skip={self.skip!r}: give a list of classes or names, as skip=['head'].")
+            raise ConfigurationError(f"skip={self.skip!r} is not a list. Pass classes or names, such as skip=['head'].")
 
     def of(self, module: nn.Module, *, untied: bool = False) -> Chosen:
         """Chooses among the layers of a model.
 
         Args:
             module: the model.
-            untied: leave out weights that the model has in two places.
+            untied: whether to leave out tied weights.
 
         Raises:
-            ConfigurationError: if an entry of `skip` is nothing in the model; names the nearest.
+            ConfigurationError: if an entry of `skip` matches nothing in the model. The message suggests similar names.
         """
         linears = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear)]
         skipped = self._skipped(module)
-        places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         ends = {linears[0][0], linears[-1][0]} if linears and not self.first_and_last and self.choose is None else set()
         chosen = Chosen()
         for name, linear in linears:
-            reason = _cannot(linear)
+            reason = _obstacle(linear)
             if reason is None and name in skipped:
                 reason = "skipped"
             if reason is None and self.choose is not None and not self.choose(linear, name):
                 reason = "left out by the filter"
             if reason is None and name in ends:
                 reason = "first or last"
-            if reason is None and untied and places[id(linear.weight)] > 1:
+            if reason is None and untied and uses[id(linear.weight)] > 1:
                 reason = "tied"
             if reason is None:
                 chosen.names.append(name)
@@ -90,27 +89,27 @@ class Layers:
 
 @dataclass
 class Chosen:
-    """The layers that were chosen in a model.
+    """The layers of a model chosen for fp8.
 
     Attributes:
-        names: of the layers that compute in fp8.
-        left: name of each other Linear → why.
+        names: names of the layers that compute in fp8.
+        left: name of each other Linear -> reason.
     """
 
     names: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
 
     def warn(self, precision: str, module: nn.Module) -> None:
-        """Says that a model has no layer for fp8."""
-        why = f": {self.reasons()}" if self.left else ", since it has none"
+        """Warns that a model has no suitable layer."""
+        why = f" ({self.reasons()})" if self.left else ", since it has none"
         warnings.warn(
-            f"precision={precision!r} converts no Linear of {type(module).__name__}{why}. It runs in bf16-mixed; "
-            "Float8Precision(first_and_last=True, …) chooses layers.",
+            f"precision={precision!r} converts no Linear of {type(module).__name__}{why}, so it runs in bf16-mixed. "
+            "Choose layers with Float8Precision(first_and_last=True, …).",
             stacklevel=4,
         )
 
     def reasons(self) -> str:
-        """Why layers were left, in a few words.
+        """Summarizes why layers were left out.
 
         Example:
             >>> Chosen([], {"a": "first or last", "b": "first or last", "c": "tied"}).reasons()
@@ -119,10 +118,11 @@ class Chosen:
         return ", ".join(f"{count} {reason}" for reason, count in Counter(self.left.values()).items())
 
 
-def _cannot(linear: nn.Linear) -> str | None:
-    """Why a layer cannot compute in fp8; None if it can."""
+def _obstacle(linear: nn.Linear) -> str | None:
+    """Returns why a layer cannot compute in fp8, or None if it can."""
     if type(linear) is not nn.Linear:
-        # A subclass may compute something else (LoRA, a parametrization), or its weight is read past it (attention).
+        # A subclass may compute something else (LoRA, a parametrization), or other code may read its weight directly
+        # (attention).
         return f"of the class {type(linear).__name__}"
     if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
         return f"not divisible by {MULTIPLE}"

@@ -1,7 +1,6 @@
-"""fp8 by NVIDIA's Transformer Engine: `transformer-engine`.
+"""fp8 through NVIDIA's Transformer Engine: `transformer-engine`.
 
-Written against its documented interface (releases 1.12 to 2.15); it has not run here, where there is no GPU that it
-supports.
+Written against its documented interface (releases 1.12 to 2.15), but never run, for lack of a supported GPU.
 """
 
 from __future__ import annotations
@@ -22,30 +21,32 @@ from leyden.strategies.precision.fp8_layers import Filter, Layers
 
 FORMATS = ("HYBRID", "E4M3")
 DELAYED = ("margin", "amax_history_len", "amax_compute_algo", "override_linear_precision")
-"""Arguments of the recipe that scales by a history of earlier steps."""
+"""Arguments of the delayed-scaling recipe, which scales by a history of earlier steps."""
 
 
 class TransformerEnginePrecision(MixedPrecision):
-    """`transformer-engine`: `bf16-mixed`, and Linear layers that Transformer Engine computes in fp8.
+    """`transformer-engine`: `bf16-mixed`, with Linear layers that Transformer Engine computes in fp8.
 
-    Layers are chosen as under `fp8`, and the names in checkpoints stay as they are. Operands are scaled by their own
-    largest value, unless an argument of delayed scaling is given: its history of earlier steps is no part of a
-    checkpoint (Transformer Engine keeps it in a pickle), so that a resumed run begins with an empty one and is not bit
-    for bit the same. The number of tokens of a batch must be divisible by 8.
+    Layers are chosen as under `fp8`, and the names in checkpoints stay the same. Operands are scaled by their own
+    largest value, unless an argument of delayed scaling is given. Delayed scaling uses a history of earlier steps that
+    Transformer Engine keeps in a pickle, so checkpoints do not include it: a resumed run starts with an empty history
+    and is not bit-identical. A batch's number of tokens must be divisible by 8.
 
     Args:
-        skip: as of `Float8Precision`.
-        first_and_last: as of `Float8Precision`.
-        choose: as of `Float8Precision`.
+        skip: see `Float8Precision`.
+        first_and_last: see `Float8Precision`.
+        choose: see `Float8Precision`.
         fp8_format: "HYBRID" (gradients in E5M2) or "E4M3".
-        use_mxfp8_block_scaling: one scale for each 32 values, which Blackwell has.
-        in_evaluation: compute in fp8 where gradients are off, too; False, the default, evaluates in bf16.
-        recipe: a recipe of `transformer_engine.common.recipe` in place of these two and the following.
-        **delayed: of its DelayedScaling: margin, amax_history_len, amax_compute_algo, override_linear_precision.
+        use_mxfp8_block_scaling: whether to use one scale per 32 values, which needs Blackwell.
+        in_evaluation: whether to compute in fp8 without gradients too. False evaluates in bf16.
+        recipe: a recipe of `transformer_engine.common.recipe`, instead of fp8_format, use_mxfp8_block_scaling and
+            `**delayed`.
+        **delayed: arguments of its DelayedScaling: margin, amax_history_len, amax_compute_algo,
+            override_linear_precision.
 
     Raises:
-        ConfigurationError: for a value that is not valid.
-        MissingExtraError: from the Trainer or Accelerator, if it is not installed.
+        ConfigurationError: for an invalid value.
+        MissingExtraError: raised by the Trainer or Accelerator if Transformer Engine is not installed.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class TransformerEnginePrecision(MixedPrecision):
                 )
         if fp8_format not in FORMATS:
             raise ConfigurationError(
-                f"fp8_format={fp8_format!r}: forward and backward together are 'HYBRID' or 'E4M3'; E5M2 alone is too "
-                "coarse for what goes forward."
+                f"fp8_format={fp8_format!r} is not supported. Use 'HYBRID' or 'E4M3', since E5M2 alone is too coarse "
+                "for the forward pass."
             )
         if use_mxfp8_block_scaling and delayed:
             raise ConfigurationError(
-                f"use_mxfp8_block_scaling scales by blocks, and {next(iter(delayed))} is of delayed scaling: leave one "
-                "out."
+                f"use_mxfp8_block_scaling scales by blocks, but {next(iter(delayed))} belongs to delayed scaling. "
+                "Leave one of them out."
             )
         super().__init__("bf16")
         self.name = "transformer-engine"
@@ -94,7 +95,7 @@ class TransformerEnginePrecision(MixedPrecision):
         super().check(device)
         if device.type != "cuda":
             raise ConfigurationError(
-                f"precision='transformer-engine' needs a CUDA GPU: on {device.type} use precision='bf16-mixed'"
+                f"precision='transformer-engine' needs a CUDA GPU. On {device.type} use precision='bf16-mixed'"
                 f"{', or fp8, which the CPU emulates' if device.type == 'cpu' else ''}."
             )
         check_device(device, "precision='transformer-engine'")
@@ -106,19 +107,19 @@ class TransformerEnginePrecision(MixedPrecision):
     def _recipe(self) -> Any:
         from transformer_engine.common import recipe
 
-        chosen = getattr(recipe.Format, self.fp8_format)
+        fp8_format = getattr(recipe.Format, self.fp8_format)
         if self.use_mxfp8_block_scaling:
-            return recipe.MXFP8BlockScaling(fp8_format=chosen)
+            return recipe.MXFP8BlockScaling(fp8_format=fp8_format)
         if self.delayed:
-            return recipe.DelayedScaling(fp8_format=chosen, **self.delayed)
-        return recipe.Float8CurrentScaling(fp8_format=chosen)
+            return recipe.DelayedScaling(fp8_format=fp8_format, **self.delayed)
+        return recipe.Float8CurrentScaling(fp8_format=fp8_format)
 
     @contextmanager
     def _fp8(self) -> Iterator[None]:
         import transformer_engine.pytorch as te
 
         enabled = self.in_evaluation or torch.is_grad_enabled()
-        # Its name up to release 2.8, with another name of the argument.
+        # Up to release 2.8 the function and its argument had other names.
         context = (
             te.autocast(enabled=enabled, recipe=self.recipe)
             if hasattr(te, "autocast")
@@ -143,7 +144,7 @@ class TransformerEnginePrecision(MixedPrecision):
 
 
 def _linear_class() -> Any:
-    """Transformer Engine's Linear without extra state, which would be a pickle: loading it would run code."""
+    """Returns Transformer Engine's Linear without extra state, a pickle that would run code when loaded."""
     import transformer_engine.pytorch as te
 
     class Linear(te.Linear):  # type: ignore[misc]
@@ -154,16 +155,16 @@ def _linear_class() -> Any:
 
 
 def _convert(linear: nn.Module, kind: Any) -> None:
-    """Makes a Linear one of Transformer Engine's, in place: the object, its parameters, hooks and names stay."""
+    """Turns a Linear into Transformer Engine's, in place. The object, its parameters, hooks and names stay the same."""
     assert isinstance(linear, nn.Linear)
     weight = linear.weight
-    made = kind(
+    template = kind(
         linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=weight.dtype, device="cuda"
     )
-    settings = {name: value for name, value in vars(made).items() if name not in vars(linear)}
+    settings = {name: value for name, value in vars(template).items() if name not in vars(linear)}
     for name, parameter in linear.named_parameters(recurse=False):
-        # Marks that it leaves on its own parameters.
-        parameter.__dict__.update(vars(getattr(made, name)))
+        # Copies the attributes that Transformer Engine sets on its own parameters.
+        parameter.__dict__.update(vars(getattr(template, name)))
     linear.__dict__["_leyden_plain"] = (type(linear), tuple(settings))
     linear.__dict__.update(settings)
     linear.__class__ = kind

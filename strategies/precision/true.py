@@ -1,4 +1,4 @@
-"""Parameters and inputs held in another dtype than float32: `64-true`, `16-true`, `bf16-true`."""
+"""Precisions with parameters and inputs in a dtype other than float32: `64-true`, `16-true`, `bf16-true`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class TruePrecision(Precision):
-    """Floating parameters, buffers, inputs and new tensors in one dtype; complex ones stay as they are."""
+    """Floating-point parameters, buffers, inputs and new tensors in one dtype. Complex tensors are unchanged."""
 
     converts_input = True
 
@@ -30,7 +30,7 @@ class TruePrecision(Precision):
         return DefaultDtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # Not `to(dtype)`, which makes complex tensors real: `double()` and `half()` leave them alone.
+        # Not `to(dtype)`, which would make complex tensors real. `double()` and `half()` leave them unchanged, too.
         apply: Callable[..., nn.Module] = restore_layers(module)._apply
         apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
         return module
@@ -47,7 +47,7 @@ class DoublePrecision(TruePrecision):
 
     def check(self, device: torch.device) -> None:
         if device.type == "mps":
-            raise ConfigurationError("mps has no float64: use precision='32-true', or accelerator='cpu'.")
+            raise ConfigurationError("mps does not support float64. Use precision='32-true', or accelerator='cpu'.")
 
 
 class HalfPrecision(TruePrecision):
@@ -59,11 +59,11 @@ class HalfPrecision(TruePrecision):
 
     def __init__(self, dtype: Literal["16", "bf16"]) -> None:
         if dtype not in ("16", "bf16"):
-            raise ConfigurationError(f"HalfPrecision(dtype={dtype!r}): use '16' or 'bf16'.")
+            raise ConfigurationError(f"HalfPrecision(dtype={dtype!r}) is not valid. Use '16' or 'bf16'.")
         super().__init__(f"{dtype}-true", torch.float16 if dtype == "16" else torch.bfloat16)
 
     def check(self, device: torch.device) -> None:
         if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise ConfigurationError(
-                f"{torch.cuda.get_device_name(device)} has no bfloat16: use precision='16-true' or '32-true'."
+                f"{torch.cuda.get_device_name(device)} lacks bfloat16. Use precision='16-true' or '32-true'."
             )

@@ -266,11 +266,19 @@ def manual_backward_in_automatic_optimisation(ground: Ground) -> None:
 # what training_step returns -------------------------------------------------------------------------------------------
 returns("a loss that is a number", r"returned a float, not a loss\. Return a scalar tensor", lambda s, b: 0.5)
 returns("a loss that is None", r"returned None, not a loss\. Return a scalar tensor", lambda s, b: None)
-returns("a dict without loss", r"none is 'loss'\. Return \{'loss': loss", lambda s, b: {"los": s.loss(b)})
-returns("a dict whose loss is a number", r"is a float, not a tensor: return it before any", lambda s, b: {"loss": 0.5})
-returns("a loss that is detached", r"has no gradient\. Compute it from the module's", lambda s, b: s.loss(b).detach())
+returns("a dict without loss", r"without 'loss'\. Return \{'loss': loss", lambda s, b: {"los": s.loss(b)})
 returns(
-    "a loss of many numbers", r"has the shape \(2,\): return one number, as loss\.mean", lambda s, b: s(b[0]).sum(1)
+    "a dict whose loss is a number", r"is a float, not a tensor\. Return it without float", lambda s, b: {"loss": 0.5}
+)
+returns(
+    "a loss that is detached",
+    r"a loss without a gradient\. Compute it from the module's",
+    lambda s, b: s.loss(b).detach(),
+)
+returns(
+    "a loss of many numbers",
+    r"of shape \(2,\)\. Return a single number, such as loss\.mean",
+    lambda s, b: s(b[0]).sum(1),
 )
 returns(
     "num_items that is a word",
@@ -279,12 +287,12 @@ returns(
 )
 returns(
     "num_items of several numbers",
-    r"num_items has the shape \(3,\): return one number",
+    r"num_items has the shape \(3,\)\. Return a single number",
     lambda s, b: {"loss": s.loss(b), "num_items": torch.ones(3)},
 )
 
 
-@mistake(r"num_items for some batches .* and not for others: return it always or never", when=DURING)
+@mistake(r"num_items for some batches .* and not for others\. Return it always or never", when=DURING)
 def num_items_now_and_then(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         return {"loss": self.loss(batch), **({"num_items": 2} if batch_idx else {})}

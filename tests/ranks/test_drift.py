@@ -134,9 +134,17 @@ def test_parameters_that_are_unfrozen_and_frozen_again_train_as_in_one_process()
 @pytest.mark.parametrize(
     ("arguments", "batch", "message"),
     [
-        ({}, 3, "first.weight was unfrozen within an epoch, in which DDP did not send its gradients"),
-        ({"static_graph": True}, None, "first.weight was frozen when the fit began and is trained now, and static_"),
-        ({"ddp_comm_hook": "powersgd"}, None, "first.weight was frozen when the fit began and is trained now, and the"),
+        ({}, 3, "first.weight was unfrozen within an epoch, so DDP did not exchange its gradients"),
+        (
+            {"static_graph": True},
+            None,
+            "first.weight was frozen when the fit began and is trained now, but with static_",
+        ),
+        (
+            {"ddp_comm_hook": "powersgd"},
+            None,
+            "first.weight was frozen when the fit began and is trained now, but with the",
+        ),
     ],
     ids=["within an epoch", "static graph", "PowerSGD"],
 )

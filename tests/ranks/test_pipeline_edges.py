@@ -269,7 +269,9 @@ def test_blocks_that_return_other_things_than_in_the_rehearsal_are_refused(kind:
 def test_a_list_of_samples_of_several_lengths_is_refused() -> None:
     samples = [torch.zeros(5), torch.zeros(4)]
     for batch in (samples, {"x": samples}):
-        with pytest.raises(ConfigurationError, match="lengths \\[4, 5\\], and micro-batches are cut by samples"):
+        with pytest.raises(
+            ConfigurationError, match="lengths, \\[4, 5\\], and cannot be split into micro-batches by sample"
+        ):
             cut(batch, 2)
     assert [part.rows for part in cut([torch.zeros(2, 3), torch.zeros(2)], 2)] == [1, 1]
 

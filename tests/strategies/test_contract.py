@@ -364,7 +364,7 @@ def test_one_rank_has_nothing_to_exchange(make: Make) -> None:
     for reduction in ("mean", "sum", "max", "min"):
         assert torch.equal(strategy.ranks.reduce(tensor, reduction=reduction), tensor)
     assert strategy.reduce(0.5) == 0.5 and torch.equal(strategy.reduce(tensor, reduce_op="AVG"), tensor)
-    with pytest.raises(ConfigurationError, match="reduce_op='product' is not known: use one of mean, avg, sum"):
+    with pytest.raises(ConfigurationError, match="reduce_op='product' is not known. Use one of mean, avg, sum"):
         strategy.reduce(tensor, reduce_op="product")
     assert strategy.ranks.any(True) is True and strategy.ranks.any(False) is False
     strategy.ranks.barrier()

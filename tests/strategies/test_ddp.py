@@ -471,9 +471,9 @@ def test_lbfgs_takes_the_same_step_on_all_ranks() -> None:
     ("arguments", "match"),
     [
         ({"static_grap": True}, "no argument 'static_grap'. Did you mean 'static_graph'"),
-        ({"device_ids": [0]}, "device_ids=….*the strategy decides"),
+        ({"device_ids": [0]}, "device_ids=….*the strategy sets device_ids itself"),
         ({"ddp_comm_hook": "fp17"}, "ddp_comm_hook='fp17' is not known. Did you mean 'fp16'"),
-        ({"ddp_comm_state": 3}, "belong to a ddp_comm_hook"),
+        ({"ddp_comm_state": 3}, "need a ddp_comm_hook"),
         ({"start_method": "forks"}, "start_method='forks' is not known. Did you mean 'fork'"),
     ],
 )

@@ -86,7 +86,7 @@ def test_auto_means_one_device_in_an_interactive_session_and_says_so(
 ) -> None:
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     assert find_strategy("auto", "auto").name == "single_device"
-    assert "runs on one device; give devices=" in capsys.readouterr().out
+    assert "runs on one device by default. Pass devices=" in capsys.readouterr().out
     named = find_strategy("ddp_notebook", "auto")
     assert (named.name, named.world_size, named.ranks.are_planned) == ("ddp", 1, False)
     assert "runs on one device" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match="started 4 ranks on a machine with 2 GPUs: start one rank for each"):
+    with pytest.raises(ConfigurationError, match="started 4 ranks on a machine with 2 GPUs. Start one rank per GPU"):
         DDPStrategy().place_on("auto", "auto", 1)
     # As many as the ranks are asked for by number, and they are not there.
     with pytest.raises(ConfigurationError, match="there is no cuda:2"):
@@ -183,10 +183,10 @@ def test_a_mac_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_devices(accelerator, "auto") == [torch.device("mps", 0)]
         with pytest.raises(ConfigurationError, match="devices=2: MPS has one device. Use accelerator='cpu'"):
             find_devices(accelerator, 2)
-    with pytest.raises(ConfigurationError, match="several ranks need accelerator='cpu' or 'cuda'"):
+    with pytest.raises(ConfigurationError, match="Several ranks need accelerator='cpu' or 'cuda'"):
         DDPStrategy().place_on("auto", 1, 1)
     assert find_devices("cpu", 2) == [CPU, CPU]
-    with pytest.raises(ConfigurationError, match="mps has no float64"):
+    with pytest.raises(ConfigurationError, match="mps does not support float64"):
         DoublePrecision().check(torch.device("mps", 0))
 
 

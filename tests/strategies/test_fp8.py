@@ -23,7 +23,7 @@ from leyden.strategies.precision import Float8Precision, find_precision, fp8
 from leyden.strategies.precision.fp8_config import precision_of_config, without_effect
 
 BY_ROWS = pytest.mark.skipif(
-    not fp8._cpu_scales_rows(), reason=f"on a CPU torch {torch.__version__} has one scale for a whole operand"
+    not fp8._cpu_supports_rowwise(), reason=f"on a CPU torch {torch.__version__} supports only one scale per operand"
 )
 
 
@@ -116,7 +116,9 @@ def test_each_layer_left_alone_has_a_reason() -> None:
 
 
 def test_a_model_without_an_fp8_layer_is_reported(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"converts no Linear of Sequential: 2 first or last\. It runs in bf16-mixed"):
+    with pytest.warns(
+        UserWarning, match=r"converts no Linear of Sequential \(2 first or last\), so it runs in bf16-mixed"
+    ):
         Float8Precision().convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
@@ -328,13 +330,13 @@ def test_a_gpt_learns_by_the_other_recipes(recipe: Any, tmp_path: Path) -> None:
 def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("mps", "xla"):
         with pytest.raises(
-            ConfigurationError, match=f"needs a GPU with fp8 units .*: on {kind} use precision='bf16-mixed'"
+            ConfigurationError, match=f"needs a GPU with fp8 units.*Use precision='bf16-mixed' on {kind}"
         ):
             Float8Precision().check(torch.device(kind))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigurationError, match=r"NVIDIA A100 has the compute capability 8\.0, and fp8 needs 8\.9"):
+    with pytest.raises(ConfigurationError, match=r"NVIDIA A100 has compute capability 8\.0, but fp8 needs 8\.9"):
         Float8Precision().check(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     Float8Precision().check(torch.device("cuda"))
@@ -342,14 +344,14 @@ def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_scales_by_rows_are_refused_on_a_cpu_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.9 and 2.10 are."""
-    if fp8._cpu_scales_rows():
-        monkeypatch.setattr(fp8, "_cpu_scales_rows", lambda: False)
+    if fp8._cpu_supports_rowwise():
+        monkeypatch.setattr(fp8, "_cpu_supports_rowwise", lambda: False)
     cpu = torch.device("cpu")
     rows = Float8LinearConfig.from_recipe_name("rowwise")
     for made in (Float8Precision("rowwise_with_gw_hp"), Float8Precision(config=rows)):
-        with pytest.raises(ConfigurationError, match=r"one for each row: use recipe='tensorwise', a GPU, or a newer"):
+        with pytest.raises(ConfigurationError, match=r"one scale per .*Use recipe='tensorwise', a GPU, or a newer"):
             made.check(cpu)
-    with pytest.raises(ConfigurationError, match="one for each row"):
+    with pytest.raises(ConfigurationError, match="one scale per row"):
         Trainer(**QUIET, precision=Float8Precision("rowwise")).fit(build(), batches())
     Float8Precision().check(cpu)
     Float8Precision(config=Float8LinearConfig()).check(cpu)
@@ -362,7 +364,7 @@ def test_a_torchao_that_does_not_go_with_torch_is_named(monkeypatch: pytest.Monk
     monkeypatch.delattr(leyden.strategies.precision, "float8_linear", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
     with pytest.raises(
-        ConfigurationError, match=r"torchao [\d.]+ does not go with torch [\d.]+.*: import of torchao"
+        ConfigurationError, match=r"torchao [\d.]+ is incompatible with torch [\d.]+.*: import of torchao"
     ) as caught:
         Trainer(**QUIET, precision="fp8").fit(build(), batches())
     assert "pip install 'torchao==" in str(caught.value)
@@ -374,10 +376,10 @@ def test_a_torchao_that_does_not_go_with_torch_is_named(monkeypatch: pytest.Monk
         ({"recipe": "rowise"}, "Did you mean 'rowwise'"),
         (
             {"recipe": "rowwise", "enable_fsdp_float8_all_gather": True},
-            "goes with recipe='tensorwise' and not with 'rowwise'",
+            "needs recipe='tensorwise', not 'rowwise'",
         ),
         ({"enable_fsdp_float8_all_gather": True, "in_evaluation": False}, "in_evaluation=False evaluates in bf16"),
-        ({"skip": "head"}, r"give a list of classes or names, as skip=\['head'\]"),
+        ({"skip": "head"}, r"Pass classes or names, such as skip=\['head'\]"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -476,7 +478,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_transformer_engine_is_asked_by_its_names(stand_in: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     precision: Any = find_precision("transformer-engine")
-    with pytest.raises(ConfigurationError, match="needs a CUDA GPU: on cpu use precision='bf16-mixed', or fp8"):
+    with pytest.raises(ConfigurationError, match="needs a CUDA GPU. On cpu use precision='bf16-mixed', or fp8"):
         precision.check(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
@@ -518,5 +520,5 @@ def test_keys_of_a_config_choose_the_recipe_of_transformer_engine(stand_in: dict
     ]
     with pytest.raises(ConfigurationError, match="E5M2 alone is too coarse"):
         precision_of_config({"fp8_backend": "TE", "fp8_format": "E5M2"})
-    with pytest.raises(ConfigurationError, match="scales by blocks, and margin is of delayed scaling"):
+    with pytest.raises(ConfigurationError, match="scales by blocks, but margin belongs to delayed scaling"):
         precision_of_config({"use_mxfp8_block_scaling": True, "margin": 1})

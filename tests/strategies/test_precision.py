@@ -133,7 +133,9 @@ def test_a_strategy_keeps_its_precision_unless_one_is_given() -> None:
 
 
 def test_a_device_that_cannot_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="mps has no float64: use precision='32-true', or accelerator='cpu'"):
+    with pytest.raises(
+        ConfigurationError, match="mps does not support float64. Use precision='32-true', or accelerator='cpu'"
+    ):
         find_precision("64").check(torch.device("mps"))
 
 

@@ -392,10 +392,11 @@ def test_weights_that_need_not_fit_are_listed_and_never_all_lost(quiet: Any, tmp
     with pytest.raises(ConfigurationError, match=r"Unexpected key.*as it was saved\.$"):
         Renamed.load_from_checkpoint(path)
     with pytest.raises(
-        ConfigurationError, match=r"no weight of the checkpoint fits Renamed\. There: net\.bias, net\.weight"
+        ConfigurationError,
+        match=r"No weight of the checkpoint fits Renamed\. The checkpoint has net\.bias, net\.weight",
     ):
         Renamed.load_from_checkpoint(path, strict=False)
-    listed = r"no such weights: net\.bias; left as they are.*: head\.bias, head\.weight"
+    listed = r"not in Deeper: net\.bias; unchanged.*: head\.bias, head\.weight"
     with pytest.warns(UserWarning, match=listed):
         Deeper.load_from_checkpoint(path)
     with pytest.warns(UserWarning, match=listed):

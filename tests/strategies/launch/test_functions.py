@@ -137,7 +137,7 @@ def fork_after_a_run_with_a_group(folder: str) -> None:
 def test_a_process_group_of_an_earlier_run_is_not_forked(tmp_path: Path) -> None:
     code = f"import {Path(__file__).stem} as tests; tests.fork_after_a_run_with_a_group({str(tmp_path)!r})"
     done = run_program(["-c", code], environ={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
-    assert re.search(r"a process group of 1 rank\(s\), and the run has 2.*start_method='spawn'", done.stderr), (
+    assert re.search(r"a process group of 1 rank\(s\), but the run has 2.*start_method='spawn'", done.stderr), (
         done.stderr
     )
 

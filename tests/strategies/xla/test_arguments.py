@@ -59,5 +59,5 @@ def test_batches_are_split_over_data_and_fsdp_by_default() -> None:
 
 
 def test_an_accelerator_of_xla_asks_for_a_strategy_of_xla() -> None:
-    with pytest.raises(ConfigurationError, match="use strategy='xla'"):
+    with pytest.raises(ConfigurationError, match="Use strategy='xla'"):
         Trainer(accelerator="xla", strategy="single_device")

@@ -122,7 +122,7 @@ def test_ms_amp_is_refused_before_the_start(here: Any, tmp_path: Path, keys: dic
 def test_keys_without_an_effect_are_named(here: Any, tmp_path: Path) -> None:
     file = written(tmp_path, {"backend": "AO", "margin": 2, "enable_fsdp_float8_all_gather": "true"}, "MULTI_CPU")
     done = here("launch", "--config_file", file, "--dry_run", "train.py")
-    assert "no effect   fp8_margin: it is of the backend TE, and this one is AO." in done.stdout
+    assert "no effect   fp8_margin: it belongs to the backend TE, and this one is AO." in done.stdout
     assert "no effect   fp8_enable_fsdp_float8_all_gather: only FSDP gathers weights." in done.stdout
     assert 'LEYDEN_FP8={"fp8_backend": "AO"}' in done.stdout
     plain = here("launch", "--config_file", file, "--mixed_precision", "bf16", "--dry_run", "train.py")

@@ -473,7 +473,7 @@ def test_a_frozen_module_is_named(fit: Any) -> None:
     module = Tiny()
     module.freeze()
     assert not module.training and not module.net.weight.requires_grad
-    with pytest.raises(ConfigurationError, match="leave at least one parameter trainable"), pytest.warns(UserWarning):
+    with pytest.raises(ConfigurationError, match="keep at least one parameter trainable"), pytest.warns(UserWarning):
         fit(module, numbered(1))
     module.unfreeze()
     assert module.training and fit(module, numbered(1)).global_step == 1

@@ -323,10 +323,10 @@ class Any1(Line):
 
 UNCUT: list[tuple[Any, str]] = [
     ([{"x": torch.ones(4, 2), "graph": Unknown()}], "a batch has an Unknown, which may hold samples"),
-    ([Unknown()], "an Unknown cannot be cut into micro-batches"),
+    ([Unknown()], "A batch that is an Unknown cannot be split into micro-batches"),
     (
         Unsized([{"samples": [torch.ones(4, 2), torch.ones(5, 2)]}]),
-        "a batch has a list of " r"tensors of the lengths \[4, 5\]",
+        "A batch has a list of " r"tensors of different lengths, \[4, 5\]",
     ),
     (
         DataLoader([torch.ones(3, 8, 8)] * 8, 4, collate_fn=tuple),  # type: ignore[arg-type]
@@ -340,7 +340,7 @@ UNCUT: list[tuple[Any, str]] = [
     ),
     (
         DataLoader([torch.ones(4), torch.ones(10)], 2, collate_fn=tuple),  # type: ignore[arg-type]
-        r"a batch has a tuple of tensors of the lengths \[4, 10\]",
+        r"A batch has a tuple of tensors of different lengths, \[4, 10\]",
     ),
 ]
 
@@ -392,15 +392,15 @@ def test_a_key_that_only_some_micro_batches_return_is_named() -> None:
             loss = super().training_step(batch, batch_idx)
             return {"loss": loss, "early": 1} if len(self.rows) == 2 else {"loss": loss}
 
-    with pytest.raises(ConfigurationError, match="'early' for a micro-batch, and not for 1 of the 2 micro-batches"):
+    with pytest.raises(ConfigurationError, match="did not return 'early' for 1 of the batch's 2 micro-batches"):
         fitted(Now(), loader(8), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=2)])
 
 
 def test_strategies_say_what_to_do_instead() -> None:
     assert DDPStrategy().refusals == {} and FSDPStrategy().refusals == {}
     for strategy, words in (
-        (DDPStrategy(static_graph=True), "static_graph=True belongs to DDP's own exchange"),
-        (DDPStrategy(ddp_comm_hook="fp16"), "ddp_comm_hook belongs to DDP's own exchange"),
+        (DDPStrategy(static_graph=True), "static_graph=True only affects DDP's own gradient exchange"),
+        (DDPStrategy(ddp_comm_hook="fp16"), "ddp_comm_hook only affects DDP's own gradient exchange"),
         (MeshStrategy(pp=2), "MeshStrategy(microbatches=…)"),
         (MeshStrategy(tp=2, plan={"a": "colwise"}), "strategy='fsdp' or 'ddp'"),
     ):
