@@ -40,7 +40,9 @@ argument("precision twice", r"more than once.*set it once", precision="bf16", pl
 argument("plugin unknown", r"plugins.*pass a Precision", plugins=object())
 argument("strategy unknown", r"strategy='single_devise'.*Did you mean 'single_device'\?", strategy="single_devise")
 argument("accelerator unknown", r"accelerator='cpuu' is not known\. Did you mean 'cpu'\?", accelerator="cpuu")
-argument("devices several", r"'single_device' with devices=3.*devices=1.*'ddp'", devices=3, strategy="single_device")
+argument(
+    "devices several", r"'single_device' contradicts devices=3.*devices=1.*'ddp'", devices=3, strategy="single_device"
+)
 argument("devices twice", r"devices=\[1, 1\] names a device twice", devices=[1, 1])
 argument("devices zero", r"devices=0: use a whole number from 1", devices=0)
 argument("devices a word", r"devices='one': use a whole number", devices="one")

@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a run: made from a dict or file and plain arguments, and completed for DeepSpeed."""
+"""The DeepSpeed config of a run: built from a dict or file and plain arguments, then completed for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ ARGUMENTS = {
     **{name: f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()},
     **{name: name for name in ("zero_allow_untested_optimizer", "communication_data_type", "steps_per_print")},
 }
-"""Plain arguments, and the places in DeepSpeed's config that they stand for."""
+"""Plain argument -> path in DeepSpeed's config."""
 
 OFFLOADS = {"offload_optimizer": "optimizer", "offload_parameters": "param"}
-"""Arguments, and what DeepSpeed's config calls the part that they offload."""
+"""Argument -> name of the offloaded part in DeepSpeed's config."""
 DEFAULTS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-"""Set where the config says nothing: DeepSpeed would refuse most optimizers of one's own."""
+"""Defaults unless the config sets these keys: by itself, DeepSpeed rejects most custom optimizers."""
 
 OWN_RANKS = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel", "pipeline")
-"""Sections that give the ranks another meaning than one share of each batch."""
+"""Sections that would make ranks something other than data-parallel replicas."""
 
 ADAM = ("adam", "adamw")
 KEYS = (
@@ -51,32 +51,31 @@ KEYS = (
     | {"comms_logger", "tensorboard", "wandb", "csv_monitor", "data_efficiency", "curriculum_learning"}
     | {"dataloader_drop_last", "compile", "hybrid_engine", "autotuning", "elasticity"}
 )
-"""Top-level keys of DeepSpeed's config. It ignores others, which may belong to a later version; a key that resembles
-one of these is a typo.
+"""Top-level keys of DeepSpeed's config. DeepSpeed ignores other keys, which may belong to a later version. A key that
+resembles one of these is treated as a typo.
 """
 
 WHOLE_PARAMETERS = frozenset({"adafactor", "lamb", "lars", "muon", "shampoo", "soap"})
-"""Optimizers, in small letters, whose step is not that of single elements."""
+"""Lower-case names of optimizers whose step is not element-wise."""
 
 
 class ZeroConfig:
-    """The settings that a config dict or file, and plain arguments beside it, give DeepSpeed.
+    """DeepSpeed settings from a config dict or file and additional plain arguments.
 
-    It finds every contradiction: within itself when it is made, with a run's settings in `check`, with precision,
-    device and optimizers in `build`. Of what has two owners elsewhere, accumulation, batch size and precision belong to
-    the run (the config may say "auto", nothing, or the same), clipping to whichever sets it, optimizer and scheduler to
-    whichever makes one.
+    Finds every contradiction: within the settings in the constructor, with the run's settings in `check`, and with
+    precision, device and optimizers in `build`. The run decides accumulation, batch size and precision; the config may
+    say "auto", omit them, or agree. Clipping, optimizer and scheduler may come from either side, but not from both.
 
     Args:
-        config: DeepSpeed's config, as a mapping or a path of a JSON file. "auto" is filled from the run.
+        config: DeepSpeed's config, as a mapping or the path of a JSON file. "auto" is filled from the run.
         offload_optimizer: "cpu", "nvme", True for "cpu", or a mapping as under `zero_optimization.offload_optimizer`.
         offload_parameters: the same for parameters (stage 3).
         nvme_path: a folder on an NVMe disk to offload to.
-        pin_memory: offload to page-locked memory.
-        **arguments: names of `ARGUMENTS`; None for those that are left out.
+        pin_memory: whether to offload to page-locked memory.
+        **arguments: arguments by the names in `ARGUMENTS`. None means not set.
 
     Raises:
-        ConfigurationError: for a setting that is unknown, contradicts another or cannot work; names the fix.
+        ConfigurationError: for a setting that is unknown, invalid, or contradicts another. The message names the fix.
 
     Example:
         >>> ZeroConfig({"zero_optimization": {"stage": "auto"}}, stage=3, offload_parameters="cpu").stage
@@ -94,47 +93,47 @@ class ZeroConfig:
         **arguments: Any,
     ) -> None:
         self.values: dict[str, Any] = read_config(config)
-        """The config as it was given, with the arguments in their places."""
+        """The given config, with the arguments filled in."""
         for name, value in arguments.items():
             if name not in ARGUMENTS:
-                raise ConfigurationError(f"DeepSpeed has no argument {name!r} here. {nearest(name, sorted(ARGUMENTS))}")
+                raise ConfigurationError(f"ZeroConfig has no argument {name!r}. {nearest(name, sorted(ARGUMENTS))}")
             if value is not None:
                 self._put(ARGUMENTS[name], value, name)
-        self._of_fp16 = [
+        self._fp16_arguments = [
             name for name, value in arguments.items() if value is not None and ARGUMENTS[name].startswith("fp16.")
         ]
         offloads = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
-        for name, wanted in offloads.items():
-            if wanted is not False and wanted is not None:
-                self._offload(name, wanted)
-        self._place_offloads(nvme_path, pin_memory)
+        for name, setting in offloads.items():
+            if setting is not False and setting is not None:
+                self._offload(name, setting)
+        self._set_offload_options(nvme_path, pin_memory)
         if self.get("zero_optimization.stage", "auto") == "auto":
             self._put("zero_optimization.stage", 2, "stage")
         self._check_itself()
 
-    # what it says -----------------------------------------------------------------------------------------------------
+    # reading the settings ---------------------------------------------------------------------------------------------
     def get(self, path: str, default: Any = None) -> Any:
-        """The value at a place such as "zero_optimization.stage"."""
-        found: Any = self.values
-        for part in path.split("."):
-            if not isinstance(found, Mapping) or part not in found:
+        """Returns the value at a path such as "zero_optimization.stage"."""
+        value: Any = self.values
+        for key in path.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 return default
-            found = found[part]
-        return found
+            value = value[key]
+        return value
 
     def given(self, path: str) -> Any:
-        """The value at a place; None for "auto"."""
+        """Returns the value at a path, or None for "auto"."""
         value = self.get(path)
         return None if value == "auto" else value
 
     @property
     def stage(self) -> int:
-        """0 to 3: what is sharded (nothing, optimizer state, gradients too, parameters too)."""
+        """The ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
         return int(self.get("zero_optimization.stage"))
 
     @property
     def optimizer(self) -> Mapping[str, Any] | None:
-        """The section of an optimizer that DeepSpeed makes."""
+        """The section of an optimizer that DeepSpeed creates."""
         return self.get("optimizer")  # type: ignore[no-any-return]
 
     @property
@@ -143,107 +142,110 @@ class ZeroConfig:
         return self.get("scheduler")  # type: ignore[no-any-return]
 
     def offloads(self, part: str) -> str | None:
-        """Where "optimizer" or "param" is offloaded between uses: "cpu" or "nvme"; None if it is not."""
+        """Returns where "optimizer" or "param" is offloaded between uses: "cpu", "nvme", or None."""
         device = self.get(f"zero_optimization.offload_{part}.device", "none")
         return None if device == "none" else str(device)
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Gives "auto" values, and places that say nothing, a value: {"optimizer.params.lr": 1e-3}.
+        """Sets values that are missing or "auto", by path: {"optimizer.params.lr": 1e-3}.
 
         Raises:
-            ConfigurationError: if the config has another value.
+            ConfigurationError: if the config has a different value.
         """
         for path, value in values.items():
             self._put(path, value, path)
 
-    # how it came about ------------------------------------------------------------------------------------------------
+    # building the settings --------------------------------------------------------------------------------------------
     def _put(self, path: str, value: Any, name: str) -> None:
-        """Sets a value that is missing or "auto"."""
+        """Sets a value that is missing or "auto". Errors call it `name`."""
         *sections, key = path.split(".")
-        place = self.values
+        parent = self.values
         for section in sections:
-            place[section] = place.get(section) or {}
-            place = place[section]
-        if place.get(key, "auto") not in ("auto", value):
+            parent[section] = parent.get(section) or {}
+            parent = parent[section]
+        if parent.get(key, "auto") not in ("auto", value):
             raise ConfigurationError(
-                f"{name}={value!r} was given, and the DeepSpeed config says {path}={place[key]!r}: give it once, or "
-                "'auto' in the config."
+                f"{name}={value!r} was given, but the DeepSpeed config says {path}={parent[key]!r}. Set it only once, "
+                "or to 'auto' in the config."
             )
-        place[key] = value
+        parent[key] = value
 
-    def _offload(self, name: str, wanted: Any) -> None:
-        section = dict(wanted) if isinstance(wanted, Mapping) else {"device": "cpu" if wanted is True else wanted}
+    def _offload(self, name: str, setting: Any) -> None:
+        section = dict(setting) if isinstance(setting, Mapping) else {"device": "cpu" if setting is True else setting}
         if section.get("device") not in ("cpu", "nvme", "none"):
-            raise ConfigurationError(f"{name}={wanted!r}: use 'cpu', 'nvme', or a mapping with a 'device' of these.")
+            raise ConfigurationError(
+                f"{name}={setting!r} is not valid. Use 'cpu', 'nvme', or a mapping whose 'device' is one of these."
+            )
         for key, value in section.items():
             self._put(f"zero_optimization.offload_{OFFLOADS[name]}.{key}", value, f"{name}.{key}")
 
-    def _place_offloads(self, nvme_path: str | Path | None, pin_memory: bool | None) -> None:
-        """Sets where and how offloaded parts wait, by an argument or by the config."""
+    def _set_offload_options(self, nvme_path: str | Path | None, pin_memory: bool | None) -> None:
+        """Sets the folder and the kind of memory of offloaded parts."""
         offloaded = [part for part in OFFLOADS.values() if self.offloads(part)]
         on_disk = [part for part in offloaded if self.offloads(part) == "nvme"]
         path = None if nvme_path is None else str(nvme_path)
-        for name, value, parts, what in (
-            ("nvme_path", path, on_disk, "to 'nvme'"),
-            ("pin_memory", pin_memory, offloaded, "at all"),
+        for name, value, parts, target in (
+            ("nvme_path", path, on_disk, " to 'nvme'"),
+            ("pin_memory", pin_memory, offloaded, ""),
         ):
             if value is not None and not parts:
-                raise ConfigurationError(f"{name}={value!r} was given, and nothing is offloaded {what}: leave it out.")
+                raise ConfigurationError(f"{name}={value!r} was given, but nothing is offloaded{target}. Leave it out.")
             for part in parts if value is not None else ():
                 self._put(f"zero_optimization.offload_{part}.{name}", value, name)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuses what would go wrong on flat stretches of parameters without a word.
+        """Rejects optimizers that would silently misbehave on flat buffers.
 
         Raises:
-            ConfigurationError: for optimizers that look at a parameter as a whole, and groups of frozen parameters.
+            ConfigurationError: for optimizers whose step is not element-wise, and for groups of only frozen
+                parameters.
         """
         name = type(optimizer).__name__
         if self.stage and name.lower() in WHOLE_PARAMETERS:
             raise ConfigurationError(
-                f"{name} looks at each parameter as a whole, and ZeRO stage {self.stage} gives it flat stretches of "
-                "several: use an optimizer of single elements (Adam's, SGD), stage=0, or strategy='ddp'."
+                f"{name} needs whole parameters, but ZeRO stage {self.stage} steps flat buffers that span several. Use "
+                "an element-wise optimizer (Adam's, SGD), stage=0, or strategy='ddp'."
             )
         groups = [group["params"] for group in optimizer.param_groups]
         if self.stage in (1, 2) and any(group and not any(p.requires_grad for p in group) for group in groups):
             raise ConfigurationError(
-                f"a parameter group of {name} holds frozen parameters alone, which ZeRO stages 1 and 2 cannot take: "
-                "leave it out, or use stage=3."
+                f"A parameter group of {name} has only frozen parameters, which ZeRO stages 1 and 2 do not support. "
+                "Leave the group out, or use stage=3."
             )
 
     def _check_itself(self) -> None:
         stage = self.get("zero_optimization.stage")
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            raise ConfigurationError(f"zero_optimization.stage={stage!r}: use 0, 1, 2 or 3.")
+            raise ConfigurationError(f"zero_optimization.stage={stage!r} is not valid. Use 0, 1, 2 or 3.")
         for key in self.values:
             near = difflib.get_close_matches(str(key), KEYS, 1, 0.85)
             if key not in KEYS and near:
                 raise ConfigurationError(
-                    f"the DeepSpeed config has a key {key!r}, which DeepSpeed passes over. Did you mean {near[0]!r}?"
+                    f"DeepSpeed ignores the unknown key {key!r} of its config. Did you mean {near[0]!r}?"
                 )
         for section in OWN_RANKS:
             if self.get(section) not in (None, {}, 1):
                 raise ConfigurationError(
-                    f"the DeepSpeed config's {section!r} would divide the ranks otherwise than into shares of each "
-                    "batch, which DeepSpeedStrategy does not do: leave it out."
+                    f"The DeepSpeed config has {section!r}, but under DeepSpeedStrategy all ranks are data parallel. "
+                    "Leave it out."
                 )
         if self.get("gradient_allreduce_op", "mean") != "mean":
             raise ConfigurationError(
-                "the DeepSpeed config's gradient_allreduce_op must be 'mean', which is what a loss means on several "
-                "ranks: leave it out."
+                "The DeepSpeed config's gradient_allreduce_op must be 'mean', since losses are averaged over the "
+                "ranks. Leave it out."
             )
         if self.get("managed_gradient_accumulation", True) is not True:
             raise ConfigurationError(
-                "the DeepSpeed config has managed_gradient_accumulation=false, and Leyden itself sets the end of a "
-                "window: leave it out."
+                "The DeepSpeed config has managed_gradient_accumulation=false, but Leyden itself sets the end of a "
+                "window. Leave it out."
             )
         if self.given("amp.enabled") is True:
             raise ConfigurationError(
-                "the DeepSpeed config enables amp, which is NVIDIA Apex's: use precision='bf16-mixed'."
+                "The DeepSpeed config enables amp (NVIDIA Apex), which is not supported. Use precision='bf16-mixed'."
             )
-        forms = [name for name in ("fp16", "bf16", "torch_autocast") if self.given(f"{name}.enabled") is True]
-        if len(forms) > 1:
-            raise ConfigurationError(f"the DeepSpeed config enables {' and '.join(forms)}: enable one of them.")
+        enabled = [name for name in ("fp16", "bf16", "torch_autocast") if self.given(f"{name}.enabled") is True]
+        if len(enabled) > 1:
+            raise ConfigurationError(f"The DeepSpeed config enables {' and '.join(enabled)}. Enable only one of them.")
         self._check_offloads()
 
     def _check_offloads(self) -> None:
@@ -252,26 +254,24 @@ class ZeroConfig:
             least = 3 if part == "param" or device == "nvme" else 1
             if device and self.stage < least:
                 raise ConfigurationError(
-                    f"{argument}={device!r} needs stage {'3' if least == 3 else '1, 2 or 3'}, and the stage is "
-                    f"{self.stage}: use stage={least}, or leave {argument} ({section} in the config) out."
+                    f"{argument}={device!r} needs stage {'3' if least == 3 else '1, 2 or 3'}, but the stage is "
+                    f"{self.stage}. Use stage={least}, or leave {argument} ({section} in the config) out."
                 )
             if device == "nvme" and not self.get(f"zero_optimization.{section}.nvme_path"):
-                raise ConfigurationError(
-                    f"{section} goes to 'nvme' and has no nvme_path: give nvme_path='/path/on/the/disk'."
-                )
+                raise ConfigurationError(f"{section} to 'nvme' needs an nvme_path. Pass nvme_path='/path/on/the/disk'.")
 
-    # with a run -------------------------------------------------------------------------------------------------------
+    # checks against a run ---------------------------------------------------------------------------------------------
     def check(self, settings: RunSettings, world_size: int = 1) -> None:
-        """Finds what contradicts the settings of a run.
+        """Checks the config against the settings of a run.
 
         Raises:
-            ConfigurationError: names both sides, and the fix.
+            ConfigurationError: for a contradiction. The message names both sides, and the fix.
         """
         steps = self.given("gradient_accumulation_steps")
         if steps is not None and settings.accumulation is not None and steps != settings.accumulation:
             raise ConfigurationError(
-                f"the DeepSpeed config says gradient_accumulation_steps={steps}, and the run accumulates "
-                f"{settings.accumulation} batch(es): set accumulate_grad_batches={steps} (gradient_accumulation_steps "
+                f"The DeepSpeed config says gradient_accumulation_steps={steps}, but the run accumulates "
+                f"{settings.accumulation} batch(es). Set accumulate_grad_batches={steps} (gradient_accumulation_steps "
                 "of an Accelerator), and 'auto' or nothing in the config."
             )
         if settings.clip_value is not None:
@@ -282,39 +282,39 @@ class ZeroConfig:
             self._check_optimizers(settings.optimizers, settings.schedulers or 0)
         if settings.manual:
             raise ConfigurationError(
-                "manual optimisation cannot go with DeepSpeed, whose engine reduces gradients in the backward that "
-                "follows its own forward and steps by itself: use automatic_optimization = True, or strategy='fsdp'."
+                "DeepSpeed does not support manual optimization, since its engine reduces gradients in its own "
+                "backward and runs the step itself. Use automatic_optimization = True, or strategy='fsdp'."
             )
         if settings.own_backward:
             raise ConfigurationError(
-                "the module overrides backward, and DeepSpeed's engine runs its own: leave it out, or use "
+                "The module overrides backward, but DeepSpeed's engine runs its own. Remove the override, or use "
                 "strategy='fsdp'."
             )
 
     def _check_clipping(self, settings: RunSettings) -> None:
         if settings.clip_algorithm == "value":
             raise ConfigurationError(
-                "DeepSpeed clips gradients by their norm alone, and gradient_clip_algorithm='value' was asked for: use "
-                "'norm', or strategy='fsdp'."
+                "DeepSpeed clips gradients only by norm, not with gradient_clip_algorithm='value'. Use 'norm', or "
+                "strategy='fsdp'."
             )
         if self.get("zero_optimization.compute_grad_norm", True) is False:
             raise ConfigurationError(
-                f"the run clips to {settings.clip_value} (gradient_clip_val), and the DeepSpeed config has "
-                "compute_grad_norm=false: leave that out."
+                f"The run clips to {settings.clip_value} (gradient_clip_val), but the DeepSpeed config has "
+                "compute_grad_norm=false. Leave that out."
             )
         clip = self.given("gradient_clipping")
         if clip and clip != settings.clip_value:
             raise ConfigurationError(
-                f"the DeepSpeed config says gradient_clipping={clip}, and the run clips to {settings.clip_value} "
-                "(gradient_clip_val): set one of them, or 'auto' in the config."
+                f"The DeepSpeed config says gradient_clipping={clip}, but the run clips to {settings.clip_value} "
+                "(gradient_clip_val). Set only one of them, or 'auto' in the config."
             )
 
     def _check_batch(self, settings: RunSettings, world_size: int) -> None:
         micro = self.given("train_micro_batch_size_per_gpu")
         if micro is not None and micro != settings.batch_size:
             raise ConfigurationError(
-                f"the DeepSpeed config says train_micro_batch_size_per_gpu={micro}, and the training loader has "
-                f"batch_size={settings.batch_size} per rank: the loader decides; set 'auto' or nothing in the config."
+                f"The DeepSpeed config says train_micro_batch_size_per_gpu={micro}, but the training loader has "
+                f"batch_size={settings.batch_size} per rank. The loader decides: set 'auto' or nothing in the config."
             )
         total = self.given("train_batch_size")
         if total is None or settings.accumulation is None or settings.batch_size is None:
@@ -322,32 +322,31 @@ class ZeroConfig:
         product = settings.batch_size * settings.accumulation * world_size
         if total != product:
             raise ConfigurationError(
-                f"the DeepSpeed config says train_batch_size={total}, and the run's is {settings.batch_size} per rank "
-                f"× {world_size} rank(s) × {settings.accumulation} accumulated = {product}: set 'auto' or nothing in "
+                f"The DeepSpeed config says train_batch_size={total}, but the run's is {settings.batch_size} per rank "
+                f"× {world_size} rank(s) × {settings.accumulation} accumulated = {product}. Set 'auto' or nothing in "
                 "the config."
             )
 
     def _check_optimizers(self, count: int, schedulers: int) -> None:
         if count > 1:
             raise ConfigurationError(
-                f"{count} optimizers were given, and DeepSpeed's engine drives one: use parameter groups of one "
+                f"{count} optimizers were given, but DeepSpeed's engine drives only one. Use parameter groups of one "
                 "optimizer, or strategy='fsdp'."
             )
         if count and self.optimizer is not None:
             raise ConfigurationError(
-                f"the DeepSpeed config has an optimizer ({self.optimizer.get('type')}), and configure_optimizers "
-                "returns one too: take the section out of the config, or return None."
+                f"The DeepSpeed config has an optimizer ({self.optimizer.get('type')}), and configure_optimizers "
+                "returns one too. Remove the section from the config, or return None."
             )
         if not count and self.optimizer is None:
             raise ConfigurationError(
-                "neither configure_optimizers nor the DeepSpeed config has an optimizer, and its engine needs one: "
-                "return one, or "
-                'add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}.'
+                "DeepSpeed's engine needs an optimizer, but neither configure_optimizers nor the config has one. "
+                'Return one, or add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}.'
             )
         if schedulers and self.scheduler is not None:
             raise ConfigurationError(
-                f"the DeepSpeed config has a scheduler ({self.scheduler.get('type')}), and configure_optimizers "
-                "returns one too: take the section out of the config, or return none."
+                f"The DeepSpeed config has a scheduler ({self.scheduler.get('type')}), and configure_optimizers "
+                "returns one too. Remove the section from the config, or return none."
             )
 
     # the final config -------------------------------------------------------------------------------------------------
@@ -359,20 +358,21 @@ class ZeroConfig:
         micro_batch: int | None = None,
         complete: bool = True,
     ) -> dict[str, Any]:
-        """The config that DeepSpeed gets: nothing is "auto" any more, and the run's settings are filled in.
+        """Builds the config for DeepSpeed, with the run's settings filled in for every "auto".
 
         Args:
             precision: name of the run's precision.
             device: type of its device.
             micro_batch: samples per rank and batch, which DeepSpeed only reports.
-            complete: nothing may be "auto" any more.
+            complete: whether a remaining "auto" is an error.
 
         Raises:
-            ConfigurationError: if the precision contradicts the config or cannot run, or an "auto" cannot be filled.
+            ConfigurationError: if the precision contradicts the config or is not supported, or if an "auto" cannot be
+                filled.
         """
         self._check_precision(precision, device)
         final = copy.deepcopy(self.values)
-        # The end of a window sets its length, so that one that closes early is divided by its true length.
+        # Leyden divides losses by the window's length, so that windows that close early are divided correctly.
         final["gradient_accumulation_steps"] = 1
         final.pop("train_batch_size", None)
         micro = self.given("train_micro_batch_size_per_gpu")
@@ -390,7 +390,7 @@ class ZeroConfig:
         for path in _autos(final):
             if complete and not path.startswith("data_types."):
                 raise ConfigurationError(
-                    f"the DeepSpeed config leaves {path} at 'auto', which nothing in the run can fill: give a value."
+                    f"The DeepSpeed config has {path}='auto', but the run has no value to fill in. Set a value."
                 )
         return final
 
@@ -398,7 +398,7 @@ class ZeroConfig:
         section = "fp16" if precision.startswith("16") else "bf16" if precision.startswith("bf16") else None
         if precision in ("64-true", "fp8", "transformer-engine"):
             raise ConfigurationError(
-                f"DeepSpeed does not train in {precision!r}: use precision='32-true' or 'bf16-true', or "
+                f"DeepSpeed does not support precision={precision!r}. Use precision='32-true' or 'bf16-true', or "
                 "strategy='fsdp'."
             )
         for name in ("fp16", "bf16"):
@@ -406,61 +406,61 @@ class ZeroConfig:
             if enabled is True and section != name:
                 short = "16-true" if name == "fp16" else "bf16-true"
                 raise ConfigurationError(
-                    f"the DeepSpeed config enables {name}, and the run's precision is {precision!r}: use "
+                    f"The DeepSpeed config enables {name}, but the run's precision is {precision!r}. Use "
                     f"precision={short!r}, or set {name}.enabled to 'auto' or false in the config."
                 )
             if enabled is False and precision == f"{name.removeprefix('fp')}-true":
                 raise ConfigurationError(
-                    f"the DeepSpeed config says {name}.enabled=false, and the run's precision is {precision!r}: set it "
+                    f"The DeepSpeed config says {name}.enabled=false, but the run's precision is {precision!r}. Set it "
                     "to 'auto' in the config, or use precision='32-true'."
                 )
         if section == "fp16" and device == "cpu":
             raise ConfigurationError(
-                f"precision={precision!r} cannot be used with DeepSpeed on the CPU (Type fp16 is not supported on your "
-                "device): use 'bf16-mixed', 'bf16-true' or '32-true'."
+                f"DeepSpeed does not support precision={precision!r} on the CPU (Type fp16 is not supported on your "
+                "device). Use 'bf16-mixed', 'bf16-true' or '32-true'."
             )
         self._check_autocast(precision)
-        if self._of_fp16 and self.lower_weights(precision) != "fp16":
+        if self._fp16_arguments and self.lower_weights(precision) != "fp16":
             raise ConfigurationError(
-                f"{' and '.join(f'{name}=' for name in self._of_fp16)} scales the loss for weights in float16, and the "
-                f"run's precision is {precision!r}: use precision='16-true', or leave it out."
+                f"{' and '.join(f'{name}=' for name in self._fp16_arguments)} scales the loss for float16 weights, but "
+                f"the run's precision is {precision!r}. Use precision='16-true', or leave it out."
             )
         if self.stage == 0 and self.lower_weights(precision) == "bf16":
             raise ConfigurationError(
-                "bf16 weights at ZeRO stage 0 go wrong: DeepSpeed steps the optimizer once before training. Use "
-                "stage=1, or precision='bf16-mixed'."
+                "bf16 weights do not work at ZeRO stage 0, where DeepSpeed steps the optimizer once before training. "
+                "Use stage=1, or precision='bf16-mixed'."
             )
 
     def _check_autocast(self, precision: str) -> None:
         dtype = self.given("torch_autocast.dtype")
         if self.given("torch_autocast.enabled") is True and not precision.endswith("-mixed"):
             raise ConfigurationError(
-                f"the DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), and the run's precision is "
-                f"{precision!r}: use precision='bf16-mixed', or leave the section out."
+                f"The DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), but the run's precision is "
+                f"{precision!r}. Use precision='bf16-mixed', or leave the section out."
             )
-        wanted = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(precision)
-        said = str(dtype).removeprefix("torch.") if dtype else wanted
-        said = {"bf16": "bfloat16", "fp16": "float16"}.get(str(said), said)
-        if self.given("torch_autocast.enabled") is True and wanted and said != wanted:
+        run_dtype = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(precision)
+        config_dtype = str(dtype).removeprefix("torch.") if dtype else run_dtype
+        config_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(config_dtype), config_dtype)
+        if self.given("torch_autocast.enabled") is True and run_dtype and config_dtype != run_dtype:
             raise ConfigurationError(
-                f"the DeepSpeed config's torch_autocast has the dtype {said}, and the run's precision is "
-                f"{precision!r}: leave the section out."
+                f"The DeepSpeed config's torch_autocast has the dtype {config_dtype}, but the run's precision is "
+                f"{precision!r}. Leave the section out."
             )
         if self.given("torch_autocast.enabled") is False and precision == "16-mixed":
             raise ConfigurationError(
-                "the DeepSpeed config says torch_autocast.enabled=false, and precision='16-mixed' is DeepSpeed's "
-                "autocast: leave the section out."
+                "The DeepSpeed config says torch_autocast.enabled=false, but precision='16-mixed' needs DeepSpeed's "
+                "autocast. Leave the section out."
             )
 
     def lower_weights(self, precision: str) -> str | None:
-        """Returns "bf16" or "fp16" if that is the dtype of the weights beside float32 master weights, else None."""
+        """Returns the half precision of weights that have float32 master weights ("bf16" or "fp16"), else None."""
         for name in ("fp16", "bf16"):
             if self.given(f"{name}.enabled") is True or precision == f"{name.removeprefix('fp')}-true":
                 return name
         return None
 
     def scales_loss(self, precision: str) -> bool:
-        """True where a scaler looks for steps to skip."""
+        """Returns True if a loss scaler may skip steps."""
         return precision == "16-mixed" or self.lower_weights(precision) == "fp16"
 
     def _fill_precision(self, final: dict[str, Any], precision: str) -> None:
@@ -476,37 +476,39 @@ class ZeroConfig:
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """A copy of a config, from a mapping or a JSON file.
+    """Returns a copy of a config from a mapping or a JSON file.
 
     Raises:
-        ConfigurationError: if the file cannot be read, or does not hold a mapping.
+        ConfigurationError: if the file cannot be read, or does not contain a mapping.
     """
     if config is None:
         return {}
     if not isinstance(config, Mapping):
         path = Path(config)
         if path.exists() and not path.is_file():
-            raise ConfigurationError(f"the DeepSpeed config {path} is no plain file: give the path of a JSON file.")
+            raise ConfigurationError(
+                f"The DeepSpeed config {path} is not a regular file. Pass the path of a JSON file."
+            )
         try:
             config = json.loads(path.read_text())
         except OSError as error:
-            raise ConfigurationError(f"the DeepSpeed config {path} cannot be read: {error}.") from error
+            raise ConfigurationError(f"The DeepSpeed config {path} cannot be read: {error}.") from error
         except RecursionError:
-            raise ConfigurationError(f"the DeepSpeed config {path} is nested too deeply.") from None
+            raise ConfigurationError(f"The DeepSpeed config {path} is nested too deeply.") from None
         except ValueError as error:
-            raise ConfigurationError(f"the DeepSpeed config {path} is no JSON: {error}.") from error
+            raise ConfigurationError(f"The DeepSpeed config {path} is not valid JSON: {error}.") from error
         if not isinstance(config, Mapping):
-            raise ConfigurationError(f"the DeepSpeed config {path} holds {kind_of(config)}, not a mapping.")
+            raise ConfigurationError(f"The DeepSpeed config {path} contains {kind_of(config)}, not a mapping.")
     return copy.deepcopy(dict(config))
 
 
 def _fill_optimizer(section: dict[str, Any], device: str) -> None:
     kind = section.get("type")
     if not isinstance(kind, str):
-        raise ConfigurationError('the DeepSpeed config\'s optimizer has no "type", such as "AdamW".')
+        raise ConfigurationError('The DeepSpeed config\'s optimizer needs a "type", such as "AdamW".')
     params = section.setdefault("params", {})
     if kind.lower() in ADAM and device == "cpu":
-        # Otherwise DeepSpeed compiles its own Adam, which takes minutes.
+        # DeepSpeed's own Adam would be compiled first, which takes minutes.
         params.setdefault("torch_adam", True)
 
 

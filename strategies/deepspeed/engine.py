@@ -1,4 +1,4 @@
-"""DeepSpeed's engine of one module: how it is made from the run's settings, driven and closed."""
+"""DeepSpeed's engine for one module: created from the run's settings, driven, and closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 
 from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.deepspeed.engine_state import Piece, pieces_of
-from leyden.strategies.deepspeed.initialize import Called, StepModule, close_engine, import_deepspeed, make_engine
+from leyden.strategies.deepspeed.initialize import (
+    CallableModel,
+    StepModule,
+    close_engine,
+    import_deepspeed,
+    make_engine,
+)
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.settings import RunSettings
@@ -22,16 +28,16 @@ from leyden.strategies.settings import RunSettings
 class ZeroEngine:
     """Holds DeepSpeed's engine, at most one at a time, and the run's settings for it.
 
-    `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasterWeights`
-    names its memory.
+    `DeepSpeedStrategy` drives it in a run of the Trainer, and `ZeroLoop` in a custom loop. `ZeroMasterWeights` maps its
+    flat buffers to parameters.
 
     Args:
-        config: what DeepSpeed is asked for.
+        config: the DeepSpeed config.
 
     Attributes:
-        library: the module deepspeed, once the environment is set up.
-        groups: the parameters that each group of the optimizer steps.
-        is_reduced: the gradients of a user's own loop are complete, and the engine has not stepped yet.
+        library: the module deepspeed, set once the environment is set up.
+        groups: the parameters of each of the optimizer's groups.
+        is_reduced: True in a custom loop after the backward that completes the gradients, until the step.
     """
 
     def __init__(self, config: ZeroConfig) -> None:
@@ -40,7 +46,7 @@ class ZeroEngine:
         self.groups: list[list[Tensor]] = []
         self.is_reduced = False
         self._root: type[StepModule] = StepModule
-        # The next backward of a user's own loop ends a window: gradients are complete after it.
+        # True if the next backward of a custom loop closes the window, which completes the gradients.
         self._closes = True
         self._settings = RunSettings()
         self._precision, self._device = "32-true", "cpu"
@@ -49,44 +55,44 @@ class ZeroEngine:
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's own engine; None until optimizers are set up. It stays for a run that goes on or evaluates."""
+        """DeepSpeed's own engine, or None until optimizers are set up. Kept after a fit, for a further fit."""
         return self._engines[0] if self._engines else None
 
     @property
     def sharded(self) -> Any:
-        """DeepSpeed's optimizer around the one that steps; None at stage 0, which has none."""
+        """DeepSpeed's wrapper around the optimizer, or None at stage 0, which has none."""
         engine = self.engine
         return None if engine.optimizer is engine.basic_optimizer else engine.optimizer
 
     @property
     def pieces(self) -> dict[int, Piece]:
-        """This rank's piece of each trained parameter, by its id; see `pieces_of`."""
+        """This rank's piece of each trained parameter, by the parameter's id. See `pieces_of`."""
         return {} if self.engine is None else pieces_of(self.engine)
 
     def load_library(self, device: torch.device, level: int) -> Any:
-        """Imports deepspeed for this kind of device."""
+        """Imports deepspeed for this type of device, with its logger at the given level."""
         self.library = import_deepspeed(device, level)
         return self.library
 
-    # its settings -----------------------------------------------------------------------------------------------------
+    # settings ---------------------------------------------------------------------------------------------------------
     def check(self, settings: RunSettings, world_size: int) -> None:
-        """Takes what the run asks for.
+        """Takes the run's settings.
 
         Raises:
-            ConfigurationError: if the config contradicts it.
+            ConfigurationError: if the config contradicts them.
         """
         self.config.check(settings, world_size)
         self._settings = settings
 
     def run_on(self, precision: Precision, device: torch.device) -> None:
-        """Takes the precision and the kind of device that complete the config."""
+        """Takes the precision and device type, which complete the config."""
         self._precision, self._device = precision.name, device.type
 
     def final_config(self, complete: bool = True) -> dict[str, Any]:
-        """Returns the config that DeepSpeed is given.
+        """Returns the final config for DeepSpeed.
 
         Args:
-            complete: nothing may be "auto" any more.
+            complete: whether a remaining "auto" is an error.
 
         Raises:
             ConfigurationError: if precision or device contradicts the config.
@@ -98,9 +104,9 @@ class ZeroEngine:
             complete=complete,
         )
 
-    # from its making to its end ---------------------------------------------------------------------------------------
+    # creating and closing the engine ----------------------------------------------------------------------------------
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Makes the engine that trains a module, or keeps an earlier fit's; returns the optimizer that it steps."""
+        """Creates the engine that trains a module, or keeps that of an earlier fit. Returns the stepped optimizer."""
         if self.engine is not None and optimizers and self.engine.basic_optimizer is optimizers[0]:
             return list(optimizers)
         self.close()
@@ -114,9 +120,9 @@ class ZeroEngine:
         return [self.engine.basic_optimizer]
 
     def make(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Makes an engine; without an optimizer it only gathers parameters for forward passes."""
+        """Creates an engine. Without an optimizer it only gathers parameters for forward passes."""
         self._engines.append(make_engine(self.library, self._root(module), self.final_config(), optimizer))
-        # Before the process group is left (see GroupRanks), or with this object.
+        # Closes the engine with this object, at the latest before the process group is left (see GroupRanks).
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
 
     def close(self) -> None:
@@ -125,28 +131,29 @@ class ZeroEngine:
         self.is_reduced = False
 
     def check_trained(self, module: nn.Module) -> None:
-        """Raises ConfigurationError if parameters or groups are trained now that the engine was made without."""
+        """Raises ConfigurationError for parameters or groups that are trained now but unknown to the engine."""
         if self.engine is None:
             return
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise ConfigurationError(
-                    f"{name} was frozen when DeepSpeed's engine was made and is trained now, which the engine would "
-                    "not do: leave it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
+                    f"{name} was frozen when DeepSpeed's engine was created and is trained now, but the engine would "
+                    "not train it. Keep it trainable with a learning rate of 0 until then, or unfreeze it and fit "
+                    "again."
                 )
         if len(self.engine.basic_optimizer.param_groups) != len([group for group in self.groups if group]):
             raise ConfigurationError(
-                "a parameter group was added after DeepSpeed's engine was made, which would not step it: give the "
+                "A parameter group was added after DeepSpeed's engine was created, which would not step it. Give the "
                 "optimizer all groups in configure_optimizers."
             )
 
     # the step ---------------------------------------------------------------------------------------------------------
     def forward(self, step: Callable[[], Any], closes: bool) -> tuple[Tensor, Any]:
-        """Runs a training step as the engine's forward pass; returns its loss and all that it returned.
+        """Runs a training step as the engine's forward pass. Returns its loss and its full output.
 
         Args:
-            step: the training step, with its batch.
-            closes: its backward ends the accumulation window.
+            step: the training step, with its batch bound.
+            closes: True if the step's backward ends the accumulation window.
         """
         engine = self.engine
         engine.set_gradient_accumulation_boundary(closes)
@@ -155,12 +162,12 @@ class ZeroEngine:
         return loss, engine.module.take()
 
     def serve_calls(self) -> None:
-        """Has later engines take the model's own arguments in their forward pass, for a loop that calls it."""
-        self._root = Called
+        """Makes engines created later accept the model's own arguments in forward, for a custom loop."""
+        self._root = CallableModel
 
     @contextmanager
     def closing(self, closes: bool) -> Iterator[None]:
-        """Returns a context in which `backward` ends a window, or does not."""
+        """Returns a context that sets whether `backward` ends a window."""
         before, self._closes = self._closes, closes
         try:
             yield
@@ -168,37 +175,37 @@ class ZeroEngine:
             self._closes = before
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs backward on a loss of the user's own loop."""
+        """Runs backward on the loss of a custom loop."""
         self.engine.set_gradient_accumulation_boundary(self._closes)
         self.engine.backward(loss, **kwargs)
         self.is_reduced = self._closes
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiplies the gradients of the step that follows."""
+        """Multiplies the gradients of the next step."""
         sharded = self.sharded
         if sharded is None:
             grads = [p.grad for group in self.groups for p in group if p.grad is not None]
             torch._foreach_mul_(grads, factor)
         elif hasattr(sharded, "custom_loss_scaler"):
-            # Its step divides flat buffers of several forms by the loss scale, and derives the norm from it.
-            # As a number, since what is offloaded is on another device; the step reads back what it has found anyway.
+            # The step divides all its flat buffers, and the norm, by the loss scale. A Python number, since offloaded
+            # buffers are on another device. The sync costs nothing extra: the step reads back values anyway.
             sharded.external_loss_scale = sharded.loss_scale / float(factor)
             sharded.custom_loss_scaler = True
         else:
             raise ConfigurationError(
-                f"num_items in an accumulation window cannot go with DeepSpeed's {type(sharded).__name__}: leave "
+                f"DeepSpeed's {type(sharded).__name__} does not support num_items in an accumulation window. Leave "
                 "data_types.grad_accum_dtype out of the config."
             )
 
     def clip(self, value: float) -> Tensor | None:
-        """Clips in the step that follows; returns the norm at stage 0, where parameters have gradients."""
+        """Clips within the next step. Returns the norm at stage 0, where parameters have gradients, else None."""
         if self.sharded is None:
             return nn.utils.clip_grad_norm_([p for group in self.groups for p in group], value)
         self.sharded.clip_grad = value
         return None
 
     def step(self) -> bool:
-        """Steps; returns False if DeepSpeed skipped it, since gradients are not finite."""
+        """Runs the engine's step. Returns False if DeepSpeed skipped it because gradients are not finite."""
         engine, sharded = self.engine, self.sharded
         self.is_reduced = False
         engine.step()
@@ -210,7 +217,7 @@ class ZeroEngine:
 
 
 def is_partitioned(tensor: Any) -> bool:
-    """True for a parameter that DeepSpeed's stage 3 holds: its own data is empty outside of a forward pass."""
+    """Returns True for a parameter sharded by stage 3, whose own data is empty outside of a forward pass."""
     return hasattr(tensor, "ds_id")
 
 

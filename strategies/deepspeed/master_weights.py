@@ -1,4 +1,4 @@
-"""The copies that DeepSpeed's engine steps, by the names of the parameters they stand for."""
+"""Maps the copies that DeepSpeed's engine steps to the names of their parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leyden.strategies.weights import WeightReader
 
 
 class ZeroMasterWeights(MasterWeights):
-    """The engine's flat stretches of float32 weights, of which each rank holds its part."""
+    """The engine's flat float32 copies of the weights. Each rank holds its part."""
 
     def __init__(self, zero: ZeroEngine) -> None:
         self._zero = zero
@@ -36,7 +36,7 @@ class ZeroMasterWeights(MasterWeights):
     def load(self, reader: WeightReader, module: nn.Module) -> None:
         pieces = {key: piece for key, piece in self._zero.pieces.items() if piece.is_copy}
         stored = set(reader.names()) if pieces else ()
-        named = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
-        if named:
-            reader.fill({name: fragment for name, fragment in named.items() if name in stored})
+        fragments = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
+        if fragments:
+            reader.fill({name: fragment for name, fragment in fragments.items() if name in stored})
             refresh(self._zero.engine)

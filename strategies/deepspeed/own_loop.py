@@ -1,4 +1,4 @@
-"""DeepSpeed under a loop of the user's own: the model that the loop calls, its backward and its clipping."""
+"""DeepSpeed in a custom loop: the model that the loop calls, backward, and clipping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leyden.strategies.settings import RunSettings
 
 
 class EngineModel(nn.Module):
-    """The model that a loop of the user's own calls: its forward is the engine's. Other attributes are the model's."""
+    """The model that a custom loop calls: its forward is the engine's, all other attributes are the model's."""
 
     wraps_module = True
 
@@ -36,12 +36,12 @@ class EngineModel(nn.Module):
 
 
 class ZeroLoop(OwnLoop):
-    """What DeepSpeed does for a loop of the user's own.
+    """DeepSpeed's part of a custom loop.
 
     Args:
-        zero: the engine that it drives.
-        moe_layer_cls_names: classes of mixture-of-experts layers: at stage 3 each is gathered as a whole, since ranks
-            may use different experts of it.
+        zero: the engine.
+        moe_layer_cls_names: class names of mixture-of-experts layers. At stage 3 each is gathered as a whole, since
+            ranks may use different experts.
     """
 
     def __init__(self, zero: ZeroEngine, moe_layer_cls_names: Sequence[str] = ()) -> None:
@@ -56,13 +56,13 @@ class ZeroLoop(OwnLoop):
         return EngineModel(module, self)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward pass of the loop."""
+        """Runs a forward pass through the engine."""
         if self._zero.engine is None:
             if torch.is_grad_enabled():
                 raise ConfigurationError(
-                    f"{type(module).__name__} was prepared for DeepSpeed without an optimizer, and called to be "
-                    "trained: model, optimizer = accelerator.prepare(model, optimizer), or call it under "
-                    "torch.no_grad()."
+                    f"{type(module).__name__} was prepared for DeepSpeed without an optimizer, but called with "
+                    "gradients enabled. Prepare both with accelerator.prepare(model, optimizer), or call the model "
+                    "under torch.no_grad()."
                 )
             if self._zero.config.stage < 3:
                 return module(*args, **kwargs)
@@ -74,8 +74,8 @@ class ZeroLoop(OwnLoop):
 
     def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise ConfigurationError(
-            "join_uneven_inputs cannot go with DeepSpeed, whose ranks reduce gradients in the order of a real "
-            "backward: let all have as many batches (even_batches=True, the default)."
+            "DeepSpeed does not support join_uneven_inputs, since its ranks reduce gradients in the order of a real "
+            "backward. Give all ranks the same number of batches (even_batches=True, the default)."
         )
 
     # backward and clipping --------------------------------------------------------------------------------------------
@@ -83,20 +83,19 @@ class ZeroLoop(OwnLoop):
         """Runs backward on a loss.
 
         Raises:
-            ConfigurationError: for arguments that the engine's backward does not have, or a second backward before the
-                step.
+            ConfigurationError: for arguments that the engine's backward does not support, or for a second backward
+                before the step.
         """
         if args or kwargs.pop("create_graph", False) or kwargs.pop("inputs", None) is not None:
             raise ConfigurationError(
-                "backward(gradient, create_graph=…, inputs=…) cannot go with DeepSpeed, whose engine runs its own "
-                "backward: use strategy='ddp'."
+                "DeepSpeed does not support backward(gradient, create_graph=…, inputs=…): its engine runs its own "
+                "backward. Use strategy='ddp'."
             )
         if self._zero.is_reduced:
             raise ConfigurationError(
-                "backward was called twice before a step, and DeepSpeed had reduced the gradients of the first one: "
-                "add the losses and call it once, or use `with accelerator.accumulate(model)` and "
-                "gradient_accumulation_steps. A bad batch is left out before its backward: after it, the step must be "
-                "made."
+                "backward was called twice before a step, but DeepSpeed had already reduced the first gradients. Add "
+                "the losses and call backward once, or use `with accelerator.accumulate(model)` and "
+                "gradient_accumulation_steps. Skip a bad batch before its backward, since a step must follow backward."
             )
         self._zero.backward(loss, **kwargs)
 
@@ -104,41 +103,41 @@ class ZeroLoop(OwnLoop):
         self._zero.config.fill({"gradient_clipping": value})
 
     def clip(self, parameters: Sequence[Tensor], value: float, algorithm: str, norm_type: float) -> Tensor | None:
-        """Clips in the step that follows; returns the norm of the reduced gradients now. Every rank must call it.
+        """Clips within the next step. Returns the norm of the reduced gradients now. Every rank must call it.
 
         Raises:
-            ConfigurationError: for another norm than 2, some of the parameters alone, or a call before backward.
+            ConfigurationError: for a norm other than 2, for a subset of the parameters, or for a call before backward.
         """
         if value == float("inf"):
             return None
         if norm_type != 2.0:
             raise ConfigurationError(
-                f"DeepSpeed clips by the norm 2, and {norm_type:g} was asked for: leave norm_type out."
+                f"DeepSpeed clips by the norm 2, not by norm_type={norm_type:g}. Leave norm_type out."
             )
         self._zero.config.check(RunSettings(clip_value=value, clip_algorithm=algorithm))
         chosen = {id(parameter) for parameter in parameters}
         if any(id(parameter) not in chosen for group in self._zero.groups for parameter in group):
             raise ConfigurationError(
-                "DeepSpeed clips all that it trains by one norm, and some parameters were left out: "
+                "DeepSpeed clips all trained parameters by one norm, but some were left out. Call "
                 "clip_grad_norm_(model.parameters(), …)."
             )
         if not self._zero.is_reduced:
             raise ConfigurationError(
-                "clip_grad_norm_ was called before backward, where DeepSpeed has no gradients yet."
+                "clip_grad_norm_ was called before backward, when DeepSpeed has no gradients. Call it after backward."
             )
         norm = self._zero.clip(value)
         return norm if self._zero.sharded is None else _norm(self._zero.sharded)
 
 
 def _norm(sharded: Any) -> Tensor:
-    """The norm of the reduced gradients, as the step that follows will find it."""
+    """Returns the norm of the reduced gradients, as the next step will compute it."""
     if hasattr(sharded, "scaled_global_norm"):
         total = sharded.scaled_global_norm()
     elif hasattr(sharded, "_get_norm_groups"):
         total = torch.linalg.vector_norm(torch.stack([torch.as_tensor(norm) for norm in sharded._get_norm_groups()]))
     else:
         raise ConfigurationError(
-            f"the norm of gradients is not known before the step of DeepSpeed's {type(sharded).__name__}: set "
-            "gradient_clipping in its config, and leave clip_grad_norm_ out."
+            f"DeepSpeed's {type(sharded).__name__} computes the gradient norm only in its step. Set gradient_clipping "
+            "in its config, and leave clip_grad_norm_ out."
         )
     return torch.as_tensor(total / sharded.loss_scale)

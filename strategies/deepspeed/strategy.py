@@ -1,4 +1,4 @@
-"""DeepSpeed: optimizer state, gradients and parameters are sharded over the ranks by its ZeRO engine."""
+"""DeepSpeed: its ZeRO engine shards optimizer state, gradients and parameters over the ranks."""
 
 from __future__ import annotations
 
@@ -39,29 +39,28 @@ T = TypeVar("T")
 class DeepSpeedStrategy(ProcessGroupStrategy):
     """DeepSpeed's ZeRO engine.
 
-    Needs the extra `leyden[deepspeed]`. `docs/deepspeed.md` says which side decides where a DeepSpeed config and the
-    run both have a setting; contradictions are errors that name both.
+    Needs the extra `leyden[deepspeed]`. If a DeepSpeed config and the run both have a setting, `docs/deepspeed.md`
+    lists which side decides. Contradictions are errors that name both sides.
 
     Args:
-        stage: what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Default:
-            the config's, else 2.
-        config: DeepSpeed's own config, as a mapping or the path of a JSON file; "auto" is filled from the run.
-        offload_optimizer: optimizer state, and the step, wait on the "cpu" (True) or on "nvme"; or a mapping as in the
-            config.
+        stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Default: the
+            config's stage, or 2.
+        config: DeepSpeed's own config, as a mapping or the path of a JSON file. "auto" is filled from the run.
+        offload_optimizer: where optimizer state is kept and the step runs: "cpu" (or True), "nvme", or a mapping as in
+            the config.
         offload_parameters: the same for parameters (stage 3).
-        nvme_path: a folder on the disk, where something is offloaded to "nvme".
-        pin_memory: offload to page-locked memory. Default True with a GPU.
-        zero3_init_flag: at stage 3, what `configure_model` builds is sharded as it is built.
-        activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
-            backward; or a function of a module. For `deepspeed.checkpointing` in your own code, see
-            `partition_activations`.
-        logging_level: of DeepSpeed's logger.
-        **kwargs: further settings of DeepSpeed by the names of `leyden.strategies.deepspeed.config.ARGUMENTS`
-            (overlap_comm, reduce_bucket_size, loss_scale, partition_activations, …), and those of
+        nvme_path: folder on the disk for offloading to "nvme".
+        pin_memory: whether to offload to page-locked memory. Default: True with a GPU.
+        zero3_init_flag: whether, at stage 3, modules are sharded while `configure_model` builds them.
+        activation_checkpointing_policy: modules whose activations are recomputed in backward: classes, class names, or
+            a function of a module. For `deepspeed.checkpointing` in your own code, see `partition_activations`.
+        logging_level: level of DeepSpeed's logger.
+        **kwargs: further settings of DeepSpeed by the names in `leyden.strategies.deepspeed.config.ARGUMENTS`
+            (overlap_comm, reduce_bucket_size, loss_scale, partition_activations, …), and arguments of
             `ProcessGroupStrategy`.
 
     Raises:
-        ConfigurationError: for a setting that is unknown, contradicts another or cannot work.
+        ConfigurationError: for a setting that is unknown, invalid, or contradicts another.
 
     Example:
         >>> DeepSpeedStrategy(stage=3, offload_optimizer="cpu").config.offloads("optimizer")
@@ -87,8 +86,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**{name: value for name, value in kwargs.items() if name in GROUP_SETTINGS})
-        own = {name: value for name, value in kwargs.items() if name not in GROUP_SETTINGS}
-        for name in own:
+        extra = {name: value for name, value in kwargs.items() if name not in GROUP_SETTINGS}
+        for name in extra:
             if name not in ARGUMENTS:
                 known = sorted(
                     {*inspect.signature(DeepSpeedStrategy).parameters, *ARGUMENTS, *GROUP_SETTINGS} - {"kwargs"}
@@ -100,17 +99,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             "offload_parameters": offload_parameters or None,
             "nvme_path": nvme_path,
             "pin_memory": pin_memory,
-            **own,
+            **extra,
         }
-        beside = {name: value for name, value in given.items() if value is not None}
-        if isinstance(config, ZeroConfig) and beside:
+        arguments = {name: value for name, value in given.items() if value is not None}
+        if isinstance(config, ZeroConfig) and arguments:
             raise ConfigurationError(
-                f"DeepSpeedStrategy(config=ZeroConfig(…)) has {' and '.join(beside)} in it: set them there."
+                f"DeepSpeedStrategy(config=ZeroConfig(…)) got {' and '.join(arguments)} too. Set that in ZeroConfig."
             )
-        self.config = config if isinstance(config, ZeroConfig) else ZeroConfig(config, **beside)
+        self.config = config if isinstance(config, ZeroConfig) else ZeroConfig(config, **arguments)
         self.stage = self.config.stage
         self.name = f"deepspeed_stage_{self.stage}"
-        # At stage 3 a forward gathers parameters, so ranks stay in step in evaluation too.
+        # At stage 3 a forward pass gathers parameters, so all ranks must take part in evaluation too.
         self.replicates = self.supports_inference_mode = self.stage < 3
         self.zero3_init_flag = zero3_init_flag
         self.activation_checkpointing_policy = activation_checkpointing_policy
@@ -123,45 +122,47 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> Self:
-        """The strategy that the `deepspeed_config` of an Accelerate YAML file describes.
+        """Returns the strategy for the `deepspeed_config` of an Accelerate YAML file.
 
         Args:
-            config: the mapping under `deepspeed_config`, as the file has it.
+            config: the mapping under `deepspeed_config`.
             **kwargs: further arguments of this class.
 
         Raises:
             ConfigurationError: if a key contradicts `deepspeed_config_file`.
         """
-        left = dict(config)
-        clip, steps = left.pop("gradient_clipping", None), left.pop("gradient_accumulation_steps", None)
-        given: dict[str, Any] = {
-            "config": left.pop("deepspeed_config_file", None),
-            "stage": left.pop("zero_stage", None),
-            "zero3_init_flag": left.pop("zero3_init_flag", False),
-            "stage3_gather_16bit_weights_on_model_save": left.pop("zero3_save_16bit_model", None),
+        remaining = dict(config)
+        clip = remaining.pop("gradient_clipping", None)
+        steps = remaining.pop("gradient_accumulation_steps", None)
+        arguments: dict[str, Any] = {
+            "config": remaining.pop("deepspeed_config_file", None),
+            "stage": remaining.pop("zero_stage", None),
+            "zero3_init_flag": remaining.pop("zero3_init_flag", False),
+            "stage3_gather_16bit_weights_on_model_save": remaining.pop("zero3_save_16bit_model", None),
         }
         for argument, part in OFFLOADS.items():
-            device, path = left.pop(f"offload_{part}_device", None), left.pop(f"offload_{part}_nvme_path", None)
+            device = remaining.pop(f"offload_{part}_device", None)
+            path = remaining.pop(f"offload_{part}_nvme_path", None)
             if device not in (None, "none"):
-                given[argument] = {"device": device, **({"nvme_path": path} if device == "nvme" and path else {})}
-        names = left.pop("deepspeed_moe_layer_cls_names", None)
-        if left:
-            raise ConfigurationError(f"deepspeed_config: {sorted(left)[0]!r} has no meaning here: leave it out.")
-        strategy = cls(**{**given, **kwargs})
-        asked = {"gradient_clipping": clip, "gradient_accumulation_steps": steps}
-        strategy.config.fill({name: value for name, value in asked.items() if value is not None})
-        if names:
-            strategy.own_loop = ZeroLoop(strategy.zero, [name.strip() for name in names.split(",")])
+                arguments[argument] = {"device": device, **({"nvme_path": path} if device == "nvme" and path else {})}
+        moe_names = remaining.pop("deepspeed_moe_layer_cls_names", None)
+        if remaining:
+            raise ConfigurationError(f"deepspeed_config has no key {sorted(remaining)[0]!r} here. Leave it out.")
+        strategy = cls(**{**arguments, **kwargs})
+        run_settings = {"gradient_clipping": clip, "gradient_accumulation_steps": steps}
+        strategy.config.fill({name: value for name, value in run_settings.items() if value is not None})
+        if moe_names:
+            strategy.own_loop = ZeroLoop(strategy.zero, [name.strip() for name in moe_names.split(",")])
         return strategy
 
     @property
     def replicas(self) -> list[list[int]]:
-        # From stage 1 on each rank steps a part, which the others are sent.
+        # From stage 1 on, each rank steps only its part and sends it to the other ranks.
         return super().replicas if self.stage == 0 else [[rank] for rank in range(self.ranks.world_size)]
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine; None until optimizers are set up. It stays for a run that goes on or evaluates."""
+        """DeepSpeed's engine, or None until optimizers are set up. Kept for a further fit or an evaluation."""
         return self.zero.engine
 
     @property
@@ -169,7 +170,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return {
             **super().refusals,
             "asynchronous": "the engine may move weights and state in any pass, so each checkpoint is written before "
-            "training goes on",
+            "training continues",
         }
 
     # environment ------------------------------------------------------------------------------------------------------
@@ -179,9 +180,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def setup_environment(self) -> None:
         lower = self.config.lower_weights(self.precision.name)
         if lower is not None and self.precision.name == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[lower]:
-            # The config asks for weights in half precision, so inputs have it too.
+            # The config asks for half-precision weights, so inputs are converted too.
             self.precision = HalfPrecision("bf16" if lower == "bf16" else "16")
-        # An Accelerator's prepare may still fill what is "auto".
+        # An Accelerator's prepare may still fill values that are "auto".
         self.final_config(complete=False)
         number = device_number(self.root_device, self.ranks.local_rank)
         self.ranks.use_device()
@@ -190,13 +191,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         join_group(library, number)
 
     def final_config(self, complete: bool = True) -> dict[str, Any]:
-        """The config that DeepSpeed gets.
+        """Returns the final config for DeepSpeed.
 
         Args:
-            complete: nothing may be "auto" any more.
+            complete: whether a remaining "auto" is an error.
 
         Raises:
-            ConfigurationError: for what contradicts precision or device.
+            ConfigurationError: if the config contradicts precision or device.
         """
         self.zero.run_on(self.precision, self.root_device)
         return self.zero.final_config(complete)
@@ -207,7 +208,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         if self._failed:
-            # It stopped in the middle of a step, and is of no use to a later run.
+            # An engine that stopped in the middle of a step cannot be reused.
             self.close_engine()
             self._failed = False
         super().teardown()
@@ -219,17 +220,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     @property
     def details(self) -> str:
         offloaded = [
-            f"{what} offloaded to {self.config.offloads(part)}"
-            for part, what in (("optimizer", "optimizer"), ("param", "parameters"))
+            f"{label} offloaded to {self.config.offloads(part)}"
+            for part, label in (("optimizer", "optimizer"), ("param", "parameters"))
             if self.config.offloads(part)
         ]
-        what = (
+        sharded = (
             "nothing",
             "optimizer state",
             "optimizer state and gradients",
             "optimizer state, gradients and parameters",
         )
-        return ", ".join([f"{what[self.stage]} sharded", *offloaded])
+        return ", ".join([f"{sharded[self.stage]} sharded", *offloaded])
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
@@ -237,20 +238,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self.stage < 3 or not self.zero3_init_flag:
             yield
             return
-        # Not by its argument dtype: on a device without float16 it takes bfloat16 for every other.
+        # Not through the argument `dtype`: on a device without float16, DeepSpeed uses bfloat16 for any other dtype.
         with self.zero.library.zero.Init(config_dict_or_path=self.final_config(complete=False)):
             yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         if len(modules) != 1:
             raise ConfigurationError(
-                f"DeepSpeed's engine drives one module, and {len(modules)} were given: make them parts of one."
+                f"DeepSpeed's engine drives one module, but {len(modules)} were given. Make them submodules of one."
             )
         [module] = modules
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigurationError(
-                    f"DeepSpeed cannot hold {name}, which has no dimension: give it the shape (1,)."
+                    f"DeepSpeed does not support 0-d parameters such as {name}. Give it the shape (1,)."
                 )
         if self.engine is not None and self.engine.module.module is not module:
             self.close_engine()
@@ -310,8 +311,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
             raise ConfigurationError(
-                "a rank without a single sample of its own cannot take part in a DeepSpeed run, whose engine reduces "
-                "gradients in the order of a real backward: use a larger data set, a smaller batch_size or fewer ranks."
+                "A rank has no sample of its own, but DeepSpeed's engine reduces gradients in the order of a real "
+                "backward on every rank. Use a larger data set, a smaller batch_size or fewer ranks."
             )
         loss, _ = self.zero.forward(self._in_precision(partial(step_fn, filler, *extra)), window.closes)
         shadow_items(self, window)
@@ -332,8 +333,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def sync_gradients(self) -> None:
         raise LeydenError(
-            "the accumulation window was closed without a batch that closes it, and DeepSpeed had reduced its "
-            "gradients as if more were to come: give the loader its right length, or none at all."
+            "The accumulation window ended unexpectedly, after DeepSpeed had reduced its gradients as if more batches "
+            "followed. Give the loader its correct length, or none at all."
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -346,12 +347,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self.zero.scale_gradients(factor)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Does nothing: the engine's step brings gradients to their true scale."""
+        """No-op, since the engine's step unscales gradients."""
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
-        """Clips in the step that follows, after which `engine.get_global_grad_norm` knows the norm."""
+        """Clips within the next step, after which `engine.get_global_grad_norm` returns the norm."""
         if algorithm == "value":
-            raise ConfigurationError("DeepSpeed clips gradients by their norm alone: use the algorithm 'norm'.")
+            raise ConfigurationError("DeepSpeed clips gradients only by norm. Use the algorithm 'norm'.")
         return self.zero.clip(value)
 
     def clip_parameters(
@@ -362,21 +363,22 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if kwargs:
             raise ConfigurationError(
-                f"optimizer.step({', '.join(f'{name}=…' for name in kwargs)}): DeepSpeed's engine makes the step and "
-                "hands no arguments on to the optimizer. Call optimizer.step() alone, or use another strategy."
+                f"optimizer.step({', '.join(f'{name}=…' for name in kwargs)}): DeepSpeed's engine runs the step and "
+                "passes no arguments to the optimizer. Call optimizer.step() without arguments, or use another "
+                "strategy."
             )
         stepped = self.zero.step()
         if not stepped and not self._warned_of_skip and not self.config.scales_loss(self.precision.name):
             self._warned_of_skip = True
             warnings.warn(
-                "DeepSpeed skipped a step whose gradients are not finite, where other strategies would go on with nan: "
-                "look at the loss, or use detect_anomaly=True.",
+                "DeepSpeed skipped a step whose gradients are not finite. Other strategies would continue with nan. "
+                "Check the loss, or use detect_anomaly=True.",
                 stacklevel=2,
             )
         return stepped
 
     def end_step(self) -> None:
-        """Does nothing: the engine has its own loss scaler."""
+        """No-op, since the engine has its own loss scaler."""
 
     # state ------------------------------------------------------------------------------------------------------------
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
@@ -386,15 +388,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         for name, value in module.state_dict(keep_vars=True).items():
             partitioned = is_partitioned(value)
             with self.zero.library.zero.GatheredParameters([value], enabled=partitioned):
-                taken = value.detach() if isinstance(value, Tensor) else value
+                whole = value.detach() if isinstance(value, Tensor) else value
                 if not rank0_only:
-                    state[name] = taken.clone() if partitioned else taken
+                    state[name] = whole.clone() if partitioned else whole
                 elif self.ranks.is_global_zero:
-                    state[name] = taken.cpu().clone()
+                    state[name] = whole.cpu().clone()
         return state
 
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        """Writes what DDP would, with the float32 master weights in place of the parameters: each rank its part."""
+        """Writes the same as DDP, but float32 master weights in place of the parameters. Each rank writes its part."""
         writer.model(weights(module, self.zero.pieces), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:
             writer.optimizers(optimizers)

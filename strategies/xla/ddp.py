@@ -1,4 +1,4 @@
-"""Data parallel on TPU hosts and pods: one rank for each XLA device, whose gradients are averaged."""
+"""Data parallel on TPU hosts and pods: one rank per XLA device, with gradients averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leyden.strategies.xla.strategy import KINDS, XLA_DEVICE, XLALoop, XLAStrate
 
 
 class XLARanks(GroupRanks):
-    """Ranks with one XLA device each. Tensors travel between the devices, decisions of the host over gloo."""
+    """Ranks with one XLA device each. Tensors are exchanged between devices, host decisions over gloo."""
 
     start_methods = ("script", "xla")
     _kind: str | None = None
@@ -53,8 +53,7 @@ class XLARanks(GroupRanks):
             is_host = super()._init_group("gloo")
         else:
             dist.init_process_group("xla", init_method="xla://", timeout=self.timeout)
-            # The runtime numbers devices by their position, which may differ from the order in which ranks were
-            # started.
+            # The runtime numbers devices by their position, which may differ from the order of the ranks.
             self.environment = replace(self.environment, rank=dist.get_rank(), world_size=dist.get_world_size())
             is_host = self.environment.rank == 0
         self.devices = [runtime.start_rank()] * len(self.devices)
@@ -62,20 +61,20 @@ class XLARanks(GroupRanks):
 
 
 class XLADDPStrategy(XLAStrategy):
-    """Data parallel on XLA with one process for each device.
+    """Data parallel on XLA with one process per device.
 
-    Batches are this rank's own, as under DDP. Gradients are averaged in the step that closes a window, on the device.
+    Each rank has its own batches, as under DDP. Gradients are averaged on the device, in the step that closes a window.
 
-    It is written against torch_xla's documented interface and has run with one device only: XLA's CPU has no
-    collectives between processes, so the rest needs a TPU host. On one host `XLAStrategy`, which drives all devices
-    from one process, does the same work and is tested.
+    Written against torch_xla's documented interface, but only run with a single device: XLA's CPU has no collectives
+    between processes, so several devices need a TPU host. On one host `XLAStrategy`, which drives all devices from one
+    process, does the same work and is tested.
 
     Args:
-        devices: ranks of this machine; the Trainer's if left out, where "auto" is one for each TPU chip.
-        num_nodes: machines; the Trainer's if left out.
-        precision: as of `XLAStrategy`.
-        timeout: how long a message over gloo waits for the others.
-        start_method: "script" runs the script again on each rank, as torchrun does; with "xla" `torch_xla.launch`
+        devices: number of ranks on this machine. Default: the Trainer's `devices`, where "auto" means one per TPU chip.
+        num_nodes: number of machines. Default: the Trainer's `num_nodes`.
+        precision: see `XLAStrategy`.
+        timeout: how long a message over gloo waits for the other ranks.
+        start_method: "script" runs the script again for each rank, as torchrun does. With "xla", `torch_xla.launch`
             starts the ranks of this machine, which run functions of this process.
 
     Example:
@@ -99,7 +98,7 @@ class XLADDPStrategy(XLAStrategy):
         self._averaged: set[int] = set()
         self.own_loop = XLADDPLoop(self.ranks, self._averaged)
 
-    # its place --------------------------------------------------------------------------------------------------------
+    # devices ----------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.check_accelerator(accelerator)
         self.ranks.plan(accelerator, devices, num_nodes)
@@ -109,7 +108,7 @@ class XLADDPStrategy(XLAStrategy):
         remember(self)
 
     def _start_devices(self) -> None:
-        """Does nothing: ranks start their devices when they join."""
+        """No-op, since ranks start their devices when they join."""
 
     # modules ----------------------------------------------------------------------------------------------------------
     def synchronize(self, module: nn.Module) -> None:
@@ -124,7 +123,7 @@ class XLADDPStrategy(XLAStrategy):
 
     # the step ---------------------------------------------------------------------------------------------------------
     def before_step(self, optimizer: Optimizer) -> None:
-        """Averages the optimizer's gradients over the ranks, once a step, before hooks and clipping see them."""
+        """Averages the optimizer's gradients over the ranks, once per step, before hooks and clipping read them."""
         super().before_step(optimizer)
         if id(optimizer) not in self._averaged:
             self._averaged.add(id(optimizer))
@@ -133,14 +132,14 @@ class XLADDPStrategy(XLAStrategy):
             xla_model.reduce_gradients(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        # The user's own loop has not called it yet, unless it clips.
+        # A custom loop calls it earlier only if it clips.
         self.before_step(optimizer)
         self._averaged.discard(id(optimizer))
         return super().step(optimizer, closure, **kwargs)
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
-        """Only makes this rank's gradients, which the step needs: nothing is exchanged before it."""
-        self._cut(window)
+        """Only creates zero gradients for the step's all-reduce, since nothing is exchanged earlier."""
+        self._sync_between_batches(window)
         shadow_items(self, window)
         for module in self.modules:
             for parameter in module.parameters():
@@ -149,29 +148,29 @@ class XLADDPStrategy(XLAStrategy):
 
 
 class XLADDPLoop(XLALoop):
-    """A loop of the user's own with a rank for each XLA device.
+    """A custom loop with one rank per XLA device.
 
     Args:
-        ranks: of the strategy.
-        averaged: the optimizers, by id, whose gradients this step has averaged already.
+        ranks: the strategy's ranks.
+        averaged: ids of optimizers whose gradients are already averaged for the current step.
     """
 
     def __init__(self, ranks: Ranks, averaged: set[int]) -> None:
         self._ranks, self._averaged = ranks, averaged
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        # DDP's wrapper broadcasts the weights when it is made; there is no wrapper here.
+        # DDP's wrapper would broadcast the weights, but XLA needs no wrapper.
         _broadcast(module, self._ranks)
         return module
 
     def end_turn(self) -> None:
-        # If the loop clips and then leaves out the step, the next step must still exchange.
+        # If the loop clips but skips the step, the next step must still exchange gradients.
         self._averaged.clear()
         super().end_turn()
 
 
 def _broadcast(module: nn.Module, ranks: Ranks) -> None:
-    """Gives every rank the weights and buffers of rank 0."""
+    """Broadcasts the weights and buffers of rank 0 to every rank."""
     if ranks.world_size > 1:
         from torch_xla.core import xla_model
 

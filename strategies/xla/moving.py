@@ -1,4 +1,4 @@
-"""Moves parameters between the host and an XLA device: they stay the same objects, and all move in one transfer."""
+"""Moving tensors between the host and an XLA device. Parameters remain the same objects."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ T = TypeVar("T")
 def bring(module: nn.Module, device: torch.device) -> None:
     """Moves a module's tensors in place.
 
-    `Module.to` gives an XLA module new Parameter objects, one for each name (tried, torch 2.9): tied weights would come
-    apart, and an optimizer that was made before would step the old ones. So each tensor is moved once, and changes
-    places with the new one.
+    `Module.to` creates new Parameter objects on XLA, one per name (tried, torch 2.9): tied weights would be separated,
+    and an existing optimizer would step the old objects. So each parameter is moved once and swapped with its copy.
 
     Raises:
-        ConfigurationError: if something holds a weak reference to a parameter, which torch then cannot exchange.
+        ConfigurationError: if a weak reference to a parameter exists, since torch cannot swap it then.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ConfigurationError(
-                f"the parameter {name!r} is on the meta device and has no values. Build the module on the CPU."
+                f"The parameter {name!r} is on the meta device and has no values. Build the module on the CPU."
             )
         if parameter.device == device:
             continue
         moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             moved.grad = parameter.grad.to(device)
-        # The user's own attributes stay with the object, too: the exchange takes them along.
+        # Attributes set by the user are swapped too, so they are copied first.
         vars(moved).update(vars(parameter))
         try:
             torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise ConfigurationError(
-                f"the parameter {name!r} cannot be moved to {device}, since something else holds on to its memory. "
-                f"Build the module anew, or in configure_model. The error was: {error}"
+                f"The parameter {name!r} cannot be moved to {device}, since another object references it. Build a new "
+                f"module, or build it in configure_model. The error was: {error}"
             ) from error
     moved_buffers: dict[int, Tensor] = {}
     for part in module.modules():
@@ -50,18 +49,18 @@ def bring(module: nn.Module, device: torch.device) -> None:
 
 
 def on_host(tree: T) -> T:
-    """Returns any nested structure with its XLA tensors on the host, moved in one transfer; tied tensors stay tied.
+    """Returns a nested structure with its XLA tensors copied to the host, in one transfer.
 
-    Sharded tensors are gathered.
+    Tied tensors remain tied, and sharded tensors are gathered.
     """
-    found: dict[int, Tensor] = {}
-    map_tensors(tree, lambda tensor: found.setdefault(number(tensor), tensor) if _is_xla(tensor) else tensor)
-    if not found:
+    on_device: dict[int, Tensor] = {}
+    map_tensors(tree, lambda tensor: on_device.setdefault(number(tensor), tensor) if _is_xla(tensor) else tensor)
+    if not on_device:
         return tree
     import torch_xla
 
-    whole = torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in found.values()])
-    hosted = dict(zip(found, whole, strict=True))
+    copies = torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in on_device.values()])
+    hosted = dict(zip(on_device, copies, strict=True))
     return map_tensors(tree, lambda tensor: hosted[number(tensor)] if _is_xla(tensor) else tensor)
 
 
@@ -70,9 +69,7 @@ def _is_xla(tensor: Tensor) -> bool:
 
 
 def number(tensor: Tensor) -> int:
-    """XLA's own number of a tensor: those that share it are one, though Python sees several objects. There is no
-    address.
-    """
+    """Returns XLA's id of a tensor, which identifies it across Python objects. XLA tensors have no address."""
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))

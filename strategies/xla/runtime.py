@@ -1,4 +1,4 @@
-"""XLA's runtime in this process: which devices it has, and their random numbers. Both are chosen once."""
+"""XLA's runtime in this process: its devices, which are chosen once, and their random state."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError
 
-_left: int | None = None
-"""Where XLA's random numbers stood when Leyden last read or set them."""
+_last_state: int | None = None
+"""XLA's random state when Leyden last read or set it."""
 
 
 def is_used() -> bool:
-    """True if this process has XLA devices; asks without making any."""
+    """Returns True if this process has XLA devices, without creating any."""
     torch_xla = sys.modules.get("torch_xla")
     return torch_xla is not None and bool(torch_xla._XLAC._xla_runtime_is_initialized())
 
 
 def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.device, int]:
-    """Chooses devices, where the process has none yet.
+    """Chooses devices, unless the process already uses XLA.
 
     Args:
-        kind: "CPU" or "TPU"; None for the best there is.
-        wanted: how many, one by its index, or None for all.
+        kind: "CPU" or "TPU"; None for the best available.
+        wanted: number of devices, the index of one device in a list, or None for all devices.
 
     Returns:
-        The device that tensors go to, and how many there are behind it.
+        The device for tensors, and the number of physical devices behind it.
 
     Raises:
-        ConfigurationError: if they are not there, or the process has begun with others.
+        ConfigurationError: if the devices do not exist, or the process already uses others.
     """
     import torch_xla
     from torch_xla import runtime
@@ -40,30 +40,31 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
     was_used = is_used()
     _choose_kind(kind, was_used)
     if isinstance(wanted, int) and not was_used and runtime.device_type() == "CPU":
-        # XLA's CPU is as many devices as this says.
+        # XLA simulates this number of devices on the CPU.
         os.environ.setdefault("CPU_NUM_DEVICES", str(wanted))
     count = runtime.global_runtime_device_count()
     if isinstance(wanted, int) and wanted not in (1, count):
         raise ConfigurationError(
-            f"devices={wanted}, and XLA has {count} here: use devices='auto' for all of them, or devices=1."
+            f"devices={wanted}, but XLA has {count} device(s) on this machine. Use devices='auto' for all of them, or "
+            "devices=1."
         )
     index = wanted[0] if isinstance(wanted, list) else None
     if index is not None and index >= count:
-        raise ConfigurationError(f"devices={wanted}: XLA has {count} devices here, counted from 0.")
-    one = isinstance(wanted, list) or wanted == 1 or count == 1
-    has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
-    if has_begun and runtime.is_spmd() == one:
+        raise ConfigurationError(f"devices={wanted}: XLA has {count} device(s) on this machine, counted from 0.")
+    single = isinstance(wanted, list) or wanted == 1 or count == 1
+    is_locked = torch_xla._XLAC._xla_get_spmd_config_is_locked()
+    if is_locked and runtime.is_spmd() == single:
         raise ConfigurationError(
-            f"this process has begun to use XLA with {'all devices' if one else 'one device'}, and cannot change: run "
-            f"devices={'auto' if wanted is None else wanted!r} in a new one."
+            f"This process already uses XLA with {'all devices' if single else 'one device'}, and XLA cannot change "
+            f"that. Run devices={'auto' if wanted is None else wanted!r} in a new process."
         )
-    if not one and not runtime.is_spmd():
+    if not single and not runtime.is_spmd():
         runtime.use_spmd()
     device = torch_xla.device(index)
-    if not has_begun:
+    if not is_locked:
         _check_autograd(device)
-    _begin_random(was_used)
-    return device, 1 if one else count
+    _seed_unless_set(was_used)
+    return device, 1 if single else count
 
 
 def _choose_kind(kind: str | None, was_used: bool) -> None:
@@ -73,14 +74,14 @@ def _choose_kind(kind: str | None, was_used: bool) -> None:
         return
     if was_used:
         raise ConfigurationError(
-            f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a "
-            "new one."
+            f"accelerator={kind.lower()!r}, but this process already uses XLA's {runtime.device_type()}. Start a new "
+            "process."
         )
     runtime.set_device_type(kind)
 
 
 def ranks_of_host(devices: object) -> int:
-    """How many ranks this machine has where each device has one; asks without making any."""
+    """Returns this machine's number of ranks, one per device, without creating devices."""
     wanted = parse_devices(devices)
     if wanted is not None:
         return wanted if isinstance(wanted, int) else len(wanted)
@@ -90,35 +91,35 @@ def ranks_of_host(devices: object) -> int:
 
 
 def start_rank() -> torch.device:
-    """Starts the one device of a rank, once the process group has given the runtime its place."""
+    """Starts a rank's single device, after the process group has told the runtime its rank."""
     import torch_xla
 
-    has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
+    is_locked = torch_xla._XLAC._xla_get_spmd_config_is_locked()
     device: torch.device = torch_xla.device()
-    if not has_begun:
+    if not is_locked:
         _check_autograd(device)
-    _begin_random(_left is not None)
+    _seed_unless_set(_last_state is not None)
     return device
 
 
 def _check_autograd(device: torch.device) -> None:
-    """torch counts the devices that gradients are computed on once, in the first backward of a process."""
+    """Raises if autograd does not know the device. torch counts devices only in a process's first backward."""
     try:
         (torch.ones((), device=device, requires_grad=True) * 1).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         if "device_ready_queues_" not in str(error):
             raise
         raise ConfigurationError(
-            "this process has computed gradients before XLA was used, and torch does not see its devices any more: run "
-            "on XLA first, or in a new process."
+            "This process computed gradients before it used XLA, so torch does not recognize XLA's devices any more. "
+            "Run on XLA first, or in a new process."
         ) from None
 
 
 def sync(wait: bool = False) -> None:
-    """Submits the collected operations to the device.
+    """Submits the recorded operations to the device.
 
     Args:
-        wait: until they are done.
+        wait: whether to wait until the device has executed them.
     """
     import torch_xla
 
@@ -131,39 +132,39 @@ def sync(wait: bool = False) -> None:
 
 # random numbers -------------------------------------------------------------------------------------------------------
 def follow_torch() -> None:
-    """Seeds XLA's random numbers from the state of torch's, without drawing one.
+    """Seeds XLA's random generator from the state of torch's, without drawing a number.
 
-    They do not follow `torch.manual_seed` by themselves (tried, torch_xla 2.9).
+    XLA does not follow `torch.manual_seed` automatically (tried, torch_xla 2.9).
     """
     import torch_xla
 
-    global _left
+    global _last_state
     state = bytes(torch.get_rng_state().tolist())
     torch_xla.manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=4).digest(), "little") >> 1)
-    _left = rng_state()
+    _last_state = rng_state()
 
 
-def _begin_random(was_used: bool) -> None:
-    """Seeds XLA's random numbers at the start of a run, unless the user has set them."""
-    if not was_used or rng_state() == _left:
+def _seed_unless_set(was_used: bool) -> None:
+    """Seeds XLA's random generator at the start of a run, unless the user has set its state."""
+    if not was_used or rng_state() == _last_state:
         follow_torch()
 
 
 def leave_random() -> None:
-    """Notes the state of XLA's random numbers at a run's end, so that the next run sees whether they were set since."""
-    global _left
-    _left = rng_state()
+    """Records XLA's random state at a run's end, so that the next run detects whether the user has set it since."""
+    global _last_state
+    _last_state = rng_state()
 
 
 def rng_state() -> int:
-    """Returns the state of XLA's random numbers, which is known on the host."""
+    """Returns XLA's random state. The host knows it, so nothing waits for the device."""
     from torch_xla.core import xla_model
 
     return int(xla_model.get_rng_state())
 
 
 def set_rng_state(state: int) -> None:
-    """Sets XLA's random numbers to the state that `rng_state` returned."""
+    """Sets XLA's random state to one returned by `rng_state`."""
     from torch_xla.core import xla_model
 
     xla_model.set_rng_state(state)

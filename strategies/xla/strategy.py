@@ -1,4 +1,4 @@
-"""XLA: one process that drives one device, or, by SPMD, all of them."""
+"""XLA: one process that drives one device or, with SPMD, all devices."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 KINDS = {"cpu": "CPU", "tpu": "TPU"}
-"""XLA's names of the Trainer's accelerators; for any other the runtime takes the best there is."""
+"""The Trainer's accelerator -> XLA's name. For any other accelerator the runtime picks the best device."""
 XLA_DEVICE = torch.device("xla", 0)
 OTHERS = ("gpu", "cuda", "mps")
 
 
 class SPMDRanks(Ranks):
-    """One process that drives one XLA device or, by SPMD, all of them: a single rank."""
+    """The single rank of a process that drives one XLA device or, with SPMD, all devices."""
 
     def start(self, kind: str | None, wanted: int | list[int] | None) -> int:
-        """Starts XLA's runtime, and returns how many devices this rank drives."""
+        """Starts XLA's runtime. Returns the number of devices that this rank drives."""
         device, count = runtime.start(kind, wanted)
         self.devices = [device]
         return count
 
 
 class XLALoop(OwnLoop):
-    """A loop of the user's own on XLA: each turn of it is one program."""
+    """A custom loop on XLA: each iteration is one program."""
 
     def end_turn(self) -> None:
         runtime.sync()
@@ -57,22 +57,23 @@ class XLALoop(OwnLoop):
 class XLAStrategy(Strategy):
     """Models on XLA devices: TPUs, or the CPU to try a script.
 
-    The operations of a batch are collected and handed to the device at once, when the batch is done: after the step
-    that closes an accumulation window, before the next batch inside one, and after each batch of an evaluation. Nothing
-    waits for the device but what reads values back.
+    The operations of a batch are recorded and submitted to the device as one program: after the step that closes an
+    accumulation window, before the next batch within a window, and after each batch of an evaluation. Nothing waits for
+    the device, except code that reads values back.
 
-    With several devices this is still one process, so one rank: a batch of the loader's `batch_size` is laid over the
-    devices, and the result is that of the whole batch. Its size need not divide by their number.
+    Several devices are still driven by one process, a single rank. Each batch of the loader's `batch_size` is sharded
+    over the devices, and the result is that of the whole batch. The batch size need not be a multiple of the number of
+    devices.
 
     Args:
-        devices: how many; all that there are if left out ("auto"). One device, by its index in a list ([1]), or all of
-            them.
-        mesh: names and sizes of the devices' dimensions, as {"data": 2, "model": 2}; {"data": all} if left out.
-        shard: which parameters are split over which dimensions: {"*.mlp.weight": ("model", None)}, by patterns of their
-            names as a shell has them, the first that fits. What none fits is whole on each device.
-        batch: the dimensions of the mesh that batches are split over; "data" and "fsdp" where there are such, else the
-            first.
-        precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
+        devices: number of devices, either 1 or all, or the index of one device in a list ([1]). Default: all ("auto").
+        mesh: names and sizes of the mesh dimensions, such as {"data": 2, "model": 2}. Default: {"data": all}.
+        shard: shell-style pattern of parameter names -> how to split the parameter, such as
+            {"*.mlp.weight": ("model", None)}. The first match applies. Parameters without a match are whole on each
+            device.
+        batch: the mesh dimensions that batches are split over. Default: "data" and "fsdp" if the mesh has them, else
+            its first dimension.
+        precision: precision of parameters, inputs and the forward pass. Default: 32-true.
 
     Raises:
         ConfigurationError: for float16, and for a mesh or a rule that is not valid.
@@ -83,10 +84,9 @@ class XLAStrategy(Strategy):
     """
 
     name = "xla"
-    # XLA's tensors have a version counter, which inference mode does without (torch_xla 2.9: "Cannot set
-    # version_counter").
+    # XLA tensors need a version counter, which inference mode omits (torch_xla 2.9: "Cannot set version_counter").
     supports_inference_mode = False
-    # Each evaluation of the loss would be read back before the next one is known.
+    # Each evaluation of the loss would have to be read back before the next one.
     supports_closure = False
     _kind: str | None = None
 
@@ -101,26 +101,25 @@ class XLAStrategy(Strategy):
         self._spmd = SPMDRanks(XLA_DEVICE)
         super().__init__(precision, self._spmd)
         self.own_loop = XLALoop()
-        self._given = devices
+        self._given_devices = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
         self.layout = XLALayout(mesh, shard, batch)
-        self.before_forward = self._cut
+        self.before_forward = self._sync_between_batches
 
-    # its place --------------------------------------------------------------------------------------------------------
+    # devices ----------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.check_accelerator(accelerator)
-        if self._given is None:
+        if self._given_devices is None:
             self._wanted = parse_devices(devices)
         if isinstance(self._wanted, list) and len(self._wanted) > 1:
             raise ConfigurationError(
-                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one "
-                "index."
+                f"devices={self._wanted}: XLA runs on one device or on all devices. Use devices='auto', or one index."
             )
-        place = rank_environment()
-        if num_nodes > 1 or (place is not None and place.world_size > 1):
+        environment = rank_environment()
+        if num_nodes > 1 or (environment is not None and environment.world_size > 1):
             raise ConfigurationError(
-                f"strategy={self.name!r} is one process, which drives the devices of its machine, and there are "
-                "several: use strategy='xla_ddp' for a rank on each device, or start one."
+                f"strategy={self.name!r} is one process that drives all devices of its machine, but several ranks were "
+                "started or planned. Use strategy='xla_ddp' for one rank per device, or start only one process."
             )
         self.layout.check_devices(self._wanted)
 
@@ -130,23 +129,23 @@ class XLAStrategy(Strategy):
             raise MissingExtraError("torch_xla", "xla", f"strategy={self.name!r}")
         if accelerator in OTHERS:
             raise ConfigurationError(
-                f"accelerator={accelerator!r} with strategy={self.name!r}: torch_xla has TPUs and the CPU. Use "
-                "accelerator='xla', or strategy='auto'."
+                f"accelerator={accelerator!r} with strategy={self.name!r}: torch_xla supports only TPUs and the CPU. "
+                "Use accelerator='xla', or strategy='auto'."
             )
         if accelerator == "tpu" and not (importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
             raise ConfigurationError(
-                "accelerator='tpu', and libtpu, the TPU's own library, is not here: pip install 'torch_xla[tpu]' on a "
-                "TPU host, or use accelerator='cpu' with strategy='xla' to try a script."
+                "accelerator='tpu' needs the library libtpu. On a TPU host, pip install 'torch_xla[tpu]'. To try a "
+                "script elsewhere, use accelerator='cpu' with strategy='xla'."
             )
         self._kind = KINDS.get(accelerator)
         self.check_precision()
 
     def check_precision(self) -> None:
-        """Raises for a precision that XLA's devices do not have."""
+        """Raises for a precision that XLA devices do not support."""
         if getattr(self.precision, "dtype", None) is torch.float16:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler "
-                "would read a flag back from the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
+                f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs do not support float16, and its "
+                "scaler would sync with the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
             )
         self.precision.check(self.root_device)
 
@@ -154,13 +153,13 @@ class XLAStrategy(Strategy):
     def refusals(self) -> dict[Refused, str]:
         return {
             **super().refusals,
-            "asynchronous": "its tensors cannot be copied beside a run, so each checkpoint is written before training "
-            "goes on",
-            "micro_batches": "XLA runs out of memory where a program is compiled or run, not in a pass. Give a number "
+            "asynchronous": "its tensors cannot be copied in the background of a run, so each checkpoint is written "
+            "before training continues",
+            "micro_batches": "XLA runs out of memory when a program is compiled or run, not in a pass. Give a number "
             "of batches",
-            # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, 2.9).
-            "compiled": "its engine compiles the whole step by itself. Give the module as it is",
-            "exchange": "its tensors are values of a traced step, and writing to them in place is not tried. Use DDP "
+            # Inductor does not support the device, and outputs of the backend "openxla" have no gradient (tried, 2.9).
+            "compiled": "its engine compiles the whole step itself. Pass the module without torch.compile",
+            "exchange": "its tensors are values of a traced step, and writing to them in place is untested. Use DDP "
             "or FSDP",
         }
 
@@ -185,9 +184,9 @@ class XLAStrategy(Strategy):
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Builds modules in the precision's dtype, on the CPU: set-up moves them to the device.
+        """Returns a context in which modules are built in the precision's dtype, on the CPU. Set-up moves them.
 
-        Their random numbers are the CPU's then, and no program is compiled for each of them.
+        Building on the CPU draws the CPU's random numbers, and does not compile a program for each parameter.
         """
         with self.precision.init_context(), EmptyInit() if empty_init else nullcontext():
             yield
@@ -208,8 +207,8 @@ class XLAStrategy(Strategy):
         return map_tensors(batch, self.layout.split) if self.layout.is_spread else batch
 
     # the step ---------------------------------------------------------------------------------------------------------
-    def _cut(self, window: Window) -> None:
-        """Makes each batch of a window a program of its own, not one for each length of a window."""
+    def _sync_between_batches(self, window: Window) -> None:
+        """Makes each batch of a window its own program, so that not every window length is compiled."""
         if window.index > 0:
             runtime.sync()
 
@@ -242,14 +241,14 @@ class XLAStrategy(Strategy):
 class XLAFSDPStrategy(XLAStrategy):
     """Fully sharded data parallel on XLA: each device holds a part of every parameter and of its optimizer state.
 
-    A parameter is split over all devices along its longest dimension; XLA's partitioner puts the gathers and reductions
-    into the program. Names stay as they are, and so do checkpoints.
+    Each parameter is split over all devices along its longest dimension. XLA's partitioner inserts gathers and
+    reductions into the program. Parameter names and checkpoints do not change.
 
     Args:
-        devices: as of `XLAStrategy`.
-        min_size: parameters with fewer elements stay whole.
-        shard: rules that go before, as of `XLAStrategy`, over the dimension "fsdp".
-        precision: as of `XLAStrategy`.
+        devices: see `XLAStrategy`.
+        min_size: minimum number of elements. Smaller parameters stay whole.
+        shard: rules that take precedence, over the mesh dimension "fsdp". See `XLAStrategy`.
+        precision: see `XLAStrategy`.
     """
 
     name = "xla_fsdp"

@@ -135,7 +135,7 @@ def max_steps_of_fit(ground: Ground) -> None:
     ground.trainer().fit(ground.module(), loader(), max_steps=True)
 
 
-@mistake(r"the parameter 'net\.weight' is on the meta device.*Build the module on a real device")
+@mistake(r"The parameter 'net\.weight' is on the meta device.*Build the module on a real device")
 def a_module_on_the_meta_device(ground: Ground) -> None:
     module = ground.module()
     module.net = nn.Linear(4, 2, device="meta")
@@ -282,7 +282,7 @@ returns(
 )
 returns(
     "num_items that is a word",
-    r"num_items is a str: return a number",
+    r"num_items is a str\. Return a number",
     lambda s, b: {"loss": s.loss(b), "num_items": "two"},
 )
 returns(

@@ -67,7 +67,7 @@ def a_step_value_of_an_epoch(ground: Ground) -> None:
     ground.fit(ground.module(on_train_epoch_end=lambda self: self.log("x", 1.0, on_step=True)))
 
 
-@mistake(r"weights values by batch size.*pass batch_size=", when=DURING)
+@mistake(r"weights values by batch size.*Pass batch_size=", when=DURING)
 def a_batch_whose_size_is_unknown(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         self.log("x", 1.0, on_epoch=True)

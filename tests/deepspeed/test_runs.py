@@ -251,18 +251,18 @@ def test_the_configs_scheduler_steps_once_per_optimizer_step(found: Any) -> None
 
 
 REFUSALS = {
-    "manual": "manual optimisation cannot go with DeepSpeed",
-    "two": "2 optimizers were given, and DeepSpeed's engine drives one",
+    "manual": "DeepSpeed does not support manual optimization",
+    "two": "2 optimizers were given, but DeepSpeed's engine drives only one",
     "lbfgs": "LBFGS evaluates the loss several times",
-    "backward": "the module overrides backward",
+    "backward": "The module overrides backward",
     "both optimizers": "configure_optimizers returns one too",
-    "no optimizer": "neither configure_optimizers nor the DeepSpeed config has an optimizer",
+    "no optimizer": "neither configure_optimizers nor the config has one",
     "both schedulers": "has a scheduler (WarmupLR), and configure_optimizers returns one too",
     "unknown scheduler": "Did you mean 'WarmupLR'?",
-    "batch size": "train_micro_batch_size_per_gpu=2, and the training loader has batch_size=4",
+    "batch size": "train_micro_batch_size_per_gpu=2, but the training loader has batch_size=4",
     "fp16": "Type fp16 is not supported on your device",
-    "bf16": "the DeepSpeed config enables bf16, and the run's precision is '32-true'",
-    "deepspeed's own": "DeepSpeed refuses this config: Elastic training has been removed",
+    "bf16": "The DeepSpeed config enables bf16, but the run's precision is '32-true'",
+    "deepspeed's own": "DeepSpeed rejects this config: Elastic training has been removed",
 }
 
 
@@ -301,7 +301,7 @@ def unfreezing() -> list[str]:
 
 def test_a_parameter_that_the_engine_would_not_train_is_named() -> None:
     [found] = run_world(1, unfreezing)
-    assert len(found) == 2 and all("was frozen when DeepSpeed's engine was made" in text for text in found)
+    assert len(found) == 2 and all("was frozen when DeepSpeed's engine was created" in text for text in found)
 
 
 def failing(stage: int, folder: str) -> None:

@@ -110,9 +110,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("gpu", "Use accelerator='xla'"),
         ("several", "Use devices='auto', or one index"),
         ("closure", "LBFGS evaluates the loss several times"),
-        ("compiled", "its engine compiles the whole step by itself"),
-        ("backend", "its engine compiles the whole step by itself"),
-        ("more devices", "devices=2, and XLA has 1 here"),
+        ("compiled", "its engine compiles the whole step itself"),
+        ("backend", "its engine compiles the whole step itself"),
+        ("more devices", "devices=2, but XLA has 1 device"),
     ],
 )
 def test_an_impossible_setting_is_refused_with_its_fix(found: dict[str, Any], name: str, words: str) -> None:
@@ -128,12 +128,12 @@ def test_the_seed_decides_the_random_numbers_of_the_device(found: dict[str, Any]
 
 
 def test_a_process_must_use_xla_before_it_computes_gradients_elsewhere(tmp_path: Path) -> None:
-    assert "run on XLA first, or in a new process" in on_xla(after_the_cpu, tmp_path)
+    assert "Run on XLA first, or in a new process" in on_xla(after_the_cpu, tmp_path)
 
 
 def test_rules_that_do_not_fit_are_named_and_a_process_stays_with_all_devices(tmp_path: Path) -> None:
     found = on_xla(on_two, tmp_path)
-    assert "this process has begun to use XLA with all devices" in found["one"]
+    assert "This process already uses XLA with all devices" in found["one"]
     assert "Did you mean 'net.0.weight'" in found["net.0.weights"]
-    assert "has 2 entries, and 'net.0.bias' has 1 dimensions" in found["net.0.*"]
+    assert "has 2 entries, but 'net.0.bias' has 1 dimensions" in found["net.0.*"]
     assert found["net.0.weight"] == "ran"

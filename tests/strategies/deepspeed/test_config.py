@@ -72,7 +72,7 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "batch size of a rank": (
         lambda: checked({"train_micro_batch_size_per_gpu": 8}, batch_size=4),
-        ("train_micro_batch_size_per_gpu=8", "batch_size=4", "the loader decides"),
+        ("train_micro_batch_size_per_gpu=8", "batch_size=4", "The loader decides"),
     ),
     "batch size of all": (
         lambda: checked({"train_batch_size": 64}, batch_size=4, accumulation=3),
@@ -92,7 +92,7 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "fp16 and bf16": (
         lambda: ZeroConfig({"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
-        ("enables fp16 and bf16", "enable one"),
+        ("enables fp16 and bf16", "Enable only one"),
     ),
     "torch_autocast and 32-true": (
         lambda: built({"torch_autocast": {"enabled": True}}, precision="32-true"),
@@ -112,8 +112,8 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: checked({"optimizer": ADAMW}, optimizers=1),
         ("optimizer (AdamW)", "configure_optimizers returns one too"),
     ),
-    "no optimizer": (lambda: checked({}, optimizers=0), ("neither configure_optimizers nor the DeepSpeed config",)),
-    "several optimizers": (lambda: checked({}, optimizers=2), ("2 optimizers", "drives one", "strategy='fsdp'")),
+    "no optimizer": (lambda: checked({}, optimizers=0), ("neither configure_optimizers nor the config",)),
+    "several optimizers": (lambda: checked({}, optimizers=2), ("2 optimizers", "drives only one", "strategy='fsdp'")),
     "two schedulers": (
         lambda: checked({"scheduler": WARMUP}, optimizers=1, schedulers=1),
         ("scheduler (WarmupLR)", "configure_optimizers returns one too"),
@@ -140,11 +140,11 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a path for what is on no disk": (
         lambda: ZeroConfig(stage=3, offload_optimizer="cpu", nvme_path="/disk"),
-        ("nvme_path='/disk'", "to 'nvme'", "leave it out"),
+        ("nvme_path='/disk'", "to 'nvme'", "Leave it out"),
     ),
     "pinned memory for nothing": (
         lambda: ZeroConfig(stage=3, pin_memory=True),
-        ("pin_memory=True", "nothing is offloaded", "leave it out"),
+        ("pin_memory=True", "nothing is offloaded", "Leave it out"),
     ),
     "a path of the argument and the config": (
         lambda: ZeroConfig(stage(3, offload_optimizer={"device": "nvme", "nvme_path": "/a"}), nvme_path="/b"),
@@ -170,7 +170,7 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "an auto that nobody fills": (
         lambda: built({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
-        ("optimizer.params.lr", "'auto'", "give a value"),
+        ("optimizer.params.lr", "'auto'", "Set a value"),
     ),
     "autocast in another dtype": (
         lambda: built({"torch_autocast": {"enabled": True, "dtype": "float16"}}, precision="bf16-mixed"),
@@ -192,9 +192,9 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
                 lr=0.1,
             )
         ),
-        ("frozen parameters alone", "stage=3"),
+        ("only frozen parameters", "stage=3"),
     ),
-    "manual optimisation": (lambda: checked({}, manual=True), ("manual optimisation", "automatic_optimization = True")),
+    "manual optimisation": (lambda: checked({}, manual=True), ("manual optimization", "automatic_optimization = True")),
     "a backward of one's own": (lambda: checked({}, own_backward=True), ("overrides backward",)),
     "no such file": (lambda: ZeroConfig("/no/such/file.json"), ("/no/such/file.json", "cannot be read")),
 }
@@ -309,7 +309,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(stage(3, stage3_max_live_parameters=5)))
     assert ZeroConfig(tmp_path / "ds.json").get("zero_optimization.stage3_max_live_parameters") == 5
     (tmp_path / "ds.json").write_text("{")
-    with pytest.raises(ConfigurationError, match="is no JSON"):
+    with pytest.raises(ConfigurationError, match="is not valid JSON"):
         ZeroConfig(str(tmp_path / "ds.json"))
 
 

@@ -48,7 +48,7 @@ def test_a_mesh_must_have_the_devices_of_the_run() -> None:
     layout = XLALayout({"data": 2, "model": 2})
     layout.check_devices(4)
     layout.check_devices(None)
-    with pytest.raises(ConfigurationError, match=r"has 4 devices, and devices=8"):
+    with pytest.raises(ConfigurationError, match=r"has 4 devices, but devices=8"):
         layout.check_devices(8)
 
 

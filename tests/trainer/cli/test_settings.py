@@ -229,7 +229,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigurationError, match="is not a regular file"):
         read_file(tmp_path / "pipe")
-    with pytest.raises(ConfigurationError, match="is no plain file"):
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
         ZeroConfig(str(tmp_path / "pipe"))
 
 

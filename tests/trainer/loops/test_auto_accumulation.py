@@ -322,7 +322,7 @@ class Any1(Line):
 
 
 UNCUT: list[tuple[Any, str]] = [
-    ([{"x": torch.ones(4, 2), "graph": Unknown()}], "a batch has an Unknown, which may hold samples"),
+    ([{"x": torch.ones(4, 2), "graph": Unknown()}], "A batch has an Unknown, which may hold samples"),
     ([Unknown()], "A batch that is an Unknown cannot be split into micro-batches"),
     (
         Unsized([{"samples": [torch.ones(4, 2), torch.ones(5, 2)]}]),
