@@ -247,11 +247,8 @@ class DDPStrategy(ProcessGroupStrategy):
             self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
         super().backward(loss, *args, **kwargs)
 
-    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        return self._gradient_sync(enabled)
-
     @contextmanager
-    def _gradient_sync(self, enabled: bool) -> Iterator[None]:
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
         before, self._sync_disabled = self._sync_disabled, not enabled
         if self.ddp is not None and not enabled:
             # Forward passes in the block, even the first one, send no buffers either.

@@ -34,7 +34,7 @@ class StepOutputs:
 
     @property
     def are_rehearsed(self) -> bool:
-        """True during a dry run that only finds out what the stages exchange. It leaves no trace."""
+        """True during a dry run that only determines which tensors the stages exchange. It leaves no trace."""
         return False
 
     def on_ranks(self, ranks: Ranks) -> list[bool]:

@@ -220,12 +220,12 @@ class GroupRanks(Ranks):
         Returns:
             True if the group's store lives in this process.
         """
-        environment, is_host = self.environment, True
-        rank, size = (0, 1) if environment is None else (environment.rank, environment.world_size)
-        store: Any = None
+        environment = self.environment
+        store: Any
         if environment is None:
-            store = dist.HashStore()  # type: ignore[attr-defined]
+            rank, size, store, is_host = 0, 1, dist.HashStore(), True  # type: ignore[attr-defined]
         else:
+            rank, size = environment.rank, environment.world_size
             store, is_host = meet(environment, self.timeout)
         bound = self.device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, store=store, rank=rank, world_size=size)

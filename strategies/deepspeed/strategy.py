@@ -147,7 +147,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 arguments[argument] = {"device": device, **({"nvme_path": path} if device == "nvme" and path else {})}
         moe_names = remaining.pop("deepspeed_moe_layer_cls_names", None)
         if remaining:
-            raise ConfigurationError(f"deepspeed_config has no key {sorted(remaining)[0]!r} here. Leave it out.")
+            raise ConfigurationError(f"deepspeed_config has the unknown key {sorted(remaining)[0]!r}. Leave it out.")
         strategy = cls(**{**arguments, **kwargs})
         run_settings = {"gradient_clipping": clip, "gradient_accumulation_steps": steps}
         strategy.config.fill({name: value for name, value in run_settings.items() if value is not None})

@@ -1,1 +1,1 @@
-"""XLA: the strategies for TPUs and other XLA devices, one process for all of them or one for each."""
+"""XLA: strategies for TPUs and other XLA devices, with one process for all devices or one per device."""
