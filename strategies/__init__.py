@@ -130,28 +130,33 @@ def find_strategy(
             differs.
         MissingExtraError: if strategy or precision needs a package that is not installed.
     """
+    found: Strategy
     if isinstance(strategy, Strategy):
+        found = strategy
         if precision is not None:
-            strategy.precision = precision
+            found.precision = precision
     else:
-        _check_name(strategy)
-        if strategy == "auto" and accelerator in XLA:
-            strategy = "xla"
-        if strategy not in ("single_device", *XLA_NAMES) and _defaults_to_one_device(accelerator, devices, num_nodes):
-            print("leyden: an interactive session runs on one device by default. Pass devices=… for more.")
-            devices = 1
-        if strategy == "auto":
-            strategy = _auto_strategy(accelerator, devices, num_nodes)
-    if strategy == "single_device":
-        strategy = SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
-    elif isinstance(strategy, str):
-        module, name, arguments = SEVERAL[strategy]
-        strategy = getattr(importlib.import_module(module), name)(precision=precision, **arguments)
-    assert isinstance(strategy, Strategy)
-    strategy.place_on(accelerator, devices, num_nodes)
+        name, devices = _choose(strategy, accelerator, devices, num_nodes)
+        if name == "single_device":
+            found = SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
+        else:
+            module, class_name, arguments = SEVERAL[name]
+            found = getattr(importlib.import_module(module), class_name)(precision=precision, **arguments)
+    found.place_on(accelerator, devices, num_nodes)
     # Checked last: if the strategy refuses the precision, no package would help.
-    strategy.precision.check_package()
-    return strategy
+    found.precision.check_package()
+    return found
+
+
+def _choose(name: str, accelerator: str, devices: Any, num_nodes: int) -> tuple[str, Any]:
+    """Returns the name of the strategy, with "auto" resolved, and the devices to use."""
+    _check_name(name)
+    if name == "auto" and accelerator in XLA:
+        name = "xla"
+    if name not in ("single_device", *XLA_NAMES) and _defaults_to_one_device(accelerator, devices, num_nodes):
+        print("leyden: an interactive session runs on one device by default. Pass devices=… for more.")
+        devices = 1
+    return _auto_strategy(accelerator, devices, num_nodes) if name == "auto" else name, devices
 
 
 def _check_name(strategy: object) -> None:

@@ -31,23 +31,19 @@ def find_device(accelerator: str = "auto") -> torch.device:
             f"accelerator={accelerator!r} needs a strategy that runs on XLA. Use strategy='xla' or 'xla_fsdp'."
         )
     # device_count() asks the driver. is_available() would initialize CUDA, after which forked ranks could not use it.
-    cuda, mps = torch.cuda.device_count() > 0, torch.backends.mps.is_available()
+    available = {"cuda": torch.cuda.device_count() > 0, "mps": torch.backends.mps.is_available(), "cpu": True}
+    if accelerator == "gpu" and not available["cuda"] and not available["mps"]:
+        raise ConfigurationError(
+            "accelerator='gpu', but torch finds no GPU on this machine. Use accelerator='auto' or 'cpu'."
+        )
     if accelerator in ("auto", "gpu"):
-        if not cuda and not mps:
-            if accelerator == "gpu":
-                raise ConfigurationError(
-                    "accelerator='gpu', but torch finds no GPU on this machine. Use accelerator='auto' or 'cpu'."
-                )
-            return torch.device("cpu")
-        accelerator = "cuda" if cuda else "mps"
-    if (accelerator == "cuda" and not cuda) or (accelerator == "mps" and not mps):
+        accelerator = next(kind for kind, is_available in available.items() if is_available)
+    if not available[accelerator]:
         raise ConfigurationError(
             f"accelerator={accelerator!r}, but torch {torch.__version__} finds no such device on this machine. Use "
             "accelerator='auto' or 'cpu'."
         )
-    if accelerator == "cpu":
-        return torch.device("cpu")
-    return torch.device(accelerator, 0)
+    return torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
 
 
 def with_index(device: torch.device | str) -> torch.device:
