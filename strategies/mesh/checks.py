@@ -27,7 +27,7 @@ def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -
     word = "colwise" if isinstance(style, Colwise) else "rowwise"
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise ConfigurationError(
-            f"the plan makes {name!r} {word}, and it is {kind_of(module)}: only Linear and Embedding layers can be "
+            f"the plan makes {name!r} {word}, but it is {kind_of(module)}: only Linear and Embedding layers can be "
             "split. Name the layers inside it instead."
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
@@ -89,7 +89,8 @@ def _check_heads(name: str, module: nn.Module, size: int) -> None:
     found = heads_of(module)
     if not found:
         raise ConfigurationError(
-            f"the plan makes {name!r} 'heads', and it counts none: it has none of the attributes {', '.join(HEADS)}."
+            f"the plan makes {name!r} 'heads', but it stores no head count: it has none of the attributes "
+            f"{', '.join(HEADS)}."
         )
     for attribute, count in found.items():
         if count % size:

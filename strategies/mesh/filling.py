@@ -1,4 +1,4 @@
-"""Fills models that hand-written code split on the meta device."""
+"""Fills models that hand-written code has split on the meta device."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class TensorParallelRNG:
         self._last_shared = self._before_seed
         """The CPU's shared state when the step last resumed it. It changes as soon as the step draws from it."""
         self._has_drawn = False
-        """True once the step has drawn any random number."""
+        """True once a switch has found that the step drew random numbers."""
 
     def synchronize(self) -> None:
         """Copies the random state of the group's first rank to every rank."""

@@ -53,7 +53,7 @@ def storages(tensor: Tensor) -> Iterator[UntypedStorage]:
     """Yields the storages of a tensor on this rank; for a DTensor, those of its local part."""
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
-        # A DTensor's attributes include its mesh, which is no tensor.
+        # A DTensor's attributes include its mesh, which is not a tensor.
         parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
         yield from (storage for part in parts if isinstance(part, Tensor) for storage in storages(part))
     else:

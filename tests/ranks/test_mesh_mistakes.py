@@ -71,7 +71,7 @@ def a_pattern_that_matches_nothing(module: GPT) -> MeshStrategy:
     return TP2(plan={**PLAN, "blocks.*.upp": "colwise"})
 
 
-@mistake("the plan makes 'norm' colwise, and it is a LayerNorm: only Linear and Embedding layers can be split.")
+@mistake("the plan makes 'norm' colwise, but it is a LayerNorm: only Linear and Embedding layers can be split.")
 def a_norm_that_is_split(module: GPT) -> MeshStrategy:
     return TP2(plan={**PLAN, "norm": "colwise"})
 

@@ -47,7 +47,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 # what is cut ----------------------------------------------------------------------------------------------------------
-@mistake("pipeline_module='block' is no module of the model. Did you mean 'blocks'?")
+@mistake("pipeline_module='block' is not a module of the model. Did you mean 'blocks'?")
 def a_pipeline_module_that_does_not_exist(module: GPT) -> MeshStrategy:
     return PP2(pipeline_module="block")
 

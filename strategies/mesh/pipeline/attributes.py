@@ -70,7 +70,7 @@ class AssignedAttributes:
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Returns a module's attributes and buffers, by name → (value, version). Changing a buffer in place bumps it."""
+    """Returns the attributes and buffers of a module: name → (value, version). In-place writes bump the version."""
     own = {name: (value, 0) for name, value in vars(part).items() if name not in BUILT_IN}
     return own | {name: (value, value._version) for name, value in part._buffers.items() if value is not None}
 

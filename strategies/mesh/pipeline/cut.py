@@ -119,7 +119,7 @@ def _container(root: nn.Module, wanted: str | None) -> str:
     modules = dict(root.named_modules())
     if wanted is not None and wanted not in modules:
         raise ConfigurationError(
-            f"pipeline_module={wanted!r} is no module of the model. {nearest(wanted, [n for n in modules if n])}"
+            f"pipeline_module={wanted!r} is not a module of the model. {nearest(wanted, [n for n in modules if n])}"
         )
     start = wanted or ""
     if isinstance(modules[start], LISTS) and start:
@@ -197,7 +197,7 @@ class Holdings:
     def __init__(self, root: nn.Module, cut: Cut, stages: Sequence[int], absent: set[nn.Parameter]) -> None:
         self.cut, self.stages = cut, tuple(stages)
         self.absent = absent
-        # All by the id of the original parameter.
+        # Keys are ids of the original parameters.
         self._stages_of: dict[int, set[int]] = {}
         self._names: dict[int, str] = {}
         for name, parameter in root.named_parameters(remove_duplicate=False):

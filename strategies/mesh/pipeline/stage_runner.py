@@ -131,7 +131,7 @@ class StageRunner:
         return forward
 
     def _stand_in_forward(self, name: str) -> Callable[..., Any]:
-        """Returns the forward of the stand-in for a module that is no block, and that another stage holds."""
+        """Returns the forward of the stand-in for a module of another stage that is not a block."""
 
         def forward(*_: Any, **__: Any) -> Any:
             if self.stage == 0:
