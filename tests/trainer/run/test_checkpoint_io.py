@@ -179,7 +179,7 @@ def test_what_a_plugin_cannot_do_is_refused(tmp_path: Path) -> None:
         fit(duck, [ModelCheckpoint(tmp_path, every_n_train_steps=1, asynchronous=True)], 1)
     with pytest.raises(ConfigurationError, match=r"storage_options=\{'a': 1\} needs a CheckpointIO"):
         fit(None, [], 1)[0].save_checkpoint(tmp_path / "x", storage_options={"a": 1})
-    with pytest.raises(ConfigurationError, match="checkpoint_io=.*give a CheckpointIO"):
+    with pytest.raises(ConfigurationError, match="checkpoint_io=.*pass a CheckpointIO"):
         AsyncCheckpointIO(object())  # type: ignore[arg-type]
     shelf = Shelf(tmp_path / "shelf")
     trainer, _ = fit(shelf, [], 1, default_root_dir=tmp_path)
