@@ -181,10 +181,11 @@ def _replay(operation: _Operation, storages: dict[int, torch.UntypedStorage]) ->
     """Runs a recorded operation on CPU tensors."""
     args, kwargs = _on_cpu((operation.args, operation.kwargs), lambda recipe: recipe.view(storages[recipe.storage]))
     if operation.state is not None:
-        generator = kwargs.get("generator")
-        if generator is not None:
-            kwargs = {**kwargs, "generator": torch.Generator()}
-        (kwargs["generator"] if generator is not None else torch.default_generator).set_state(operation.state)
+        generator = torch.default_generator
+        if kwargs.get("generator") is not None:
+            generator = torch.Generator()
+            kwargs = {**kwargs, "generator": generator}
+        generator.set_state(operation.state)
     outputs = tree_flatten(operation.function(*args, **kwargs))[0]
     for recipe, real in zip(operation.outputs, outputs, strict=True):
         if isinstance(recipe, Recipe) and recipe.storage in operation.changes - operation.reads:
