@@ -279,7 +279,7 @@ def validated_by_time(rank: int) -> list[int]:
 
     def jump(trainer: Trainer) -> None:
         assert trainer._fit is not None
-        trainer._fit.clock._noted -= 3600
+        trainer._fit.clock._last_update -= 3600
 
     trainer = Trainer(
         **SETTINGS | {"max_epochs": 1, "val_check_interval": "00:01:00:00"},
