@@ -15,6 +15,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of, needs
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.live import Live
     from rich.progress import Progress, ProgressColumn, Task, TaskID
     from rich.style import Style
     from rich.text import Text
@@ -300,11 +301,10 @@ class Screen:
     """
 
     def __init__(self, console: Console, columns: list[ProgressColumn], style: str | Style, is_transient: bool) -> None:
-        from rich.live import Live
         from rich.progress import Progress
         from rich.text import Text
 
-        self._console, self._style = console, style
+        self._console, self._style, self._is_transient = console, style, is_transient
         self._metrics, self._is_inline = Text(), True
         # Inline metrics stand in a column of the first bar. In a notebook, long metrics wrap within the column.
         metrics = column(
@@ -312,22 +312,32 @@ class Screen:
         )
         self.progress = Progress(*columns, metrics, console=console, expand=True)
         self._handle: Any = None
-        self._is_transient = is_transient
+        """The display handle in a notebook; None on a terminal."""
         self._live: Live | None = None
+        """Rich's live display on a terminal; None in a notebook."""
         self._above: dict[str, AboveScreen] = {}
+        self._replaced: above_bars.ReplacedStreams | None = None
         if console.is_jupyter:
-            # Rich's own notebook display needs ipywidgets, and a saved notebook does not show it.
-            from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+            self._start_in_notebook()
+        else:
+            self._start_on_terminal()
 
-            self._handle = display(self.progress, display_id=True)
-            self._replaced: above_bars.ReplacedStreams | None = None
-            return
+    def _start_in_notebook(self) -> None:
+        # Rich's own notebook display needs ipywidgets, and a saved notebook does not show it.
+        from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+
+        self._handle = display(self.progress, display_id=True)
+
+    def _start_on_terminal(self) -> None:
+        from rich.live import Live
+
+        console = self._console
         # Rich's own redirection treats "[/x]" as markup, and breaks the line at each flush.
         self._live = Live(
             console=console,
             auto_refresh=False,
             get_renderable=self._rendered,
-            transient=is_transient,
+            transient=self._is_transient,
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -388,7 +398,7 @@ class Screen:
         for each in self.progress.columns:
             cells = [each.format(task=task) if isinstance(each, str) else each(task) for task in tasks]
             sizes = [Measurement.get(self._console, options, cell) for cell in cells]
-            # A bar takes all the width it can get.
+            # A bar column fills all available width, so only its minimum counts.
             width += 1 + max((size.maximum if size.maximum < UNLIMITED else size.minimum for size in sizes), default=0)
         return width
 

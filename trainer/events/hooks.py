@@ -160,10 +160,11 @@ class Hooks:
         self._closing.clear()
         self._user_calls.clear()
 
-        def of_callbacks(event: str) -> list[tuple[int, Call]]:
+        def of_callbacks(event: str) -> list[tuple[bool, Call]]:
+            """Returns the callbacks' hooks for an event, in order, each with a flag for closing callbacks."""
             return [
                 (
-                    max(callback.order, CLOSING_ORDER) if event in callback.closing_hooks else callback.order,
+                    callback.order >= CLOSING_ORDER or event in callback.closing_hooks,
                     functools.partial(getattr(callback, event), trainer, module),
                 )
                 for callback in ordered
@@ -181,8 +182,8 @@ class Hooks:
 
         for event in EVENTS:
             calls = of_callbacks(event)
-            main = [call for order, call in calls if order < CLOSING_ORDER] + of_module(event)
-            closing = [call for order, call in calls if order >= CLOSING_ORDER]
+            main = [call for is_closing, call in calls if not is_closing] + of_module(event)
+            closing = [call for is_closing, call in calls if is_closing]
             if main:
                 self._main[event] = tuple(listener_of(event, call) for call in main)
             if closing:
