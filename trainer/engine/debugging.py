@@ -41,7 +41,7 @@ def is_debugging() -> bool:
 
 
 class Checker:
-    """Compares collectives over the ranks, through the rendezvous store, without a collective of its own.
+    """Compares collectives over the ranks through the rendezvous store, which needs no collective.
 
     It waits for the other ranks for LEYDEN_DEBUG_TIMEOUT seconds, by default 20.
 
@@ -86,7 +86,7 @@ class Checker:
         mine = f"{name}\n{describe(operands)}\n{call_site()}"
         self._store.set(f"{number}/{self._rank}", mine)
         if number > 1:
-            # All ranks have reached the previous collective, so all have read the entries of the one before it.
+            # All ranks have reached the previous collective, so they have read the entries of the collective before it.
             self._store.delete_key(f"{number - 2}/{self._rank}")
         entries = [self._read(number, rank) for rank in range(self._size)]
         missing = [rank for rank, entry in enumerate(entries) if entry is None]

@@ -264,37 +264,41 @@ def restored_entries(
     Raises:
         StateError: if a part of the state is invalid.
     """
-    restored = []
+    entries = []
     for number, state in enumerate(saved.items("entries")):
-        entry = SavedState(state, saved.path(f"entries[{number}]"))
-        stand_in = Reduced(_saved_value(entry, "result"))
-        reduce_fx = stand_in if entry.is_none("reduce_fx") else entry.text("reduce_fx", among=REDUCTIONS)
-        options = entry.items("options")
-        if len(options) != 5 or not all(option is None or isinstance(option, int) for option in options):
-            raise StateError(entry.path("options"), "must be five of true, false and null")
-        made = _restored_entry(entry, (*options, reduce_fx))
-        made.restore(entry)
-        restored.append((made, None if entry.is_none("metric") else entry.text("metric")))
-    shown = {}
-    epoch_values = saved.nested("epoch_values")
-    for name in epoch_values.entries:
-        triple = epoch_values.items(name)
-        if len(triple) != 3 or not all(isinstance(flag, bool) for flag in triple[1:]):
-            raise StateError(epoch_values.path(name), "must be a value and two flags")
-        shown[name] = (_saved_value(epoch_values, name, triple[0]), triple[1], triple[2])
-    return restored, shown
+        saved_entry = SavedState(state, saved.path(f"entries[{number}]"))
+        entry = _restored_entry(saved_entry)
+        entries.append((entry, None if saved_entry.is_none("metric") else saved_entry.text("metric")))
+    return entries, _restored_epoch_values(saved.nested("epoch_values"))
 
 
-def _restored_entry(saved: SavedState, options: tuple[Any, ...]) -> Entry:
+def _restored_entry(saved: SavedState) -> Entry:
+    stand_in = Reduced(_saved_value(saved, "result"))
+    reduce_fx = stand_in if saved.is_none("reduce_fx") else saved.text("reduce_fx", among=REDUCTIONS)
+    options = saved.items("options")
+    if len(options) != 5 or not all(option is None or isinstance(option, int) for option in options):
+        raise StateError(saved.path("options"), "must be five of true, false and null")
     event, name = saved.text("event"), saved.text("name")
     try:
         rule_of(event)
     except ConfigurationError as error:
         raise StateError(saved.path("event"), f"is invalid: {error}") from error
     try:
-        return Entry(event, name, options)
+        entry = Entry(event, name, (*options, reduce_fx))
     except ConfigurationError as error:
         raise StateError(saved.path("options"), f"is invalid: {error}") from error
+    entry.restore(saved)
+    return entry
+
+
+def _restored_epoch_values(saved: SavedState) -> dict[str, tuple[Value, bool, bool]]:
+    shown = {}
+    for name in saved.entries:
+        triple = saved.items(name)
+        if len(triple) != 3 or not all(isinstance(flag, bool) for flag in triple[1:]):
+            raise StateError(saved.path(name), "must be a value and two flags")
+        shown[name] = (_saved_value(saved, name, triple[0]), triple[1], triple[2])
+    return shown
 
 
 def _saved_value(saved: SavedState, key: str, value: Any = _MISSING) -> Any:

@@ -214,7 +214,7 @@ class Logs:
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
     def show(self, values: Mapping[str, Value]) -> None:
-        """Makes values visible to callbacks that the module did not log and that loggers already have."""
+        """Makes values visible to callbacks that the module did not log. Loggers already have these values."""
         self._receive_all()
         self._epoch_values.update({name: (value, False, False) for name, value in values.items()})
 
