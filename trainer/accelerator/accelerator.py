@@ -531,7 +531,7 @@ class Accelerator:
         return self._stepping.staged_step(self.unwrap_model(model), batch, step)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips unscaled gradients to a total norm, computed over all shards.
+        """Unscales gradients, then clips them to a total norm over all shards.
 
         Returns:
             The total norm before clipping. Inside an accumulation window nothing is clipped yet.
@@ -539,7 +539,7 @@ class Accelerator:
         return self._stepping.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips each element of the unscaled gradients to ± `clip_value`."""
+        """Unscales gradients, then clips each element to ± `clip_value`."""
         self._stepping.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -887,8 +887,8 @@ class Accelerator:
     def check_preemption(self) -> bool:
         """Returns True on every rank once any rank is preempted; then save and call `leave`. Not in Accelerate.
 
-        Every rank must call this after each batch's step; no rank waits for the others. Inside an accumulation window
-        it returns False, since the step that closes the window comes first.
+        Every rank must call this after each batch's step; ranks wait for each other only in a loader's last batch.
+        Inside an accumulation window it returns False, since the step that closes the window comes first.
 
         Example:
             >>> accelerator = Accelerator(cpu=True, preemption=True)

@@ -90,18 +90,18 @@ class Options:
             # The config decides if neither the script nor the environment does.
             wanted = os.environ.get("ACCELERATE_MIXED_PRECISION") or self.deepspeed.precision
         if wanted is None and isinstance(self.strategy, Strategy):
-            found = recipe_of(self.handlers, self.strategy.precision.name)
+            precision = recipe_of(self.handlers, self.strategy.precision.name)
         else:
             name = wanted if wanted is not None else os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
             name = getattr(name, "value", name)
-            found = recipe_of(self.handlers, name) or find_precision(with_recipe(name))
-        if scaler is not None and isinstance(found, MixedPrecision) and found.may_skip:
-            found = MixedPrecision(
+            precision = recipe_of(self.handlers, name) or find_precision(with_recipe(name))
+        if scaler is not None and isinstance(precision, MixedPrecision) and precision.may_skip:
+            precision = MixedPrecision(
                 "16", scaler.init_scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
             )
             # Without a scaler, losses are not scaled and no step is skipped.
-            found.may_skip = scaler.enabled
-        return found
+            precision.may_skip = scaler.enabled
+        return precision
 
     def name_of(self, precision: Precision) -> str:
         """Returns Accelerate's name of the precision, or Leyden's if Accelerate has none."""
