@@ -506,7 +506,7 @@ def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[
 
     text = shown("--help")
     assert "--trainer.accumulate_grad_batches" in text
-    assert "batches of one optimizer step" in text
+    assert "batches per optimizer step" in text
     text = shown("--trainer.help")
     assert "--trainer.accumulate_grad_batches" in text
     assert "--model" not in text
