@@ -1,1 +1,1 @@
-"""The loops of a run: fit, evaluation, prediction, and the optimisation step between them."""
+"""The loops of a run: fit, evaluation and prediction, and the optimization step."""
