@@ -107,9 +107,8 @@ class SaveConfigCallback(Callback):
             if changed:
                 _set_aside(folder / name, changed, self.multifile, replaces)
         for path, text in files.items():
-            temporary = staging.sibling(path, "tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            with staging.replacing(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
 
     def _texts(self) -> dict[str, str]:
         """Returns the texts to save by file name: the parts, then the main file under the name ""."""

@@ -20,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice, check_flags, check_whole
 from leyden.trainer.data.sharding import NO_SAMPLES
+from leyden.trainer.format import staging
 from leyden.trainer.format.text import listed
 from leyden.trainer.logging.values import start_reading
 
@@ -415,6 +416,5 @@ def _entries(path: Path) -> list[Any]:
 
 def _write(path: Path, entries: list[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(json.dumps(entries, indent=4) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with staging.replacing(path) as temporary:
+        temporary.write_text(json.dumps(entries, indent=4) + "\n", encoding="utf-8")

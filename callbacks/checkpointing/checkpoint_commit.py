@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -151,10 +152,6 @@ def _point(link: Path, written: str) -> None:
     """Points the symlink to a checkpoint, atomically. An existing file or folder of that name is left alone."""
     if os.path.lexists(link) and not link.is_symlink():
         return
-    new = staging.sibling(link, "tmp")
-    try:
+    # If the file system does not support symlinks, ckpt_path="last" still finds the checkpoint itself.
+    with contextlib.suppress(OSError), staging.replacing(link) as new:
         os.symlink(os.path.relpath(written, link.parent), new, target_is_directory=True)
-        os.replace(new, link)
-    except OSError:
-        # The file system does not support symlinks. ckpt_path="last" still finds the checkpoint itself.
-        new.unlink(missing_ok=True)

@@ -156,8 +156,7 @@ class CSVLogger(FolderLogger):
             columns: all columns; the file's current ones come first.
             rows: number of rows to keep.
         """
-        temporary = staging.sibling(path, "tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        with staging.replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = _writer(file)
             writer.writerow(columns)
             if path.exists():
@@ -165,7 +164,6 @@ class CSVLogger(FolderLogger):
                     reader = csv.reader(source)
                     padding = [""] * (len(columns) - len(next(reader, [])))
                     writer.writerows(row + padding for row in itertools.islice(reader, rows))
-        os.replace(temporary, path)
 
 
 def _writer(file: TextIO) -> Any:

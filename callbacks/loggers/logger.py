@@ -378,10 +378,9 @@ def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = staging.sibling(path, "tmp")
-    # newline="" keeps the line endings of a patch as they are.
-    temporary.write_text(text, encoding="utf-8", newline="")
-    os.replace(temporary, path)
+    with staging.replacing(path) as temporary:
+        # newline="" keeps the line endings of a patch as they are.
+        temporary.write_text(text, encoding="utf-8", newline="")
 
 
 def _read_run_id(folder: Path) -> str | None:

@@ -49,16 +49,13 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
         raise ConfigurationError(f"{target} would be a safetensors file with another suffix. Use .safetensors.")
     tables, aliases = _chosen_tables(reader, module_prefix)
     forms = {name: (dtype_named(table["dtype"]), tuple(table["shape"])) for name, table in tables.items()}
-    new = staging.sibling(target, "tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_stream(new, forms, lambda name: reader.read_table(tables[name]), {**aliases, "format": "pt"})
-        os.replace(new, target)
+        with staging.replacing(target) as new:
+            write_stream(new, forms, lambda name: reader.read_table(tables[name]), {**aliases, "format": "pt"})
         staging.fsync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(target, f"cannot be written: {error.strerror or error}.") from error
-    finally:
-        new.unlink(missing_ok=True)
     return target
 
 

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,24 @@ def sibling(target: Path, kind: Kind) -> Path:
     """Returns a new name beside `target` that identifies this process and host."""
     pid = os.getpid()
     return target.with_name(f".{target.name}.{kind}-{pid}-{started(pid)}-{place()}-{secrets.token_hex(4)}")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary sibling to write, and renames it to `path` at the end of the block.
+
+    Readers see the old file or the complete new one. If the block raises, the old file stays and the sibling is
+    removed. Nothing is flushed to disk: a file that must survive a power failure is flushed in the block, and its
+    folder after it.
+    """
+    temporary = sibling(path, "tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def sweep(folder: Path, now: float | None = None) -> None:

@@ -16,6 +16,7 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.guard import ShardPickleError, is_part
 from leyden.strategies.xla.moving import on_host
+from leyden.trainer.format import staging
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -87,17 +88,13 @@ def write_weights(
 
 def save_tensors(state: Mapping[str, Tensor], path: Path, safe: bool) -> None:
     """Writes one file atomically, through a temporary sibling."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with staging.replacing(path) as temporary:
         if safe:
             from safetensors.torch import save_file
 
             save_file({name: _contiguous(tensor) for name, tensor in state.items()}, temporary, {"format": "pt"})
         else:
             torch.save(dict(state), temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
