@@ -46,7 +46,9 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
     if target.is_dir() or os.fspath(out).endswith(("/", os.sep)):
         target = target / "model.safetensors"
     if target.suffix != ".safetensors":
-        raise ConfigurationError(f"{target} would be a safetensors file with another suffix. Use .safetensors.")
+        raise ConfigurationError(
+            f"{target} would be a safetensors file with another suffix. End its name with .safetensors."
+        )
     tables, aliases = _chosen_tables(reader, module_prefix)
     forms = {name: (dtype_named(table["dtype"]), tuple(table["shape"])) for name, table in tables.items()}
     try:

@@ -357,5 +357,5 @@ def test_a_folder_that_never_was_a_checkpoint_is_not_called_damaged(here: Any, t
 
 def test_merge_refuses_a_name_that_is_not_of_safetensors(saved: Path, here: Any) -> None:
     done = here("merge", saved / "one", "model.pt")
-    assert done.returncode == 2 and "end it with .safetensors" in done.stderr
+    assert done.returncode == 2 and "End its name with .safetensors" in done.stderr
     assert not Path("model.pt").exists()
