@@ -43,7 +43,7 @@ from leyden.trainer.run.starting import build
 from leyden.trainer.run.starting.callback_list import CallbackList
 from leyden.trainer.run.starting.fit_limits import FitLimits
 from leyden.trainer.run.starting.loaders import Loaders as RunLoaders
-from leyden.trainer.run.starting.start_ranks import sent_back, start_ranks, take_over
+from leyden.trainer.run.starting.start_ranks import final_state, start_ranks, take_over
 from leyden.trainer.run.state import Run
 from leyden.trainer.view import TrainerView
 
@@ -381,7 +381,7 @@ class Trainer(TrainerView):
                 previous checkpoint stays intact.
         """
         options = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
-        options["asynchronous"] = saving.beside(self._run, asynchronous)
+        options["asynchronous"] = saving.saves_in_background(self._run, asynchronous)
         path = Path(os.path.expanduser(filepath))
         with self._run.heartbeat.during(Phase.SAVING):
             self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **options)
@@ -470,7 +470,7 @@ class Trainer(TrainerView):
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught, so that the first signal ends a rank that waits here for a failed one.
         self.strategy.setup_environment()
-        goal = resuming.settled(self.callbacks, goal)
+        goal = resuming.with_best_path(self.callbacks, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             watch = self.arguments.hang_timeout, self.arguments.default_root_dir
@@ -497,12 +497,12 @@ class Trainer(TrainerView):
                     cursors = run.loaders.evaluation(kind)
                     result = EvaluationLoop(run, name, cursors).run() if cursors else []  # type: ignore[arg-type]
                 run.heartbeat.mark(Phase.ENDING)
-                ending.in_order(run, partial(self._closing_lines, run), departure.leave)
+                ending.end_normally(run, partial(self._closing_lines, run), departure.leave)
                 if stage == "fit":
                     run.logs.nans.warn()
             except BaseException as error:
                 run.heartbeat.mark(Phase.ENDING)
-                ending.by_error(run, error, (run.module, self, *run.callbacks))
+                ending.end_with_error(run, error, (run.module, self, *run.callbacks))
                 raise
         return result
 
@@ -530,7 +530,7 @@ class Trainer(TrainerView):
         # Copied before the run: the launching process knows only these, and a `setup` may add others.
         callbacks = list(self.callbacks)
         result = self._carry_out(*run, **loaders)
-        outcome = sent_back(self._run, callbacks, result, self.last_checkpoint)
+        outcome = final_state(self._run, callbacks, result, self.last_checkpoint)
         return outcome if self.is_global_zero else None
 
     def _next_run(

@@ -75,7 +75,7 @@ class CombinedSource(Source):
     def __init__(self, loader: CombinedLoader, allow_replay: bool) -> None:
         super().__init__(loader, allow_replay)
         self.sources = [source_of(part, allow_replay) for part in loader.flattened]
-        self._iterator: _Sequential | _SideBySide | None = None
+        self._iterator: _Sequential | _Parallel | None = None
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         self._iterator = self._make(epoch)
@@ -98,8 +98,8 @@ class CombinedSource(Source):
         for source, part in zip(self.sources, state["parts"], strict=True):
             source.restore_rest(part)
 
-    def _make(self, epoch: int | None) -> _Sequential | _SideBySide:
-        kind = _Sequential if self.loader.mode == "sequential" else _SideBySide
+    def _make(self, epoch: int | None) -> _Sequential | _Parallel:
+        kind = _Sequential if self.loader.mode == "sequential" else _Parallel
         return kind(self.loader, self.sources, epoch)
 
 
@@ -116,7 +116,7 @@ class _Parts(Iterator[Any]):
         self.at = 0
 
     def begin_part(self, index: int) -> None:
-        self.sources[index].forget_first()
+        self.sources[index].drop_first()
         self.iterators[index] = self.sources[index].start(self.epoch)
         self.drawn[index] = 0
 
@@ -125,7 +125,7 @@ class _Parts(Iterator[Any]):
         if iterator is None or (limit is not None and self.drawn[index] >= limit):
             return END
         if self.drawn[index] == 0:
-            self.sources[index].note_first()
+            self.sources[index].capture_first()
         batch = next(iterator, END)
         if batch is not END:
             self.drawn[index] += 1
@@ -153,7 +153,7 @@ class _Parts(Iterator[Any]):
         self.drawn, self.ended, self.at = list(state["drawn"]), list(state["ended"]), state["at"]
 
 
-class _SideBySide(_Parts):
+class _Parallel(_Parts):
     """Reads all loaders in parallel: each item has one batch of every loader."""
 
     def begin(self) -> None:

@@ -52,7 +52,7 @@ class LoaderCursor:
         self.length = length_of(self.loader)
         self.epoch: int | None = None
         self._full_length, self._offset = self.length, 0
-        self._whole = self._source = source_of(self.loader, allow_replay)
+        self._base_source = self._source = source_of(self.loader, allow_replay)
         self.shares = self._source.shares
         self._tracked: _Tracked | None = None
 
@@ -62,7 +62,7 @@ class LoaderCursor:
         Args:
             epoch: passed to `set_epoch` of the loader, its samplers and its dataset if they have it; None to skip that.
         """
-        self.epoch, self._source, self.length, self._offset = epoch, self._whole, self._full_length, 0
+        self.epoch, self._source, self.length, self._offset = epoch, self._base_source, self._full_length, 0
         self._tracked = None
         iterator = self._source.start(epoch)
         return self._track(iterator, 0) if self._needs_tracking else iterator
@@ -119,7 +119,7 @@ class LoaderCursor:
         """
         if like is not None:
             self._source.rewind(like["source"])
-        place = self._source.ahead(batches) if own is None else self._source.known(batches, own)
+        place = self._source.fresh_position(batches) if own is None else self._source.position_from(batches, own)
         if place is not None:
             return self.resume(epoch, {"batches": batches, "ahead": None, "source": place})
         iterator = self.start(epoch)
@@ -147,13 +147,13 @@ class LoaderCursor:
 
     def _resumed(self, epoch: int | None, state: State) -> Iterator[Any]:
         """Resumes by batches. If the saved run had another batch size, resumes the rest of the epoch by samples."""
-        whole = self._whole
-        if self.shares or not isinstance(whole, TorchSource) or not whole.goes_by_samples(state):
-            self._source = whole
-            return whole.resume(epoch, state)
+        base = self._base_source
+        if self.shares or not isinstance(base, TorchSource) or not base.goes_by_samples(state):
+            self._source = base
+            return base.resume(epoch, state)
         from leyden.trainer.data.sharded_source import ShardedSource
 
-        self._source = ShardedSource(shard_indices(whole.loader, DataRanks()))
+        self._source = ShardedSource(shard_indices(base.loader, DataRanks()))
         return map(itemgetter(0), self._source.resume(epoch, state))
 
     def rest_state(self, ended: bool = True) -> State:
@@ -171,7 +171,7 @@ class LoaderCursor:
     @property
     def _needs_tracking(self) -> bool:
         """True if a `_Tracked` iterator is needed, which takes 0.1 ms per batch: for a loader without a length."""
-        return self.length is None and self._source.finds_places
+        return self.length is None and self._source.can_seek
 
     def _track(self, iterator: Iterator[Any], drawn: int) -> _Tracked:
         self._tracked = _Tracked(iterator, self._source.position, drawn)

@@ -28,7 +28,7 @@ class EvenBatches(RankBatches):
         self.counts.clear()
         return self._groups()
 
-    def _take(self, drawn: list[Any]) -> tuple[list[Any], Share]:
+    def _split(self, drawn: list[Any]) -> tuple[list[Any], Share]:
         padded, size = drawn, self.batch_size
         if len(drawn) < self.span:
             padded = list(itertools.islice(itertools.cycle([*drawn, *self.order.head(self.span)]), self.span))

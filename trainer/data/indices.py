@@ -16,7 +16,7 @@ from leyden.trainer.data.limits import apart
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.seek import can_slice
 from leyden.trainer.data.sharded_source import ShardedSource
-from leyden.trainer.data.sharding import DataRanks, Order, RankBatches, alike, shard_indices, stateful_of
+from leyden.trainer.data.sharding import DataRanks, Order, RankBatches, equal_states, shard_indices, stateful_of
 from leyden.trainer.data.sources import Source, TorchSource
 
 CONTAINERS = (list, dict, set, deque, bytearray)
@@ -84,7 +84,7 @@ def _drawn(source: TorchSource, start: int, stop: int) -> tuple[RankBatches, lis
         if copied is None:
             return None
         again = Order(copied, lambda state: state)
-        again.begin(order.state, first)
+        again.restart(order.state, first)
         items = again.draw(count)
         return (source.batches, items) if _is_unchanged(copied, order.sampler) else None
     sampler = source.index_sampler
@@ -94,14 +94,14 @@ def _drawn(source: TorchSource, start: int, stop: int) -> tuple[RankBatches, lis
     own = ShardedSource(shard_indices(_over(source.loader, copied), DataRanks()))
     own.rewind({"before": before})
     order = own.batches.order
-    order.begin(own.place_of_one_process(before), first if order.is_sliced else 0)
+    order.restart(own.single_process_state(before), first if order.is_sliced else 0)
     if order.is_sliced:
         return own.batches, order.draw(count)
     items = order.draw(1)
     stream = order.stream
     items += order.draw(first + count - 1)
     # If the sampler draws after its first item, a single process interleaved these draws with those of the training.
-    draws_during_epoch = not alike(stream, order.stream)
+    draws_during_epoch = not equal_states(stream, order.stream)
     if draws_during_epoch or not _is_unchanged(copied, sampler):
         return None
     return own.batches, items[first:]

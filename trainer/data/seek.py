@@ -125,11 +125,11 @@ def can_slice(sampler: Any) -> bool:
         return can_slice(sampler.sampler)
     kind = next((kind for kind in TAILS if getattr(type(sampler), "__iter__", None) is kind.__iter__), None)
     return kind is not None and (
-        kind is SequentialSampler or _is_as_known(kind, getattr(sampler, "replacement", False))
+        kind is SequentialSampler or _matches_torch(kind, getattr(sampler, "replacement", False))
     )
 
 
-def _is_as_known(kind: Any, replacement: bool) -> bool:
+def _matches_torch(kind: Any, replacement: bool) -> bool:
     """Compares our slice with torch's sampler on a few indices, in case a later torch has changed the sampler."""
 
     def small() -> Any:
@@ -165,11 +165,11 @@ def _sequential_tail(sampler: SequentialSampler, skip: int) -> Iterator[int]:
 
 def _subset_tail(sampler: SubsetRandomSampler, skip: int) -> Iterator[int]:
     order = torch.randperm(len(sampler.indices), generator=sampler.generator)
-    return map(sampler.indices.__getitem__, _numbers(order, skip))
+    return map(sampler.indices.__getitem__, _integers(order, skip))
 
 
 def _weighted_tail(sampler: WeightedRandomSampler, skip: int) -> Iterator[int]:
-    return _numbers(
+    return _integers(
         torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator), skip
     )
 
@@ -220,16 +220,16 @@ def _permutation_tail(size: int, count: int, skip: int, generator: torch.Generat
     def rest() -> Iterator[int]:
         at = number
         if begun is not None:
-            yield from _numbers(begun, offset, size if at < whole else count % size)
+            yield from _integers(begun, offset, size if at < whole else count % size)
             at += 1
         for current in range(at, whole + 1):
             order = torch.randperm(size, generator=generator)
-            yield from _numbers(order, 0, size if current < whole else count % size)
+            yield from _integers(order, 0, size if current < whole else count % size)
 
     return rest()
 
 
-def _numbers(values: Tensor, start: int, stop: int | None = None) -> Iterator[int]:
+def _integers(values: Tensor, start: int, stop: int | None = None) -> Iterator[int]:
     stop = len(values) if stop is None else stop
     for at in range(start, stop, CHUNK):
         yield from values[at : min(at + CHUNK, stop)].tolist()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.sharding import NO_SAMPLES, RankBatches, Share, alike, stateful_of
+from leyden.trainer.data.sharding import NO_SAMPLES, RankBatches, Share, equal_states, stateful_of
 from leyden.trainer.data.sources import State, TorchSource
 from leyden.trainer.data.workers import iterator_of
 
@@ -44,8 +44,8 @@ class ShardedSource(TorchSource):
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         self.set_epoch(epoch)
-        self.before = self._remember()
-        self.batches.order.begin()
+        self.before = self._capture()
+        self.batches.order.restart()
         self._origin = (0, 0)
         # A resumed run must start new workers where the saved run reused persistent ones, and drew no seed for them.
         iterator = self._iterate(draws=not (self.before["again"] and self.loader._iterator is None))
@@ -84,10 +84,10 @@ class ShardedSource(TorchSource):
         except (TypeError, NotImplementedError):
             return None
 
-    def ahead(self, batches: int) -> State | None:
+    def fresh_position(self, batches: int) -> State | None:
         # "order" is None: as at the start of an epoch, the ranks agree on the order when they first draw from it.
         drawn = batches * self.span
-        return {"batches": batches, "before": self._remember(), "generators": {}, "order": None, "drawn": drawn}
+        return {"batches": batches, "before": self._capture(), "generators": {}, "order": None, "drawn": drawn}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         self._restore_seed(state)
@@ -96,18 +96,19 @@ class ShardedSource(TorchSource):
         self._rewind(state["before"])
         self._origin = (state["batches"], state["drawn"])
         self.loader._iterator = None
-        order, place = self.batches.order, state.get("order")
+        order, order_state = self.batches.order, state.get("order")
         if "order" not in state:
-            place = self.place_of_one_process(state["before"])
-        order.begin(place, state["drawn"])
-        if place is not None:
+            # Saved by a single process.
+            order_state = self.single_process_state(state["before"])
+        order.restart(order_state, state["drawn"])
+        if order_state is not None:
             order.start()
         iterator = self._iterate(draws=not state["before"]["again"])
         self.had_workers = self.loader.persistent_workers
         self.generators.restore(state["generators"])
         return iterator
 
-    def place_of_one_process(self, before: State) -> State:
+    def single_process_state(self, before: State) -> State:
         """Returns the random state from which a plain loader drew its order, after drawing its seed for workers.
 
         Must be called with the random state from before the loader's iterator was created.
@@ -116,18 +117,18 @@ class ShardedSource(TorchSource):
             before: the saved state from before the epoch.
         """
         order, loader = self.batches.order, self.loader
-        start = order.now()
+        start = order.current_state()
         if before["again"]:
             return start
         if self.batches.of_batches:
             iter(order.sampler)
-            if alike(order.now(), start):
+            if equal_states(order.current_state(), start):
                 self._rewind(before)
             elif loader.num_workers == 0:
                 return start
         # With workers, torch creates a second iterator of the sampler after it has drawn the seed.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return order.now()
+        return order.current_state()
 
     def filler(self) -> Any:
         with isolated_rng([self.loader]):

@@ -101,11 +101,11 @@ class Order:
         self.is_sliced = can_slice(sampler)
         """True if the sampler can start at any position; others are drawn from their beginning."""
         self._iterator: Iterator[Any] | None = None
-        self._opened: Iterator[Any] | None = None
+        self._created: Iterator[Any] | None = None
         self._stream: State = {}
         self._resumes, self._skip = False, 0
 
-    def begin(self, state: State | None = None, skip: int = 0) -> None:
+    def restart(self, state: State | None = None, skip: int = 0) -> None:
         """Restarts the order at the next draw.
 
         Args:
@@ -113,7 +113,7 @@ class Order:
             skip: the number of items that the run had drawn.
         """
         self.state, self._skip, self._resumes = state, skip, state is not None
-        self._iterator = self._opened = None
+        self._iterator = self._created = None
 
     @property
     def stream(self) -> State:
@@ -123,24 +123,19 @@ class Order:
     def draw(self, count: int) -> list[Any]:
         """Returns the next `count` items of the order; fewer at its end."""
         if self._iterator is None:
-            self._start()
+            self.start()
         assert self._iterator is not None
         if self.is_sliced:
             return list(itertools.islice(self._iterator, count))
-        drawn, self._stream = drawn_apart(self._iterator, count, self._stream)
+        drawn, self._stream = draw_separately(self._iterator, count, self._stream)
         return drawn
-
-    def start(self) -> None:
-        """Fast-forwards to the current position immediately, instead of at the next `draw`."""
-        if self._iterator is None:
-            self._start()
 
     def head(self, count: int) -> list[Any]:
         """Returns the first `count` items of this epoch again. Random state and the current position do not change."""
         own, generators, stateful = live_state(devices=False), self._generators.states(), stateful_of(self.sampler)
         sampler_state = None if stateful is None else stateful.state_dict()
         again = Order(self.sampler, self._agree)
-        again.begin(self.state)
+        again.restart(self.state)
         drawn = again.draw(count)
         self._generators.restore(generators)
         if stateful is not None:
@@ -148,44 +143,46 @@ class Order:
         set_live_state(own)
         return drawn
 
-    def open(self) -> None:
+    def create_iterator(self) -> None:
         """Creates the sampler's iterator when a plain loader would, because some samplers draw their order then."""
         if self._resumes:
             return
         self.state = self._iterator = None
-        mine = self.now()
+        mine = self.current_state()
         agreed = self._agree(mine)
-        self._set(agreed)
-        self._opened = iter(self.sampler)
-        if alike(self.now(), agreed):
+        self._apply(agreed)
+        self._created = iter(self.sampler)
+        if equal_states(self.current_state(), agreed):
+            # This sampler only draws for its first index, so `start` handles it.
             set_rng_state(mine["rng"])
         else:
-            self.state, self._iterator = agreed, self._opened
-            self._stream = return_to_own(mine["rng"], agreed["rng"])
+            self.state, self._iterator = agreed, self._created
+            self._stream = restore_own_state(mine["rng"], agreed["rng"])
 
-    def _start(self) -> None:
-        mine = self.now()
+    def start(self) -> None:
+        """Starts at the position given to `restart`. The next `draw` would do so otherwise."""
+        mine = self.current_state()
         # Samplers that draw nothing need no agreement.
         state = self.state = self.state or (mine if type(self.sampler) in IN_ORDER else self._agree(mine))
-        self._set(state)
+        self._apply(state)
         if self._skip and self.is_sliced:
             iterator = tail_of(self.sampler, self._skip)
         else:
-            iterator = self._opened or iter(self.sampler)
+            iterator = self._created or iter(self.sampler)
             next(itertools.islice(iterator, self._skip, self._skip), None)
         # Draws the first index, for which torch's samplers draw everything they need from the global generators.
         self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
-        self._stream = return_to_own(mine["rng"], {} if self._resumes else state["rng"])
-        self._opened = None
+        self._stream = restore_own_state(mine["rng"], {} if self._resumes else state["rng"])
+        self._created = None
 
-    def _set(self, state: State) -> None:
+    def _apply(self, state: State) -> None:
         set_rng_state(state["rng"])
         self._generators.restore(state["generators"])
         stateful = stateful_of(self.sampler)
         if stateful is not None and state["sampler"] is not None:
             stateful.load_state_dict(state["sampler"])
 
-    def now(self) -> State:
+    def current_state(self) -> State:
         """Returns this rank's current random state, from which a new order would be drawn."""
         stateful = stateful_of(self.sampler)
         return {
@@ -202,7 +199,7 @@ class _Holder:
         self.sampler = sampler
 
 
-def drawn_apart(iterator: Iterator[Any], count: int, stream: State) -> tuple[list[Any], State]:
+def draw_separately(iterator: Iterator[Any], count: int, stream: State) -> tuple[list[Any], State]:
     """Draws items with a separate random state, and leaves the rank's own state unchanged.
 
     Args:
@@ -221,7 +218,7 @@ def drawn_apart(iterator: Iterator[Any], count: int, stream: State) -> tuple[lis
     return drawn, after
 
 
-def return_to_own(own: State, agreed: State) -> State:
+def restore_own_state(own: State, agreed: State) -> State:
     """Restores the rank's own generators after a draw with rank 0's state.
 
     Generators whose state was equal to rank 0's keep the state after the draw, as in a single process.
@@ -235,7 +232,7 @@ def return_to_own(own: State, agreed: State) -> State:
     """
     stream = live_state(devices=False)
     after = plain_state(stream)
-    moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]
+    moved = [name for name in own if name in after and name in agreed and equal_states(own[name], agreed[name])]
     set_rng_state({**own, **{name: after[name] for name in moved}})
     return stream
 
@@ -250,12 +247,14 @@ def stateful_of(sampler: Any) -> Any:
     return next(filter(has_state, (sampler, getattr(sampler, "sampler", None))), None)
 
 
-def alike(one: Any, other: Any) -> bool:
+def equal_states(one: Any, other: Any) -> bool:
     """Returns True if two states, nested dicts of tensors and plain Python, are equal."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and bool((one == other).all())
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(equal_states(one[k], other[k]) for k in one)
+        )
     return bool(one == other)
 
 
@@ -309,7 +308,7 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         if self.of_batches:
-            self.order.open()
+            self.order.create_iterator()
         return self._groups()
 
     def _groups(self) -> Iterator[list[Any]]:
@@ -319,7 +318,7 @@ class RankBatches:
             drawn = self.order.draw(self.span)
             if not drawn or (self.drop_last and len(drawn) < self.span):
                 return
-            here, share = self._take(drawn)
+            here, share = self._split(drawn)
             self.shares.append(share)
             # Only the last global batch can leave a rank without a sample.
             if not here:
@@ -328,7 +327,7 @@ class RankBatches:
             self._last = here
             yield here
 
-    def _take(self, drawn: list[Any]) -> tuple[list[Any], Share]:
+    def _split(self, drawn: list[Any]) -> tuple[list[Any], Share]:
         """Returns this rank's part of a global batch, and its share."""
         if self.even and len(drawn) % self.ranks:
             missing = self.ranks - len(drawn) % self.ranks
@@ -344,7 +343,7 @@ class RankBatches:
 
     def part(self, drawn: list[Any]) -> list[Any]:
         """Returns this rank's part of a global batch that was drawn before."""
-        return self._take(list(drawn))[0]
+        return self._split(list(drawn))[0]
 
     def _last_batch(self) -> int:
         """Returns the samples of the epoch's last global batch if it is known to be smaller than the others; else 0."""

@@ -107,8 +107,8 @@ class SiftedSource(Source):
         """How many of the first samples of all ranks have been seen, and left out."""
 
     @property
-    def finds_places(self) -> bool:
-        return self.inner.finds_places
+    def can_seek(self) -> bool:
+        return self.inner.can_seek
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         return CountedBatches(self.inner.start(epoch), self)
@@ -119,8 +119,8 @@ class SiftedSource(Source):
     def position(self, batches: int) -> State:
         return self.inner.position(batches)
 
-    def ahead(self, batches: int) -> State | None:
-        return self.inner.ahead(batches)
+    def fresh_position(self, batches: int) -> State | None:
+        return self.inner.fresh_position(batches)
 
     def rewind(self, place: State) -> None:
         self.inner.rewind(place)

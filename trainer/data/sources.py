@@ -56,14 +56,14 @@ class Source(ABC):
         self.first: State | None = None
 
     @property
-    def finds_places(self) -> bool:
+    def can_seek(self) -> bool:
         """True if `resume` can start inside an epoch; False if it refuses all such positions."""
         return True
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         """Starts an epoch like `iter(loader)`; `epoch` is None for a pass without a number."""
         self.set_epoch(epoch)
-        self.before = self._remember()
+        self.before = self._capture()
         iterator: Iterator[Any] = iterator_of(self.loader)
         return iterator
 
@@ -74,21 +74,21 @@ class Source(ABC):
             state["first"] = self.first
         return state
 
-    def note_first(self) -> None:
+    def capture_first(self) -> None:
         """Saves the random state before the first batch, if other loaders have drawn since `start`."""
-        self.first = Source._remember(self)
+        self.first = Source._capture(self)
 
-    def forget_first(self) -> None:
-        """Drops the state that `note_first` saved, before another pass begins."""
+    def drop_first(self) -> None:
+        """Drops the state that `capture_first` saved, before another pass begins."""
         self.first = None
 
-    def ahead(self, batches: int) -> State | None:
+    def fresh_position(self, batches: int) -> State | None:
         """Returns the position after `batches` batches of a new epoch; None if it can only be reached by reading."""
         return None
 
-    def known(self, batches: int, state: Any) -> State | None:
-        """Returns the position at which the loader's own state is `state`; that of `ahead` for a stateless loader."""
-        return self.ahead(batches)
+    def position_from(self, batches: int, state: Any) -> State | None:
+        """Returns the position at which the loader's own state is `state`. Stateless loaders use `fresh_position`."""
+        return self.fresh_position(batches)
 
     @abstractmethod
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
@@ -124,7 +124,7 @@ class Source(ABC):
             if callable(method):
                 method(epoch)
 
-    def _remember(self) -> State:
+    def _capture(self) -> State:
         return {"rng": rng_state(devices=False), "generators": self.generators.states()}
 
     def rewind(self, place: State) -> None:
@@ -154,7 +154,7 @@ class Source(ABC):
 class SequenceSource(Source):
     """The source of a list of batches, or of a loader that is read by index like one."""
 
-    def ahead(self, batches: int) -> State | None:
+    def fresh_position(self, batches: int) -> State | None:
         return {"batches": batches, "before": None, "generators": {}}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
@@ -180,8 +180,8 @@ class StatefulSource(Source):
     def position(self, batches: int) -> State:
         return {**super().position(batches), "loader": self.loader.state_dict()}
 
-    def known(self, batches: int, state: Any) -> State | None:
-        return {"batches": batches, "before": self._remember(), "generators": {}, "loader": state}
+    def position_from(self, batches: int, state: Any) -> State | None:
+        return {"batches": batches, "before": self._capture(), "generators": {}, "loader": state}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         self.set_epoch(epoch)
@@ -209,7 +209,7 @@ class ForeignSource(Source):
     """The source of an iterable without index or state, which can only be read from the beginning."""
 
     @property
-    def finds_places(self) -> bool:
+    def can_seek(self) -> bool:
         return self.allow_replay
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
@@ -244,7 +244,7 @@ class TorchSource(Source):
         """True if persistent workers were started in an earlier epoch, including those of the resumed run."""
 
     @property
-    def finds_places(self) -> bool:
+    def can_seek(self) -> bool:
         return self.allow_replay or not self.is_iterable or self._has_stateful_dataset()
 
     @property
@@ -259,7 +259,7 @@ class TorchSource(Source):
     def start(self, epoch: int | None) -> Iterator[Any]:
         self.set_epoch(epoch)
         self._origin = (0, 0)
-        self.before = self._remember()
+        self.before = self._capture()
         if self.before["again"] and self.loader._iterator is None:
             return self._build(0, self.before)
         self.had_workers = self.loader.persistent_workers
@@ -307,11 +307,11 @@ class TorchSource(Source):
         self.generators.restore(state["generators"])
         return iterator
 
-    def ahead(self, batches: int) -> State | None:
+    def fresh_position(self, batches: int) -> State | None:
         if self.is_iterable:
             return None
         # No generators are restored afterwards: they keep the state in which drawing the order leaves them.
-        return {"batches": batches, "before": self._remember(), "generators": {}}
+        return {"batches": batches, "before": self._capture(), "generators": {}}
 
     def rest(self, ended: bool = True) -> State:
         state = {**super().rest(), "had_workers": self.had_workers or self.loader._iterator is not None}
@@ -343,11 +343,11 @@ class TorchSource(Source):
         if isinstance(self.loader.dataset, SampleRNG) and "sample_seed" in state:
             self.loader.dataset.seed = state["sample_seed"]
 
-    def _remember(self) -> State:
+    def _capture(self) -> State:
         again = self.loader.persistent_workers and (self.had_workers or self.loader._iterator is not None)
         sampler = self._stateful_sampler()
         # The sampler's state is saved before the epoch, because workers prefetch indices, which advances it too far.
-        return {**super()._remember(), "again": again, "sampler": None if sampler is None else sampler.state_dict()}
+        return {**super()._capture(), "again": again, "sampler": None if sampler is None else sampler.state_dict()}
 
     def _rewind(self, before: State) -> None:
         super()._rewind(before)

@@ -18,24 +18,24 @@ from leyden.trainer.data.sharding import (
     NO_SAMPLES,
     DataRanks,
     Share,
-    drawn_apart,
+    draw_separately,
     is_indexed,
-    return_to_own,
+    restore_own_state,
     shard_indices,
 )
 from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 
-def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = True) -> Any:
+def shard(loader: Any, ranks: DataRanks, presharded: bool = False, exchanges_sizes: bool = True) -> Any:
     """Returns a loader that yields one rank's shard.
 
     Args:
         loader: any iterable of batches.
         ranks: the ranks that share the loader.
-        foreign: True if the user has sharded the data, so each rank's loader already is its shard.
-        asks: True if ranks exchange the sizes of their batches when these cannot be known otherwise. Not needed if a
-            rank may stop before the others. Foreign loaders that may differ in length always exchange sizes, so every
-            rank knows when another one has stopped.
+        presharded: True if the user has sharded the data, so each rank's loader already is its shard.
+        exchanges_sizes: True if ranks exchange the sizes of their batches when these cannot be known otherwise. Not
+            needed if a rank may stop before the others. Presharded loaders that may differ in length always exchange
+            sizes, so every rank knows when another one has stopped.
 
     Raises:
         ConfigurationError: for a DistributedSampler of another number of ranks, or a global batch size that is
@@ -49,7 +49,7 @@ def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = Tru
                 f"rank {ranks.rank} of {ranks.size}. Leave the sampler out, because Leyden shards the loader, or pass "
                 "it this run's num_replicas and rank."
             )
-    if ranks.global_batch is not None and (own or foreign or not is_indexed(loader)):
+    if ranks.global_batch is not None and (own or presharded or not is_indexed(loader)):
         raise ConfigurationError(
             f"global_batch_size={ranks.global_batch} needs a DataLoader with a batch_size that Leyden shards, not a "
             f"{type(loader).__name__} that yields whole batches: leave it out."
@@ -57,12 +57,12 @@ def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = Tru
     if own:
         # A DistributedSampler pads, so all ranks have the same number of samples in each batch.
         return loader
-    if foreign:
+    if presharded:
         stream = RankStream(loader, ranks, True, True)
         stream.warn_of_lengths()
         # Ranks that are known to have the same number of batches need not exchange sizes.
-        return stream if asks or len(set(stream.lengths)) > 1 or None in stream.lengths else loader
-    return shard_indices(loader, ranks) if is_indexed(loader) else RankStream(loader, ranks, False, asks)
+        return stream if exchanges_sizes or len(set(stream.lengths)) > 1 or None in stream.lengths else loader
+    return shard_indices(loader, ranks) if is_indexed(loader) else RankStream(loader, ranks, False, exchanges_sizes)
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -74,18 +74,18 @@ class RankStream(Composite):
     """One rank's batches of a stream: of each `ranks.size` consecutive batches, the one with the rank's number.
 
     Args:
-        loader: any iterable of batches; all ranks read the same one unless it is foreign.
-        ranks: the ranks that share it.
-        foreign: the loader yields this rank's batches only.
-        asks: see `shard`.
+        loader: any iterable of batches; all ranks read the same one unless it is presharded.
+        ranks: the ranks that share the loader.
+        presharded: True if the loader yields only this rank's batches.
+        exchanges_sizes: see `shard`.
     """
 
-    def __init__(self, loader: Any, ranks: DataRanks, foreign: bool, asks: bool) -> None:
+    def __init__(self, loader: Any, ranks: DataRanks, presharded: bool, exchanges_sizes: bool) -> None:
         self.loader = loader
-        self.ranks, self.foreign, self.asks = ranks, foreign, asks
+        self.ranks, self.presharded, self.exchanges_sizes = ranks, presharded, exchanges_sizes
         length = length_of(loader)
         # The ranks' own loaders may differ in length: the longest ends the epoch.
-        self.lengths = ranks.gather(length) if foreign else [length]
+        self.lengths = ranks.gather(length) if presharded else [length]
 
     def warn_of_lengths(self) -> None:
         """Warns if the lengths of the ranks' loaders differ by more than one batch, unlike in an even split."""
@@ -100,7 +100,7 @@ class RankStream(Composite):
     @property
     def span(self) -> int:
         """The number of batches of the stream per global batch."""
-        return 1 if self.foreign else self.ranks.size
+        return 1 if self.presharded else self.ranks.size
 
     def __iter__(self) -> Iterator[Any]:
         return self.source(False).start(None)
@@ -114,7 +114,7 @@ class RankStream(Composite):
         return StreamSource(self, allow_replay)
 
     def mapped(self, function: Callable[[Any], Any]) -> RankStream:
-        return RankStream(function(self.loader), self.ranks, self.foreign, self.asks)
+        return RankStream(function(self.loader), self.ranks, self.presharded, self.exchanges_sizes)
 
 
 class StreamSource(Source):
@@ -136,57 +136,70 @@ class StreamSource(Source):
         self._filler: Any = None
 
     @property
-    def finds_places(self) -> bool:
-        return self.inner.finds_places
+    def can_seek(self) -> bool:
+        return self.inner.can_seek
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         self._origin = (0, 0)
-        if self.loader.foreign:
+        if self.loader.presharded:
             return self._groups(self.inner.start(epoch))
         own = rng_state(devices=False)
         agreed = self.loader.ranks.agree({"rng": own, "owned": self._owned.states()})
         set_rng_state(agreed["rng"])
         self._owned.restore(agreed["owned"])
         iterator = self.inner.start(epoch)
-        self._stream = return_to_own(own, agreed["rng"])
+        self._stream = restore_own_state(own, agreed["rng"])
         return self._groups(iterator)
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
+        """Yields this rank's batch (or NO_SAMPLES) of each global batch, with its share."""
         loader, ranks = self.loader, self.loader.ranks
+        index = 0 if loader.presharded else ranks.rank
         ended = False
         while True:
             # An exhausted iterator must not be read again, because its workers have shut down.
             group = [] if ended else self._read(iterator)
             ended = len(group) < loader.span
-            place = 0 if loader.foreign else ranks.rank
             if group:
-                # A foreign loader that ends first repeats its own last batch.
-                self._filler = group[0] if loader.foreign or len(group) <= place else None
-            if ranks.even and group and not loader.foreign:
+                # A presharded loader that ends first repeats its own last batch.
+                self._filler = group[0] if loader.presharded or len(group) <= index else None
+            if ranks.even and group and not loader.presharded:
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
-            known = [_size_of(batch) for batch in group]
-            sizes = [1 if size is None else size for size in known]
-            held = [group[place]] if place < len(group) else [NO_SAMPLES]
-            here = sizes[place] if place < len(sizes) else 0
-            total, going, idle, unsized = sum(sizes), len(group), loader.span - len(group), known.count(None)
-            even = len(set(sizes)) == 1
-            if loader.asks:
-                total, going, idle, unsized, squares = ranks.total(
-                    [here, going, held[0] is NO_SAMPLES, unsized, here * here]
-                )
-                # The mean of the squares equals the square of the mean only if all sizes are equal.
-                even = ranks.size * squares == total * total
-            group = []
-            if not going:
+            share = self._share(group, index)
+            if share is None:
                 return
-            yield held.pop(), Share(here, total, idle > 0, even and not idle, not unsized)
+            own = group[index : index + 1] or [NO_SAMPLES]
+            # No reference to a batch is kept here while its step runs.
+            group = []
+            yield own.pop(), share
+
+    def _share(self, group: list[Any], index: int) -> Share | None:
+        """Returns this rank's share of a global batch; None if no rank has a batch left.
+
+        Args:
+            group: the batches that this rank has read of the global batch.
+            index: the index of this rank's batch in the group.
+        """
+        known = [_size_of(batch) for batch in group]
+        sizes = [1 if size is None else size for size in known]
+        has_batch = index < len(group)
+        here = sizes[index] if has_batch else 0
+        total, batches, idle, unsized = sum(sizes), len(group), self.loader.span - len(group), known.count(None)
+        even = len(set(sizes)) == 1
+        if self.loader.exchanges_sizes:
+            ranks = self.loader.ranks
+            counts = [here, batches, int(not has_batch), unsized, here * here]
+            total, batches, idle, unsized, squares = ranks.total(counts)
+            # The mean of the squares equals the square of the mean only if all sizes are equal.
+            even = ranks.size * squares == total * total
+        return Share(here, total, idle > 0, even and not idle, not unsized) if batches else None
 
     def _read(self, iterator: Iterator[Any]) -> list[Any]:
-        if self.loader.foreign:
+        if self.loader.presharded:
             return list(itertools.islice(iterator, 1))
         if self._stream is None:
             self._stream = self.loader.ranks.agree(live_state(devices=False))
-        group, self._stream = drawn_apart(iterator, self.loader.span, self._stream)
+        group, self._stream = draw_separately(iterator, self.loader.span, self._stream)
         return group
 
     def position(self, batches: int) -> State:
@@ -196,12 +209,12 @@ class StreamSource(Source):
         # The last global batch may be smaller than the others.
         drawn = drawn if length is None else min(drawn, length)
         stream = None if self._stream is None else plain_state(self._stream)
-        world = self.loader.ranks.size if self.loader.foreign else None
+        world = self.loader.ranks.size if self.loader.presharded else None
         return {"batches": batches, "drawn": drawn, "inner": self.inner.position(drawn), "stream": stream, "of": world}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         inner = state.get("inner", state)
-        if self.loader.foreign and state.get("of") != self.loader.ranks.size:
+        if self.loader.presharded and state.get("of") != self.loader.ranks.size:
             raise ConfigurationError(
                 f"the checkpoint was saved with another number of ranks than {self.loader.ranks.size}, and the loaders "
                 "of use_distributed_sampler=False cannot be redistributed: resume on the same number of ranks, or let "
@@ -219,7 +232,7 @@ class StreamSource(Source):
         return self._groups(iterator)
 
     def length_after(self, state: State) -> int | None:
-        if None in self.loader.lengths or self.loader.foreign:
+        if None in self.loader.lengths or self.loader.presharded:
             return length_of(self.loader)
         remaining = (self.loader.lengths[0] or 0) - _drawn(state)
         return int(state["batches"]) + -(-max(0, remaining) // self.loader.span)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
 
-def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[], None]) -> None:
+def end_normally(run: Run, last_words: Callable[[], str | None], leave: Callable[[], None]) -> None:
     """Ends a run that finished, or that a signal interrupted.
 
     Args:
@@ -38,7 +38,7 @@ def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[],
         raise interruption
 
 
-def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
+def end_with_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     """Reports an error to the other ranks, the hooks and the loggers, in this order. The caller re-raises it.
 
     Args:

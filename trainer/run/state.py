@@ -36,7 +36,7 @@ from leyden.trainer.run.reporting.rows import send_rows
 from leyden.trainer.run.reporting.summary import five_lines, settings_of
 from leyden.trainer.run.saved.identity import Identity
 from leyden.trainer.run.saved.restoring import Restorer, kept_state
-from leyden.trainer.run.saved.resuming import check_same_run, continued_path, places_of
+from leyden.trainer.run.saved.resuming import check_same_run, continued_path, rollback_paths_after
 from leyden.trainer.run.starting.build import (
     accumulation_of,
     check_steps,
@@ -49,7 +49,7 @@ from leyden.trainer.run.starting.build import (
 )
 from leyden.trainer.run.starting.differences import check_module, check_optimizers
 from leyden.trainer.run.starting.loaders import Loaders, transfer_of, transformed
-from leyden.trainer.run.starting.unheard import warn_of_unheard
+from leyden.trainer.run.starting.uncalled_hooks import warn_of_uncalled_hooks
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -186,7 +186,7 @@ class Run:
 
         Args:
             module: the module that ran.
-            found: the value that `start_ranks.sent_back` returned on rank 0.
+            found: the value that `start_ranks.final_state` returned on rank 0.
         """
         self.module, self.progress = module, Progress.from_dict(found["progress"])
         self.logs = Logs(self.hooks, module)
@@ -311,7 +311,7 @@ class Run:
             self.identity = Identity.of(module, self.datamodule)
             check_same_run(self.identity, reader, goal, strategy.ranks.is_global_zero)
         check_steps(module, stage)
-        warn_of_unheard(module, self.datamodule, *self.callbacks)
+        warn_of_uncalled_hooks(module, self.datamodule, *self.callbacks)
         with self.heartbeat.during(Phase.PREPARING):
             self._prepare(stage)
         # After _prepare, so that submodules created there are included.
@@ -389,7 +389,7 @@ class Run:
             check_same_run(self.identity, restorer.reader, goal, strategy.ranks.is_global_zero)
             # A CheckpointIO plugin reads from a temporary folder, which no rollback could return to.
             path = continued_path(self.identity, restorer.reader, goal) if self.checkpoint_io is None else None
-            self.continued = [] if path is None else places_of(path, restorer.reader)
+            self.continued = [] if path is None else rollback_paths_after(path, restorer.reader)
         strategy.check_settings(settings_of(self, len(optimizers)))
         strategy.precision.reset()
         engine.prepare_optimizers([module], optimizers)

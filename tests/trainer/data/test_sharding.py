@@ -97,7 +97,7 @@ class World:
         self.ranks, self.told = ranks, [{}]
         self.cursors = [
             LoaderCursor(
-                shard(make(batch_size), DataRanks(rank, ranks, self._agree(rank), **options), asks=False)
+                shard(make(batch_size), DataRanks(rank, ranks, self._agree(rank), **options), exchanges_sizes=False)
                 if ranks > 1
                 else make(batch_size)
             )
@@ -368,7 +368,7 @@ def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
         return CombinedLoader([DataLoader(Indices(23), size), DataLoader(Indices(11), size)], mode)
 
     alone = list(make(3))
-    cursors = [LoaderCursor(shard(make(3), DataRanks(rank, 2), asks=False)) for rank in range(2)]
+    cursors = [LoaderCursor(shard(make(3), DataRanks(rank, 2), exchanges_sizes=False)) for rank in range(2)]
     pairs = zip(*(cursor.start(0) for cursor in cursors), strict=True)
     found = [batch for pair in pairs for batch, _ in pair if batch is not NO_SAMPLES]
     assert len(found) == len(alone)

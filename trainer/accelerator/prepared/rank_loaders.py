@@ -92,7 +92,7 @@ def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration
         return ListPart(loader, rank, ranks, config.even_batches)
     if not is_indexed(loader):
         # Even, since a custom loop cannot handle an empty batch.
-        return shard(loader, DataRanks.of(strategy, even=True), asks=False)
+        return shard(loader, DataRanks.of(strategy, even=True), exchanges_sizes=False)
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         return loader

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from leyden.trainer.cli.migrate.names import MEMBERS, Found, lookup
 from leyden.trainer.cli.migrate.scopes import Import, Imported, Name, Scope, Scopes, Use
-from leyden.trainer.run.starting.unheard import FORMER
+from leyden.trainer.run.starting.uncalled_hooks import FORMER
 
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r|$)")
 FROM = re.compile(r"from\s+([\w.]+)\s+import\b")

@@ -48,7 +48,8 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
     if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
         return
     shapes = "" if batch is None else f"the batch was {in_one_line(batch)}"
-    note = "; ".join(part for part in (f"this was {place}" if place else "", shapes, _samples(run)) if part)
+    parts = [f"this was {place}" if place else "", shapes, _samples(run)]
+    note = "; ".join(part for part in parts if part)
     if note:
         add_note(error, f"leyden: {note}.")
     fix = _suggestion(error)

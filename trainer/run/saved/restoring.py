@@ -65,14 +65,16 @@ class Restorer:
 
     def _read(self, reader: CheckpointReader) -> None:
         run, parts = self._run, self._parts
-        fits, whole = run.state.stage == "fit", reader.has("user")
-        of_rank = RankStates(reader, run.strategy).files if run.strategy.ranks.world_size > 1 and whole else []
-        like = self._users.classes(reader, ["user", "callbacks", *of_rank], run.progress) if fits and whole else None
-        if whole:
+        is_fit, has_states = run.state.stage == "fit", reader.has("user")
+        like = None
+        if is_fit and has_states:
+            rank_files = RankStates(reader, run.strategy).files if run.strategy.ranks.world_size > 1 else []
+            like = self._users.classes(reader, ["user", "callbacks", *rank_files], run.progress)
+        if has_states:
             self._users.read(reader, like)
-        if not fits or parts == {"weights"}:
+        if not is_fit or parts == {"weights"}:
             return
-        if not whole:
+        if not has_states:
             raise CheckpointError(
                 reader.path,
                 "was saved with weights_only=True and cannot be resumed. To load its weights, pass restore='weights'.",
@@ -101,10 +103,10 @@ class Restorer:
         return [name for optimizer, own in pairs for name in names_gained(optimizer, own, self._run.module)]
 
     def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
-        run, parts = self._run, self._parts
-        strategy, found = run.strategy, RankStates(reader, run.strategy)
-        owners, file = rank_owners(run, CheckpointRanks(strategy)), found.path
-        states = found.read(owners, like)
+        run, parts, strategy = self._run, self._parts, self._run.strategy
+        saved = RankStates(reader, strategy)
+        owners, file = rank_owners(run, CheckpointRanks(strategy)), saved.path
+        states = saved.read(owners, like)
         self._rank = Unclaimed(file, states, owners, NEEDED)
         if states["loader"] is not None:
             with blame(file):
@@ -113,9 +115,9 @@ class Restorer:
                 check_loaders(loader)
         if "callbacks" in parts:
             has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
-            if has_own and run.strategy.ranks.is_global_zero and not found.fits:
+            if has_own and strategy.ranks.is_global_zero and not saved.fits:
                 warnings.warn(
-                    f"{reader.path} was saved by {found.saved} rank(s), but {strategy.data_size} resume it: all ranks "
+                    f"{reader.path} was saved by {saved.saved} rank(s), but {strategy.data_size} resume it: all ranks "
                     "load rank 0's state of callbacks or a DataModule with state_per_rank.",
                     stacklevel=2,
                 )

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
-PLACES = "goes_back"
+ROLLBACK_PATHS = "goes_back"
 """File in a checkpoint saved at the end of a run: earlier checkpoints to roll back to, relative to its folder."""
 WORDS = ("last", "best", "auto", "current")
 """The values of `ckpt_path` that are not paths."""
@@ -121,7 +121,7 @@ def goal_of_weights(ckpt_path: str | os.PathLike[str] | None, weights_only: bool
     return Goal(ckpt_path, frozenset({"weights"}), trust, weights_only=weights_only)
 
 
-def settled(callbacks: Iterable[Callback], goal: Goal) -> Goal:
+def with_best_path(callbacks: Iterable[Callback], goal: Goal) -> Goal:
     """Returns the goal with "best" resolved to a path. Must be called before a new fit clears the ranking.
 
     Raises:
@@ -255,7 +255,7 @@ def progress_of(reader: CheckpointReader) -> Progress:
         return Progress.from_dict(reader.progress())
 
 
-def settle_nodes(run: Run) -> None:
+def detect_shared_folders(run: Run) -> None:
     """Determines for each ModelCheckpoint whether all machines share its folder.
 
     Raises:
@@ -298,7 +298,7 @@ def _path_of(goal: Goal) -> Path:
 
 def lock_of(run: Run) -> FolderLock | None:
     """Returns the lock of the folder that a fit saves into; None if it saves nothing."""
-    settle_nodes(run)
+    detect_shared_folders(run)
     saves = bool(checkpoint_callbacks(run.callbacks)) or run.arguments.preemption is not None
     if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
         return None
@@ -332,7 +332,7 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
             )
 
 
-def places_of(path: Path, reader: Reader | None) -> list[Path]:
+def rollback_paths_after(path: Path, reader: Reader | None) -> list[Path]:
     """Returns the checkpoints that a run may roll back to after resuming from one, the newest last.
 
     Normally that checkpoint itself. If it was saved only because its run ended, the checkpoints saved before it: an
@@ -345,11 +345,11 @@ def places_of(path: Path, reader: Reader | None) -> list[Path]:
     Raises:
         CheckpointError: if its list of earlier checkpoints is damaged.
     """
-    if not isinstance(reader, CheckpointReader) or not reader.has(PLACES):
+    if not isinstance(reader, CheckpointReader) or not reader.has(ROLLBACK_PATHS):
         return [path]
-    found = reader.json(PLACES)
+    found = reader.json(ROLLBACK_PATHS)
     if not isinstance(found, list) or not all(isinstance(place, str) for place in found):
-        raise CheckpointError(reader.path / f"{PLACES}.json", "is not a list of earlier checkpoints.")
+        raise CheckpointError(reader.path / f"{ROLLBACK_PATHS}.json", "is not a list of earlier checkpoints.")
     return [Path(os.path.realpath(os.path.realpath(path.parent) + os.sep + place)) for place in found]
 
 

@@ -128,11 +128,12 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
         LeydenError: if there is none.
     """
     ranks = CheckpointRanks(run.strategy, run.arguments.default_root_dir, each_node)
-    paths = places_now(run)
+    paths = rollback_paths(run)
     existing = {path for path in paths if os.path.lexists(staging.standing(path))} if ranks.is_keeper else None
     existing_by_keeper = [found for found in ranks.gather(existing) if found is not None]
+    on_all_keepers = [path for path in paths if all(path in found for found in existing_by_keeper)]
     damaged = 0
-    for path in (path for path in reversed(paths) if all(path in found for found in existing_by_keeper)):
+    for path in reversed(on_all_keepers):
         ranks = CheckpointRanks(run.strategy, path, each_node)
         try:
             reader = open_verified(path, ranks)
@@ -155,7 +156,7 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
     )
 
 
-def places_now(run: Run) -> list[Path]:
+def rollback_paths(run: Run) -> list[Path]:
     """Returns the checkpoints that a run may roll back to, the newest last.
 
     Those from before a resume are included if they are in a folder that this run saves into.

@@ -25,8 +25,8 @@ from leyden.trainer.run.reporting.command import FILE as COMMAND
 from leyden.trainer.run.reporting.command import Command
 from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
 from leyden.trainer.run.saved.identity import FILE as IDENTITY
-from leyden.trainer.run.saved.resuming import PLACES
-from leyden.trainer.run.saved.rolling_back import places_now
+from leyden.trainer.run.saved.resuming import ROLLBACK_PATHS
+from leyden.trainer.run.saved.rolling_back import rollback_paths
 from leyden.trainer.run.saved.run_states import rank_owners, step_states_of
 from leyden.trainer.run.saved.user_states import UserStates
 from leyden.trainer.run.starting.build import saves_asynchronously
@@ -101,7 +101,7 @@ def save(
     home = home_of(run.callbacks, run.arguments.default_root_dir, Path(os.path.abspath(path)))
     is_scheduled = _is_scheduled(run)
     record = run.note_save if is_scheduled and not weights_only else run.note_weights
-    optimizers, copies = steppers(run.engine), None
+    optimizers, copies = stepping_optimizers(run.engine), None
     # One save at a time: both calls wait for a pending save.
     if asynchronous:
         copies = run.saves.take(optimizers)
@@ -122,7 +122,7 @@ def save(
         else:
             _save_states(run, users, loop, writer, ranks)
             if not is_scheduled:
-                writer.json(PLACES, _relative(places_now(run), Path(os.path.realpath(path.parent))))
+                writer.json(ROLLBACK_PATHS, _relative(rollback_paths(run), Path(os.path.realpath(path.parent))))
         if hparams := users.hparams():
             writer.state("hparams", hparams)
         facts: dict[str, Any] = {
@@ -244,7 +244,7 @@ def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None =
     return {**collect_rank(rank_owners(run, ranks or CheckpointRanks())), **loop_state}
 
 
-def beside(run: Run, asked: bool | None) -> bool:
+def saves_in_background(run: Run, asked: bool | None) -> bool:
     """Returns True if a save is to be written in the background.
 
     Args:
@@ -266,7 +266,7 @@ def beside(run: Run, asked: bool | None) -> bool:
     return is_possible(run.strategy)
 
 
-def steppers(engine: Engine) -> list[Optimizer]:
+def stepping_optimizers(engine: Engine) -> list[Optimizer]:
     """Returns the optimizers if only their `step` changes the weights; an empty list under a fused engine."""
     strategy = engine.strategy
     methods = (type(strategy).step, type(strategy).forward_backward, type(strategy.precision).step)

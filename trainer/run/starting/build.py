@@ -60,9 +60,9 @@ def precision_of(arguments: Arguments) -> Any:
         raise ConfigurationError("the precision is set more than once, by precision and by plugins: set it once.")
     if plugins:
         return plugins[0]
-    if isinstance(arguments.strategy, Strategy):
-        return with_recipe(arguments.precision)
-    return with_recipe(arguments.precision) if arguments.precision is not None else "32-true"
+    if arguments.precision is None and not isinstance(arguments.strategy, Strategy):
+        return "32-true"
+    return with_recipe(arguments.precision)
 
 
 def saves_asynchronously(arguments: Arguments) -> bool:
@@ -217,7 +217,7 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         from leyden.callbacks.model_summary import ModelSummary
 
         if not any(isinstance(callback, ModelSummary) for callback in callbacks):
-            callbacks.append(_summary_beside(callbacks))
+            callbacks.append(_matching_summary(callbacks))
 
 
 def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
@@ -241,7 +241,7 @@ def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
         callbacks.append(TQDMProgressBar())
 
 
-def _summary_beside(callbacks: list[Callback]) -> Callback:
+def _matching_summary(callbacks: list[Callback]) -> Callback:
     """Returns the model summary in the style of the progress bar."""
     from leyden.callbacks.bars.rich_bar import RichProgressBar
     from leyden.callbacks.model_summary import ModelSummary
@@ -365,8 +365,10 @@ def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimiz
             full = f"{name}.{child_name}" if name else child_name
             if child.training:
                 parts.append((full, child))
-            elif any(child.children()) and any(map(_has_modes, child.modules())):
-                found += [full] if any(p.requires_grad and id(p) in trained for p in child.parameters()) else []
+                continue
+            has_modes = any(child.children()) and any(map(_has_modes, child.modules()))
+            if has_modes and any(p.requires_grad and id(p) in trained for p in child.parameters()):
+                found.append(full)
     if found:
         warnings.warn(
             f"{type(module).__name__} trains {listed(found, 3)} in eval mode: dropout is off and batch norm does not "

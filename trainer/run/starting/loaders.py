@@ -157,8 +157,8 @@ class Loaders:
             return loader
         ranks = DataRanks.of(strategy, even, global_batch_size)
         # A rank that has finished an evaluation may stop, unless the other ranks' forward passes wait for it.
-        asks = trains or not strategy.replicates
-        return shard(loader, ranks, not arguments.use_distributed_sampler, asks=asks)
+        exchanges_sizes = trains or not strategy.replicates
+        return shard(loader, ranks, not arguments.use_distributed_sampler, exchanges_sizes=exchanges_sizes)
 
     def _samples_of(self, loader: Any) -> int | None:
         if self._arguments.global_batch_size is not None:

@@ -81,7 +81,7 @@ def _with_random_numbers(
     return on_rank(*args)
 
 
-def sent_back(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpoint: Path | None) -> dict[str, Any]:
+def final_state(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpoint: Path | None) -> dict[str, Any]:
     """Returns the data that rank 0 sends to the parent process when the run has ended.
 
     Args:
@@ -109,7 +109,7 @@ def take_over(module: TrainModule, callbacks: Iterable[Callback], found: Mapping
     Args:
         module: the module of this process.
         callbacks: the callbacks of this process.
-        found: the value that `sent_back` returned on rank 0.
+        found: the value that `final_state` returned on rank 0.
     """
     if set(module.state_dict()) != set(found["weights"]):
         # Some modules create their layers only during a run.

@@ -26,14 +26,14 @@ FORMER = {
 """The hooks of Lightning 1, each with its replacement."""
 
 
-def warn_of_unheard(*owners: object) -> None:
+def warn_of_uncalled_hooks(*owners: object) -> None:
     """Warns of each method of a module, DataModule or callback that looks like a hook but is never called.
 
     Args:
         *owners: the module, DataModule and callbacks of a run.
     """
     for owner in owners:
-        for name, replacement in _unheard(owner):
+        for name, replacement in _uncalled_hooks(owner):
             if name not in FORMER:
                 why = f"it is not a hook. Did you mean {replacement}?"
             else:
@@ -43,7 +43,7 @@ def warn_of_unheard(*owners: object) -> None:
             warnings.warn(f"{type(owner).__name__}.{name} is never called: {why}", stacklevel=2)
 
 
-def _unheard(owner: object) -> Iterator[tuple[str, str]]:
+def _uncalled_hooks(owner: object) -> Iterator[tuple[str, str]]:
     """Yields the methods that are never called, each with the hook that was probably meant."""
     base = next((base for base in (TrainModule, DataModule, Callback) if isinstance(owner, base)), None)
     if base is None:
