@@ -1,4 +1,4 @@
-"""What the tests of progress bars share."""
+"""Fixtures for the tests of progress bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from leyden.callbacks.bars import paced_bar
 
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws at every batch, however fast they are."""
+    """Draws the bar at every batch, however short batches are."""
     monkeypatch.setattr(paced_bar, "DRAW_SECONDS", 0.0)
     monkeypatch.setattr(paced_bar, "DRAW_SHARE", 0)
     monkeypatch.setattr(paced_bar, "LINE_SECONDS", 0.0)

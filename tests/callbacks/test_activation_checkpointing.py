@@ -1,4 +1,4 @@
-"""ActivationCheckpointing: blocks run twice, and the numbers are bit for bit those of a run that keeps activations."""
+"""ActivationCheckpointing: blocks run twice, and results are bit-identical to a run that stores activations."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_numbers_stay_where_the_inputs_are_kept_on_the_host(compiled: bool) 
 
 
 def test_what_is_kept_on_the_host_are_the_inputs_alone() -> None:
-    """A device without values, whose copies to the host have none either, tells what would be copied."""
+    """Runs on the meta device, whose tensors have no values, and records which of them would be copied to the host."""
     block = Block().to("meta")
     recompute([block], offloads=True)
     copied: list[Any] = []
@@ -115,7 +115,7 @@ def test_after_fit_the_module_is_as_it_was() -> None:
 
 
 class Copied(ActivationCheckpointing):
-    """Copies the module within fit, as averages of weights do."""
+    """Copies the module during fit, as averages of weights do."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         blocks = copy.deepcopy(module.net).blocks
@@ -141,7 +141,7 @@ def test_a_resume_and_a_checkpoint_know_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_a_search_recomputes_too() -> None:
-    """Of a batch size, say, which depends on it."""
+    """A search for a batch size, for instance, depends on it."""
     seen: list[Any] = []
     callback = ActivationCheckpointing(lambda module: isinstance(module, Block) and not seen.append(module))
     trainer = Trainer(**QUIET, callbacks=callback, max_epochs=1)
@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
 
 
 def on_ranks() -> dict[str, Any]:
-    """Of the last global batch the second rank has no sample."""
+    """The second rank has no sample of the last global batch."""
     found: dict[str, Any] = {}
     for name, strategy in {
         "ddp": lambda: "ddp",

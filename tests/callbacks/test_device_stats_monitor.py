@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: which batches are logged, under which names, and what it needs."""
+"""DeviceStatsMonitor: the batches that are logged, their names, and its requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DriftGuard: replicas that have drifted apart are found at the next check, and the rank is named."""
+"""DriftGuard: the next check finds replicas that have drifted apart, and names the rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLIPPED = 137
 
 
 class Net(Squares):
-    """One rank takes its averaged gradient with the wrong sign, from one step on or in it alone."""
+    """One rank flips the sign of its averaged gradient in some steps."""
 
     def __init__(self, rank: int = 0, flipped: range = range(0)) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
@@ -38,7 +38,7 @@ class Net(Squares):
 
 
 class OwnParts(Net):
-    """Buffers, and a parameter that DDP is told to ignore, differ between the ranks."""
+    """Has buffers, and a parameter that DDP ignores, that differ between the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def on_three_ranks() -> dict[str, Any]:
         "first rank": warned(Net(0, range(4, 5)), 3, max_steps=7),
         "between": warned(Net(1, range(7, 8)), 6, max_steps=8),
         "none": warned(Net(), 1, max_steps=4),
-        # The last global batch has a sample for the first rank alone.
+        # The last global batch has a sample for the first rank only.
         "idle ranks": warned(Net(2, range(4, 5)), 1, samples=19, max_epochs=1, max_steps=-1),
         "windows": warned(Net(2, range(3, 4)), 1, accumulate_grad_batches=2, max_steps=4),
         "own parts": warned(OwnParts(), 1, max_steps=4),
@@ -121,7 +121,7 @@ def test_two_replicas_name_the_pair_and_save_no_drifted_weights(tmp_path: Path) 
     ended = [str(end) for end in run_world(2, stop, str(tmp_path), may_fail=True)]
     told = r"ranks 0 and 1 have drifted apart: net\.0\.weight differs\. All agreed after step 10\."
     words = f"DriftError: after step 20 {told}"
-    # The first to raise speaks for all; the others end with it.
+    # The first rank to raise reports the error; it ends the others.
     assert all(re.match(rf"{words}|1$", end) for end in ended) and any(re.match(words, end) for end in ended)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=10", "step=15", "step=5"]
 
@@ -137,7 +137,7 @@ def test_a_strategy_without_replicas_is_refused() -> None:
 
 
 def on_four_ranks() -> dict[str, Any]:
-    """Of two copies on two ranks each, the first and third rank hold the same shards."""
+    """Two replicas on two ranks each: the first and the third rank hold the same shards."""
     short = {"samples": 80, "max_steps": 8}
     flip = range(6, 7)
     found: dict[str, Any] = {

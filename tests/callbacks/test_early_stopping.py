@@ -23,7 +23,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Scripted(Line):
-    """Logs `val` from a list, one value a validation, and `train` one value an epoch."""
+    """Logs `val` from a list, one value per validation, and `train`, one value per epoch."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _no_warnings() -> Iterator[None]:
         ({"patience": 1}, [5, 4, 3, 2], 4, "not_stopped"),
         ({"patience": 0}, [5, 5, 5], 2, "patience_exhausted"),
         ({"patience": 2, "mode": "max"}, [1, 2, 2, 1, 5], 4, "patience_exhausted"),
-        # Less than min_delta is no improvement, in either direction.
+        # A change below min_delta is no improvement, in either mode.
         ({"patience": 2, "min_delta": 0.5}, [5, 4.75, 4.625, 1], 3, "patience_exhausted"),
         ({"patience": 2, "min_delta": 0.5}, [5, 4.75, 4.25, 3], 4, "not_stopped"),
         ({"patience": 2, "min_delta": 0.5, "mode": "max"}, [1, 1.25, 1.5, 9], 3, "patience_exhausted"),
@@ -113,13 +113,13 @@ def test_the_best_score_is_kept_and_fruitless_checks_are_counted(tmp_path: Path)
 
 
 def test_where_it_checks(tmp_path: Path) -> None:
-    """Once an epoch or once a validation, wherever the metric is fresh."""
+    """Checks once per epoch or once per validation, whenever the metric is new."""
     values = [5.0] * 8
     twice = EarlyStopping("val", patience=3)
-    # The first of the four checks sets the best; three fail: two epochs.
+    # The first of the four checks sets the best value and three fail: two epochs.
     assert fit(tmp_path, values, twice, val_check_interval=0.5).current_epoch == 2
     every_batch = EarlyStopping("val", patience=1)
-    # 1 is every batch, not the 1.0 that means an epoch.
+    # The int 1 means every batch; the float 1.0 would mean an epoch.
     assert fit(tmp_path, values, every_batch, val_check_interval=1).global_step == 2
     without_validation = EarlyStopping("train", patience=2)
     assert fit(tmp_path, values, without_validation, val=None).current_epoch == 3
@@ -200,7 +200,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_run_does(tmp_path: Path) ->
 
 
 def test_a_run_that_was_stopped_stays_so_with_the_same_arguments(tmp_path: Path) -> None:
-    """It may be killed between the checkpoint that follows the verdict and the end of the run."""
+    """The run may be killed after the checkpoint that records the decision to stop, and before its end."""
     values = [5.0] * 6
     trainer = fit(tmp_path, values, EarlyStopping("val", patience=2), ModelCheckpoint())
     assert trainer.current_epoch == 3

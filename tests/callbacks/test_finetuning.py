@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: learning rates by hand, batch norm, resumes in each phase, and ranks."""
+"""BaseFinetuning and BackboneFinetuning: learning rates, batch norm, resumes in each phase, and several ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Net(Squares):
-    """A backbone with batch norm, and a head; notes the learning rates with which each batch was trained."""
+    """A backbone with batch norm, and a head. Records the learning rates that each batch was trained with."""
 
     def __init__(self, schedule: Scheduled | None = None, kind: Any = AdamW) -> None:
         super().__init__(nn.Identity())
@@ -71,7 +71,7 @@ class Net(Squares):
 
 
 class Stages(BaseFinetuning):
-    """Trains the head, from the second epoch on the last layer of the backbone, from the third all of it."""
+    """Trains the head; from the second epoch on also the backbone's last layer, and from the third all of it."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone, train_bn=False)
@@ -84,7 +84,7 @@ class Stages(BaseFinetuning):
 
 
 class ByHand(Net):
-    """Adds a group in a hook of its own, and no callback."""
+    """Adds a parameter group in a hook of the module, without a callback."""
 
     def __init__(self, schedule: Scheduled | None = None, kind: Any = AdamW) -> None:
         super().__init__(schedule, kind)
@@ -117,7 +117,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(trainer: Trainer) -> list[Any]:
-    """What the optimizer has of each parameter, and its groups' options."""
+    """Returns the optimizer's state of each parameter, and the options of its groups."""
     [optimizer] = trainer.optimizers
     names = {id(parameter): name for name, parameter in trainer.module.named_parameters()}
     groups = [
@@ -184,7 +184,7 @@ def test_batch_norm_is_trained_in_a_frozen_backbone_unless_train_bn_is_false() -
         }
         assert moved == {"head.weight", "head.bias"} | (norm if train_bn else set())
         assert len(trainer.optimizers[0].param_groups[0]["params"]) == (4 if train_bn else 2)
-        # All of it is frozen, or trained, for good.
+        # The whole backbone stays frozen, or trained.
         module = Net()
         trainer = fit(module, backbone(train_bn=train_bn))
         assert len(trainer.optimizers[0].param_groups[1]["params"]) == 4
@@ -247,7 +247,7 @@ def test_manual_optimisation_and_every_optimizer_of_a_schedule_are_served() -> N
 
 # the tools ------------------------------------------------------------------------------------------------------------
 class Odd(nn.Module):
-    """Has a parameter beside its children."""
+    """Has children and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_a_parameter_that_the_optimizer_has_stays_in_its_group_with_a_warning() 
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, 1))
     optimizer = SGD(net[:2].parameters(), lr=0.5)
     net.requires_grad_(False)
-    # What is trained already is none to unfreeze.
+    # Parameters that are already trained are not candidates.
     net[1].requires_grad_(True)
     with pytest.warns(UserWarning, match="^1 of the parameters to unfreeze are already in the optimizer"):
         BaseFinetuning.unfreeze_and_add_param_group(net, optimizer, initial_denom_lr=5.0)
@@ -338,7 +338,7 @@ CASES: dict[str, Any] = {
 
 
 def resumed_runs(folder: Path, case: str, steps: list[int], strategy: str = "auto") -> list[str]:
-    """Where runs that were saved at some steps, and resumed, differ from the straight one."""
+    """Returns the differences between an uninterrupted run and runs that were saved at some steps and resumed."""
     arguments = {"gradient_clip_val": 0.5, "strategy": strategy, "default_root_dir": folder}
     module, callbacks = CASES[case]()
     every = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
@@ -357,7 +357,7 @@ def resumed_runs(folder: Path, case: str, steps: list[int], strategy: str = "aut
 def test_a_resume_in_each_phase_equals_the_straight_run(case: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Frozen, at the end of the last frozen epoch, in the epoch that unfreezes, and after it.
+        # While frozen, at the end of the last frozen epoch, in the epoch that unfreezes, and after it.
         assert resumed_runs(tmp_path, case, [5, 8, 9, 14]) == []
 
 
@@ -419,7 +419,7 @@ def replace(tree: Any, params: Any) -> None:
 
 
 def groups_in(tree: Any) -> list[Any]:
-    """The groups of the one optimizer, wherever the file has them."""
+    """Returns the groups of the only optimizer, wherever the file stores them."""
     if isinstance(tree, dict) and "param_groups" in tree:
         found: list[Any] = tree["param_groups"]
         return found

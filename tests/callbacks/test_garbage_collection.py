@@ -1,4 +1,4 @@
-"""GarbageCollection: collections come at the same steps on all ranks, and are automatic again afterwards."""
+"""GarbageCollection: all ranks collect at the same steps, and automatically again afterwards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from leyden.callbacks import GarbageCollection
 
 
 class Cycle:
-    """Freed by a collection alone."""
+    """Can only be freed by the garbage collector."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 class Watched(Line):
-    """Makes a cycle in each step, and notes after it how many there are, and the steps at which Python collects."""
+    """Creates a cycle in each step, and records the cycles alive and the steps at which Python collects."""
 
     def __init__(self, fails_at: int = -1) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Watched(Line):
 
 
 class Steps(Callback):
-    """Notes at which steps of the fit Python collects everything."""
+    """Records the steps of the fit at which Python runs a full collection."""
 
     def __init__(self) -> None:
         self.at: list[int] = []
@@ -121,7 +121,7 @@ def on_ranks() -> dict[str, list[int]]:
     found = {}
     for strategy in ("ddp", "fsdp"):
         steps = Steps()
-        # The second rank has another history of objects, and of the last global batch no sample.
+        # The second rank has allocated other objects, and has no sample of the last global batch.
         junk = [[number] for number in range(50_000 * int(os.environ["RANK"]))]
         fit(GarbageCollection(every_n_steps=2), count=7, strategy=strategy, extra=[steps])
         found[strategy] = steps.at
@@ -142,7 +142,7 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any) -> None:
 
 
 class Enabled(Dataset[Any]):
-    """Samples that say whether Python collects automatically where they are made."""
+    """Samples that report whether automatic collection is enabled in the process that creates them."""
 
     def __len__(self) -> int:
         return 4

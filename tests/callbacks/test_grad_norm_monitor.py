@@ -24,7 +24,7 @@ from leyden.strategies import FSDPStrategy, MeshStrategy, SingleDeviceStrategy
 
 
 class Net(Regression):
-    """Notes the gradients before clipping, as they are and as torch clips them."""
+    """Records the gradients before clipping and as clipped by torch."""
 
     def __init__(self, configure: Callable[[Any], Any] | None = None) -> None:
         torch.manual_seed(0)
@@ -191,7 +191,7 @@ def test_lbfgs_has_no_norm_after_clipping(tmp_path: Path) -> None:
 
 
 class Log(GradNormMonitor):
-    """Keeps what is shown after each batch, on every rank; for p = ∞ too, and beside it what `grad_norm` finds."""
+    """Records the values shown after each batch, on every rank, and those of `grad_norm`."""
 
     def __init__(self, norm_type: float) -> None:
         super().__init__(norm_type, per="parameter", after_clipping=True)
@@ -213,7 +213,7 @@ class Log(GradNormMonitor):
 
 
 def norms_of(strategy: Any, readers: int) -> list[dict[str, float]]:
-    """Three steps on nine samples: of the last global batch only the first reader has one."""
+    """Takes three steps on nine samples; only the first reader has a sample of the last global batch."""
     torch.manual_seed(0)
     logs = [Log(2.0), Log(math.inf)]
     trainer = Trainer(
@@ -249,7 +249,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
     for strategy in ranks[0]:
         assert len(ranks[0][strategy]) == 3
         for found in (rank[strategy] for rank in ranks):
-            # No hook is called for a batch of which a rank has no sample.
+            # Hooks are not called on a rank without a sample of the batch.
             assert len(found) >= 2, strategy
             for own, expected in zip(found, single[: len(found)], strict=True):
                 assert own.keys() == expected.keys(), strategy

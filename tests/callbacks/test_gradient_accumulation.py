@@ -1,4 +1,4 @@
-"""GradientAccumulation: what it answers, what it refuses, and that the Trainer asks it."""
+"""GradientAccumulation: its lengths, its errors, and its use by the Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.trainer.trainer import Trainer
 
 
 class Windows(Callback):
-    """Notes (epoch, batches) of each window when it closes."""
+    """Records (epoch, batches) of each window when it closes."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -89,6 +89,6 @@ def test_windows_follow_the_schedule_and_end_with_the_epoch(tmp_path: Path) -> N
     callbacks = [GradientAccumulation({1: 4, 2: 2}), windows]
     trainer = Trainer(**QUIET, max_epochs=3, callbacks=callbacks, default_root_dir=tmp_path)
     trainer.fit(Line(), [torch.ones(2, 2)] * 5)
-    # The last window of an epoch is as long as what is left.
+    # The last window of an epoch has the remaining batches.
     assert windows.seen == [(0, 1)] * 5 + [(1, 4), (1, 1)] + [(2, 2), (2, 2), (2, 1)]
     assert trainer.global_step == 10

@@ -1,4 +1,4 @@
-"""LearningRateMonitor: names, intervals, and the value that each step used."""
+"""LearningRateMonitor: names, intervals, and the rate that each step used."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ VALUES = [0.5, 0.3, 0.9, 0.2, 0.4, 0.25]
 
 
 class Scripted(Line):
-    """Logs `val` from a list, one value a validation, and `train` at each step."""
+    """Logs `val` from a list, one value per validation, and `train` at each step."""
 
     def __init__(self, values: Sequence[float] = VALUES, cannot_be_saved_at: int = -1) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ def fit(
 
 
 def names(folder: Path) -> list[str]:
-    """What is in the folder; links as `name -> target`."""
+    """Returns the content of the folder, with symlinks as `name -> target`."""
     return sorted(f"{p.name} -> {p.readlink()}" if p.is_symlink() else p.name for p in folder.iterdir())
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints there, each of which must be whole."""
+    """Returns the steps of the checkpoints in the folder, after verifying each of them."""
     found = []
     for path in folder.iterdir():
         if not path.is_symlink():
@@ -91,8 +91,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def books(path: str | Path, callback: ModelCheckpoint) -> dict[str, Any]:
-    """The callback's state in a checkpoint."""
+def saved_state(path: str | Path, callback: ModelCheckpoint) -> dict[str, Any]:
+    """Returns the callback's state in a checkpoint."""
     state: dict[str, Any] = CheckpointReader(path).state("callbacks")[callback.state_key]
     return state
 
@@ -350,7 +350,7 @@ def test_a_name_that_is_taken_is_replaced_without_the_version_counter(tmp_path: 
 
 
 def test_a_fixed_filename_holds_the_best_and_its_successors_get_versions(tmp_path: Path) -> None:
-    """The one that is replaced makes room for the better one of the same name."""
+    """A better checkpoint of the same name takes the name of the one it replaces."""
     callback = ModelCheckpoint(filename="best", monitor="val")
     fit(tmp_path, callback)
     assert names(tmp_path / "checkpoints") == ["best"]
@@ -402,7 +402,7 @@ def test_triggers_save_at_their_steps(
 
 
 class ByHand(Scripted):
-    """Steps after every n-th batch."""
+    """Takes an optimizer step after every n-th batch."""
 
     def __init__(self, every: int) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class ByHand(Scripted):
 
 
 def test_batches_without_a_step_are_not_saved_as_one(tmp_path: Path) -> None:
-    # The value falls from batch to batch: what is looked at again would be better than what was saved.
+    # The value falls from batch to batch, so a second look would find a better value than the one saved.
     saves = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, monitor="train", mode="max")
     fit(tmp_path, saves, module=ByHand(2), val=None, max_epochs=1)
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=1", "epoch=0-step=2"]
@@ -529,10 +529,10 @@ def test_a_checkpoint_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monk
     assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
 
 
-# the books in the checkpoint ------------------------------------------------------------------------------------------
+# the ranking in the checkpoint ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arguments", [{}, {"filename": "model", "enable_version_counter": False, "save_last": True}])
 def test_the_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Also where it is replaced under its own name."""
+    """Also if the new checkpoint replaces it under the same name."""
     seen: list[list[int]] = []
 
     class Look(Callback):
@@ -566,11 +566,11 @@ def test_a_second_save_to_one_path_replaces_the_first(tmp_path: Path) -> None:
 def test_a_checkpoint_counts_itself(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path, callback, max_epochs=4)
-    state = books(callback.last_model_path, callback)
+    state = saved_state(callback.last_model_path, callback)
     assert state["best_model_path"] == state["last_model_path"] == "epoch=3-step=16"
     assert set(state["best_k_models"]) == {"epoch=1-step=8", "epoch=3-step=16"}
     assert state["saved_step"] == 16
-    # What went when it came, so that a run killed in between can make up for it.
+    # Checkpoints to delete, so that a run killed before their deletion can delete them later.
     assert set(state["doomed"]) == {"epoch=2-step=12", "epoch=0-step=4"}
 
 
@@ -625,7 +625,7 @@ fit(Path(sys.argv[1]), checkpoint)
 def test_a_kill_between_the_commit_and_the_deletion_leaves_nothing_behind(
     tmp_path: Path, step: int, left: list[int], how: str
 ) -> None:
-    """The next run does what was left to do, and ends with the same checkpoints."""
+    """The next run catches up on the deletions, and ends with the same checkpoints."""
     whole = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path / "whole", whole)
     done = run_program(["-c", KILLED, tmp_path / "cut", step, Path(__file__).parent, how])
@@ -640,7 +640,7 @@ def test_what_another_run_wrote_under_an_old_name_is_not_deleted(tmp_path: Path)
     first = ModelCheckpoint()
     fit(tmp_path, first, max_epochs=2)
     kept = first.last_model_path
-    assert list(books(kept, first)["doomed"]) == ["epoch=0-step=4"]
+    assert list(saved_state(kept, first)["doomed"]) == ["epoch=0-step=4"]
     fit(tmp_path, ModelCheckpoint(), max_epochs=1)
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=1-step=8"]
     fit(tmp_path, ModelCheckpoint(), max_epochs=3, ckpt_path=kept)
@@ -742,7 +742,7 @@ def test_zero_turns_a_trigger_off() -> None:
 
 
 class NoStep(Callback):
-    """Of a run that is resumed at its end, and has nothing to train."""
+    """Asserts that a run resumed at its end trains nothing."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         raise AssertionError(f"trains batch {batch_idx} of epoch {trainer.current_epoch}")
@@ -762,7 +762,7 @@ def test_a_slash_in_the_filename_makes_a_folder_and_the_newest_of_all_is_resumed
     ]
     assert first.checkpoint_callback is not None
     assert first.checkpoint_callback.best_model_path == str(home / "b" / "epoch=2-val_loss=none")
-    # The newest lies in a folder that has fewer of them, and comes first by name.
+    # The newest checkpoint is in a folder with fewer of them that sorts first by name.
     with pytest.warns(UserWarning, match="which was not logged"):
         second = fit(tmp_path, nested("a"), ckpt_path="auto", max_epochs=4)
     assert (second.global_step, names(home / "a")) == (16, ["epoch=3-val_loss=none"])

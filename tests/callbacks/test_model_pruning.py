@@ -1,4 +1,4 @@
-"""ModelPruning: torch's own pruning by hand, what stays zero, resumes, and masks of sharded weights."""
+"""ModelPruning: equal to torch's own pruning, zeros that stay, resumes, and masks of sharded weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leyden.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, 
 from leyden.strategies import MeshStrategy
 
 CLIP = 0.01
-"""Below the norm of every gradient: those of pruned weights must not count."""
+"""Below the norm of every gradient, so clipping always acts. Gradients of pruned weights must not count."""
 
 
 def net() -> nn.Sequential:
@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 
 
 class Pruned(Squares):
-    """Weight decay, momentum and clipping, each of which would bring pruned weights back."""
+    """Has weight decay, momentum and clipping, each of which would change pruned weights."""
 
     def __init__(self) -> None:
         super().__init__(net(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1))
@@ -58,7 +58,7 @@ def by_hand(prune_once: Any) -> nn.Module:
             module.loss(batch).backward()
             assert clip_grad_norm_(module.parameters(), CLIP) > CLIP
             optimizer.step()
-        # torch computes a pruned weight in the forward pass, and compares what the last one has computed.
+        # torch masks weights in the forward pass, and its pruning compares the weights of the last one.
         module(torch.zeros(1, 4))
         prune_once([(layer, name) for layer in layers for name in ("weight", "bias")])
     for layer in layers:
@@ -249,7 +249,7 @@ def test_what_cannot_be_pruned_is_refused_before_the_first_step() -> None:
 
 
 class Apart(Callback):
-    """Has each rank draw random numbers of its own."""
+    """Gives each rank its own random numbers."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         torch.manual_seed(trainer.global_rank)

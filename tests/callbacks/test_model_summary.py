@@ -1,4 +1,4 @@
-"""ModelSummary: the table and its counts, and that a summary changes nothing."""
+"""ModelSummary: the table, its counts, and the absence of side effects."""
 
 from __future__ import annotations
 

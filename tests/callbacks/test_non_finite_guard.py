@@ -1,4 +1,4 @@
-"""NonFiniteGuard: no nan comes into the weights, on one process and on ranks that see different batches."""
+"""NonFiniteGuard: nan never reaches the weights, on one process and on ranks with different batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.callbacks import ModelCheckpoint, NonFiniteError, NonFiniteGuard
 
 
 class Net(Line):
-    """Of AdamW, which would decay weights in a step of no gradients; two layers, the second of which gets no nan."""
+    """Two layers, of which only the first gets nan. AdamW would decay weights even in a step with zero gradients."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -41,7 +41,7 @@ class Net(Line):
 
 
 class OneRow(Net):
-    """Only one row of one gradient is nan, which FSDP leaves to one of two ranks."""
+    """Has nan in a single row of one gradient, which under FSDP only one of two ranks holds."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, scale = batch
@@ -52,7 +52,7 @@ class OneRow(Net):
 
 
 def loader(bad: dict[int, float], samples: int = 12) -> DataLoader[Any]:
-    """Batches of two; the loss of some samples is multiplied by something."""
+    """Returns batches of two; the loss of some samples is multiplied by a factor."""
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
     scale = torch.ones(samples)
     for sample, value in bad.items():
@@ -153,7 +153,7 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> No
 
 
 def run_ranks() -> dict[str, Any]:
-    """Only the second rank's samples of the second step are bad."""
+    """Only the samples of the second rank's second step are bad."""
     found: dict[str, Any] = {}
     for name, kind in {"ddp": Net, "fsdp": Net, "fsdp, one row": OneRow}.items():
         guard = NonFiniteGuard("skip")
@@ -184,5 +184,5 @@ def test_ranks_act_alike_on_what_one_of_them_has_seen(world: list[dict[str, Any]
 def test_a_rank_names_what_another_one_has_seen() -> None:
     ended = [str(end) for end in run_world(2, stop, may_fail=True)]
     words = r"NonFiniteError: the gradients of step 2 .* were not finite: layer\.weight"
-    # The first to raise speaks for all; the others end with it.
+    # The first rank to raise reports the error; it ends the others.
     assert all(re.match(rf"{words}|1$", end) for end in ended) and any(re.match(words, end) for end in ended)

@@ -24,7 +24,7 @@ DATA = numbered(6, size=2)
 
 
 class Failing(Squares):
-    """Raises, or is interrupted, in one batch of its training."""
+    """Raises, or is interrupted, in one training batch."""
 
     def __init__(self, fails_at: int = -1, interrupts: bool = False, fails_in_validation: bool = False) -> None:
         super().__init__(configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.01))
@@ -70,14 +70,14 @@ def test_an_error_saves_the_last_whole_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_resume_after_an_error_ends_as_the_uninterrupted_run_does(tmp_path: Path, accumulate: int) -> None:
-    """The error lies inside a window, which the resume repeats from its start."""
+    """The error occurs inside a window, which the resume repeats from its start."""
     whole = Failing()
     make(tmp_path / "whole", accumulate_grad_batches=accumulate).fit(whole, DATA)
     callback = OnExceptionCheckpoint(tmp_path)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback, accumulate_grad_batches=accumulate).fit(Failing(fails_at=5), DATA)
     progress = saved_progress(callback.ckpt_path)
-    # Also a window of one batch was open: random numbers may have been drawn in it.
+    # A window of one batch was open as well: it may have drawn random numbers.
     assert (progress["global_step"], progress["batch"]) == ((5, 5) if accumulate == 1 else (1, 4))
     assert progress["samples"] == 2 * progress["batch"]
     assert not progress["exact"]
@@ -166,7 +166,7 @@ def test_model_checkpoint_names_the_save_on_an_exception_by_its_template(tmp_pat
     assert name.startswith("mine-step=5-value=")
 
     class Broken(ModelCheckpoint):
-        """As after an error of the device, when nothing can be read back."""
+        """Simulates a device error, after which nothing can be read back."""
 
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
             def fails(values: Any) -> Any:

@@ -18,14 +18,14 @@ from leyden.callbacks import BasePredictionWriter
 
 
 class Doubles(Line):
-    """Predicts twice each number."""
+    """Predicts the double of each number."""
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return {"twice": 2 * input_of(batch)}
 
 
 class Files(BasePredictionWriter):
-    """Writes one file for each batch, and one for all."""
+    """Writes one file per batch, and one for all predictions."""
 
     def __init__(self, folder: Path, interval: Any = "batch_and_epoch") -> None:
         super().__init__(interval)

@@ -1,4 +1,4 @@
-"""NonFiniteGuard("rollback"): the run goes back to its checkpoint and on in the data, and a resume of it is exact."""
+"""NonFiniteGuard("rollback"): the model returns to its checkpoint, the data continues, and a resume is exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from leyden.trainer.cli.checkpoint.replay import _report, passed_over_after
 from leyden.trainer.format.digests import read_digests
 
 SIZE = 40
-"""Samples; batches of two make 20 batches of an epoch."""
+"""The number of samples: 20 batches of two per epoch."""
 
 
 class Data(Dataset[Tensor]):
@@ -56,12 +56,12 @@ class Data(Dataset[Tensor]):
 
 
 class Net(Squares):
-    """Draws in each step, steps schedulers by steps and by epochs, and sums up an epoch's loss."""
+    """Draws random numbers in each step, has schedulers by step and by epoch, and sums up each epoch's loss."""
 
     def __init__(self, bad: tuple[int, ...] = (), dropout: float = 0.2) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 4), nn.Dropout(dropout), nn.Linear(4, 1)))
         self.bad = bad
-        """Batches, counted over epochs, of which the loss is nan."""
+        """The batches with a loss of nan, counted across epochs."""
         self.used: list[tuple[int, int, int]] = []
         self.firsts: list[float] = []
         self.epoch_losses: list[float] = []
@@ -85,7 +85,7 @@ class Net(Squares):
 
 
 class At(Callback):
-    """Does something after a batch, counted over epochs; before the guard looks."""
+    """Calls a function after one batch, counted across epochs, before the guard checks."""
 
     def __init__(self, at: int, does: Any) -> None:
         self.at, self.does = at, does
@@ -111,7 +111,7 @@ def run(
     val: Any = None,
     **arguments: Any,
 ) -> tuple[Trainer, NonFiniteGuard]:
-    """Fits with a guard that goes back, and a checkpoint every few steps."""
+    """Fits with a guard that rolls back, and a checkpoint every few steps."""
     guard = NonFiniteGuard("rollback") if guard is None else guard
     saves = ModelCheckpoint(every_n_train_steps=every, save_top_k=-1) if saves is None else saves
     settings = {**QUIET, "max_epochs": 2, **arguments, "default_root_dir": folder, "enable_checkpointing": True}
@@ -141,7 +141,7 @@ def state_of(module: Any, trainer: Trainer) -> dict[str, Any]:
 
 # the numbers ----------------------------------------------------------------------------------------------------------
 def by_hand(bad: tuple[int, ...], every: int, accumulate: int, further: int, epochs: int) -> dict[str, Any]:
-    """The plain loop that does the same, with deep copies for checkpoints."""
+    """Runs the same training as a plain loop, with deep copies as checkpoints."""
     module = seeded()
     [optimizer], [by_epoch, other] = module.configure_optimizers()
     by_step, parts = other["scheduler"], (module, optimizer, by_epoch, other["scheduler"])
@@ -184,7 +184,7 @@ def by_hand(bad: tuple[int, ...], every: int, accumulate: int, further: int, epo
     ("bad", "every", "accumulate", "further", "steps"),
     [
         ((7, 8, 31, 39), 5, 1, 0, [(8, 5), (6, 5), (28, 25), (33, 30)]),
-        # Back over the end of an epoch; over the rest of one.
+        # Rolls back across the end of an epoch; skips the rest of one.
         ((24, 44), 20, 1, 0, [(25, 20), (40, 20)]),
         ((12, 35), 5, 1, 9, [(13, 10), (26, 25)]),
         ((9, 30), 2, 3, 2, [(4, 2), (8, 6)]),
@@ -200,7 +200,7 @@ def test_a_run_that_goes_back_ends_with_the_bits_of_a_loop_that_does(
     assert guard.rolled_back == steps
     wanted = by_hand(bad, every, accumulate, further, 3)
     assert differences({name: found[name] for name in wanted}, wanted) == []
-    # Every batch is counted, those that the weights are without too.
+    # Every batch is counted, including those whose steps are undone.
     progress = trainer.progress
     assert progress.batches == 60 and progress.samples == 120 and math.isfinite(module.epoch_losses[0])
     assert accumulate > 1 or progress.batches - progress.passed_over == trainer.global_step
@@ -217,7 +217,7 @@ def test_it_goes_back_in_its_steps_and_on_in_its_data(tmp_path: Path) -> None:
 
 
 def test_no_shuffle_is_drawn_twice(tmp_path: Path) -> None:
-    """Without dropout nothing but the loader draws: the random numbers of the checkpoint would be a shuffle's."""
+    """Without dropout only the loader draws: restoring the checkpoint's random numbers would repeat a shuffle."""
     orders = []
     for bad in ((), (24,)):
         module = seeded(bad, dropout=0.0)
@@ -229,8 +229,8 @@ def test_no_shuffle_is_drawn_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("every", "further", "bad", "places", "stops"),
-    # The second goes back into the epoch before the last one, the third passes over the rest of an epoch. Each is
-    # broken off where the last checkpoint is from before it has gone back, and after a further one.
+    # The second rolls back into an earlier epoch, the third skips the rest of an epoch. Each is interrupted once
+    # while its last checkpoint precedes the rollback, and once after a later checkpoint.
     [
         (5, 0, (13, 34, 36), [(14, 10), (31, 30), (32, 30)], (36, 50)),
         (30, 0, (33, 44), [(34, 30), (41, 30)], (45, 58)),
@@ -261,7 +261,7 @@ def test_a_run_that_is_broken_off_and_resumed_ends_as_the_one_that_is_not(
 
 
 class Draws(Net):
-    """Draws its batches itself."""
+    """Draws its own batches."""
 
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, batch_idx, _ = next(dataloader_iter)
@@ -300,10 +300,10 @@ def test_a_checkpoint_of_another_run_is_no_place_to_go_back_to(tmp_path: Path) -
     other = tmp_path / "other" / "checkpoints" / "epoch=0-step=15"
     with pytest.raises(NonFiniteError, match="has not saved a checkpoint yet"):
         run(tmp_path / "own", seeded((17,)), every=9, path=other)
-    # A run that is resumed is the same run.
+    # A resumed run counts as the same run.
     trainer, guard = run(tmp_path / "other", seeded((17,)), every=9, path=other)
     assert guard.rolled_back == [(18, 15)] and trainer.progress.batches == 40
-    # Its weights alone are none of this run's steps.
+    # A run that only starts from the weights does not.
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True},
         default_root_dir=tmp_path / "other",
@@ -336,7 +336,7 @@ def test_checkpoints_that_are_gone_or_of_weights_alone_are_no_places(tmp_path: P
     weights = ModelCheckpoint(every_n_train_steps=1, save_weights_only=True, filename="weights-{step}", save_top_k=-1)
     _, guard = run(tmp_path, seeded((17, 33)), weights, saves=newest)
     assert guard.rolled_back == [(18, 15), (31, 30)]
-    # The steps come again under their numbers; nothing that is there is replaced.
+    # Repeated steps have the same numbers, and existing checkpoints are not replaced.
     names = {path.name for path in (tmp_path / "checkpoints").glob("weights-*")}
     assert {"weights-step=16", "weights-step=16-v1", "weights-step=35"} <= names
 
@@ -345,7 +345,7 @@ def test_a_save_beside_the_training_is_waited_for(tmp_path: Path) -> None:
     saves = ModelCheckpoint(every_n_train_steps=5, save_top_k=-1, asynchronous=True)
     module = seeded((15,))
     trainer, guard = run(tmp_path / "beside", module, saves=saves)
-    # Asked for one step after that save has begun.
+    # The rollback comes one step after the start of this save.
     assert guard.rolled_back == [(16, 15)]
     found = state_of(module, trainer)
     again = seeded((15,))
@@ -367,7 +367,7 @@ def test_a_fit_without_a_checkpoint_before_its_end_is_refused(tmp_path: Path) ->
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=[NonFiniteGuard("rollback")])
     with pytest.raises(ConfigurationError, match="no ModelCheckpoint saves"):
         trainer.fit(seeded(), DataLoader(Data(), 2))
-    # The end of each epoch is enough for two of them, and validations within one for one.
+    # A save per epoch suffices for two epochs, and one per validation for a single epoch.
     run(tmp_path / "two", seeded((25,)), saves=ModelCheckpoint())
     val = DataLoader(Data(size=4), 2)
     run(tmp_path / "one", seeded((15,)), saves=ModelCheckpoint(), max_epochs=1, val_check_interval=10, val=val)
@@ -401,7 +401,7 @@ def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
 
 def test_a_callback_of_the_users_goes_back_by_itself(tmp_path: Path) -> None:
     class Counts(Callback):
-        """Its state is how many batches it has seen, which belongs to the weights."""
+        """Counts the batches that the weights include."""
 
         seen = 0
 
@@ -441,7 +441,7 @@ def test_a_second_fit_does_not_go_back_for_the_first(tmp_path: Path) -> None:
 
 # other callbacks ------------------------------------------------------------------------------------------------------
 def test_averages_go_back_with_the_weights(tmp_path: Path) -> None:
-    """To a checkpoint with averages, and to one from before the first of them."""
+    """Rolls back to a checkpoint with averages, and to one from before the first of them."""
     found = []
     for first in (0, 12):
         module = seeded((18,))
@@ -452,7 +452,7 @@ def test_averages_go_back_with_the_weights(tmp_path: Path) -> None:
         trainer, guard = run(tmp_path / f"{first} back", module, ema, every=10, max_epochs=1)
         assert guard.rolled_back == [(14, 10)]
         found.append((module.state_dict(), ema))
-        # By hand: the weights after each step that was not undone.
+        # The expected averages are computed from the weights after each step that was not undone.
         assert trainer.global_step == 16
     for first, (averages, _) in zip((0, 12), found, strict=True):
         weights = weights_after_steps((13,), 10)
@@ -468,7 +468,7 @@ def test_averages_go_back_with_the_weights(tmp_path: Path) -> None:
 
 
 def weights_after_steps(bad: tuple[int, ...], every: int) -> list[dict[str, Tensor]]:
-    """The weights after each step of the plain loop of one epoch that was not undone."""
+    """Returns the weights after each step that was not undone, from a plain loop over one epoch."""
     module = seeded()
     [optimizer], [_, other] = module.configure_optimizers()
     parts, found, saved = (module, optimizer, other["scheduler"]), [], None
@@ -495,7 +495,7 @@ def test_digests_are_of_the_steps_that_led_to_the_weights(tmp_path: Path) -> Non
     [file] = tmp_path.rglob("digests.jsonl")
     records = list(read_digests(file))
     assert [record.step for record in records] == list(range(17))
-    # Those of a run in which nothing was undone until there, and of a resume of the end.
+    # Equal to those of a run without a rollback up to there, and to those of a resume.
     run(tmp_path / "good", seeded(), max_epochs=1, digest_every_n_steps=1)
     [other] = (tmp_path / "good").rglob("digests.jsonl")
     good = list(read_digests(other))
@@ -514,7 +514,7 @@ def test_time_and_totals_do_not_come_back_and_rows_stay(tmp_path: Path) -> None:
     assert began == [timer.start_time()] and began[0] is not None
     assert monitor.state_dict()["batches"] == 20
     rows = [line.split(",")[0] for line in Path(logger.metrics_file_path).read_text().splitlines()[1:]]
-    # Step 8 is the bad one; 6 to 8 are there once more.
+    # Step 8 is the bad one, so 6 to 8 are repeated.
     assert [step for step, _ in itertools.groupby(rows)][:12] == [*"12345678", *"6789"]
     with open(logger.metrics_file_path, newline="") as file:
         measured = [row["step"] for row in csv.DictReader(file) if row["train/device/batches_per_sec"]]
@@ -524,7 +524,7 @@ def test_time_and_totals_do_not_come_back_and_rows_stay(tmp_path: Path) -> None:
 def test_a_ranking_keeps_the_checkpoints_that_are_there(tmp_path: Path) -> None:
     class Scores(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            # The best is of a step that is undone.
+            # The best score belongs to a step that is undone.
             self.log("score", 0.0 if self.trainer.progress.batches == 8 else 1.0)
 
     seed_everything(3)
@@ -535,14 +535,14 @@ def test_a_ranking_keeps_the_checkpoints_that_are_there(tmp_path: Path) -> None:
     _, guard = run(tmp_path, Scores((9,)), best, stopping, **settings)
     assert guard.rolled_back == [(10, 5)]
     assert Path(best.best_model_path).name == "best-step=8" and float(best.best_model_score or 0) == 0.0
-    # One is kept of all that were ranked; none is left behind.
+    # Only the best of all ranked checkpoints is kept.
     assert [path.name for path in (tmp_path / "checkpoints").glob("best-*")] == ["best-step=8"]
-    # The score of weights that are gone is not what later ones have to reach.
+    # EarlyStopping has discarded the score of the undone weights.
     assert float(stopping.best_score) == 1.0
 
 
 class Grown(TrainModule):
-    """A backbone that is trained from the second epoch on."""
+    """Has a backbone that is unfrozen in the second epoch."""
 
     def __init__(self, bad: tuple[int, ...]) -> None:
         super().__init__()
@@ -557,7 +557,7 @@ class Grown(TrainModule):
 
 
 def test_a_backbone_is_unfrozen_again(tmp_path: Path) -> None:
-    """Also in the epoch in which it was unfrozen, where the last checkpoint is from before."""
+    """Also in the epoch that unfreezes it, if the last checkpoint is from before."""
     found = []
     for bad in ((), (23,), (43,)):
         seed_everything(3)
@@ -598,12 +598,12 @@ def test_a_scaler_leaves_steps_out_and_goes_back_after_too_many(tmp_path: Path) 
         assert all(bool(tensor.isfinite().all()) for tensor in module.state_dict().values())
         scales.append(trainer.strategy.precision.state_dict()["scaler"]["scale"])
         assert trainer.global_step == (16 if places else 20)
-    # Four halvings, or the scale of the checkpoint.
+    # The scale of the checkpoint, or the scale after four halvings.
     assert scales[0] == scales[1] == scales[2] / 16
 
 
 class Validated(Callback):
-    """Does something after each validation."""
+    """Calls a function after each validation."""
 
     def __init__(self, does: Any) -> None:
         self.does = does
@@ -614,7 +614,7 @@ class Validated(Callback):
 
 @pytest.mark.parametrize("ends", ["limit", "error"])
 def test_a_checkpoint_of_the_runs_end_is_none_to_go_back_to(ends: str, tmp_path: Path) -> None:
-    """A run that was not ended there would not have saved it."""
+    """An uninterrupted run would not have saved this checkpoint."""
 
     def fitted(folder: Path, *callbacks: Callback, **arguments: Any) -> tuple[list[tuple[int, int]], dict[str, Any]]:
         module = seeded((8,))
@@ -624,7 +624,7 @@ def test_a_checkpoint_of_the_runs_end_is_none_to_go_back_to(ends: str, tmp_path:
 
     places, wanted = fitted(tmp_path / "whole")
     assert places == [(9, 5)]
-    # Ended twice, before the step is undone: the second end's checkpoint follows the first one's.
+    # Ended twice before the bad step; the second end also saves a checkpoint.
     for stop in (6, 7):
         path = "last" if stop == 7 else None
         if ends == "limit":
@@ -638,7 +638,7 @@ def test_a_checkpoint_of_the_runs_end_is_none_to_go_back_to(ends: str, tmp_path:
 
 
 def test_batches_that_are_passed_over_do_not_drop_the_validation_at_the_epochs_end(tmp_path: Path) -> None:
-    # Of 20 batches; the bad one is the 8th, and 17 more would be passed over.
+    # The 8th of 20 batches is bad, and 17 more would be skipped.
     for interval, further, places in (
         (20, 17, [(0, 20)]),
         (5, 17, [(0, 5), (0, 20)]),
@@ -660,7 +660,7 @@ def test_batches_that_are_passed_over_do_not_drop_the_validation_at_the_epochs_e
 
 
 class Windows(TrainModule):
-    """Steps by hand, after every fourth batch."""
+    """Steps manually after every fourth batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -755,13 +755,13 @@ def test_a_replay_shows_a_step_for_the_first_time_and_says_so(tmp_path: Path, mo
         found: dict[str, Any] = json.loads(replay.report.read_text())
         return found
 
-    # The bad step, and one before it, which came again.
+    # The bad step, and an earlier one, which was repeated.
     found = replayed(13, 10, "bad")
     assert found["step"] == 13 and found["batch"] == 12 and found["gradients"]["net.0.weight"]["nan"]
     found = replayed(12, 10, "before")
     lines = _report(found, folder, {"net.0.weight": ["float32 (4, 2)", "of the second time"]}, 3)
     assert found["batch"] == 11 and any("skipped 3 batches, so it may have repeated the step" in x for x in lines)
     assert not any("recorded" in line for line in lines)
-    # One that came only after it had gone back; and one after a checkpoint that was saved since.
+    # A step taken only after the rollback, and one after a later checkpoint.
     assert "the run rolled back here: replay a later step" in replayed(14, 10, "after")["error"]
     assert replayed(16, 15, "since")["batch"] == 18

@@ -1,4 +1,4 @@
-"""BatchSizeScheduler, GradientAccumulation by step and SequenceLengthWarmup: exact over a resume, and on more ranks."""
+"""BatchSizeScheduler, GradientAccumulation by step, SequenceLengthWarmup: exact across resumes and on more ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from leyden.callbacks import (
 
 
 class Steps(Callback):
-    """Notes the batches, the samples so far and the epoch of each step."""
+    """Records the batches, the samples so far and the epoch of each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -55,7 +55,7 @@ def schedules() -> list[Any]:
 @pytest.mark.parametrize("index", [0, 1])
 def test_steps_grow_by_the_schedule(index: int) -> None:
     seen, _, trainer = fit(schedules()[index])
-    # The last step of an epoch takes the 8 samples that are left of 40.
+    # The last step of an epoch takes the remaining 8 of 40 samples.
     assert [samples for _, samples, _ in seen] == [4, 8, 16, 24, 32, 40, 52, 64, 76, 80]
     assert trainer.estimated_stepping_batches == len(seen) == trainer.global_step
     assert trainer.accumulate_grad_batches == 6
@@ -68,7 +68,7 @@ def test_a_schedule_by_epoch_counts_samples() -> None:
 
 
 def test_a_schedule_is_that_of_windows_of_fixed_lengths(tmp_path: Path) -> None:
-    """The same gradients as runs that are each resumed with another accumulation."""
+    """The gradients equal those of runs that are each resumed with another accumulation."""
     _, weights, _ = fit(schedules()[0], max_steps=7)
     path = None
     for batches, until in ((2, 2), (4, 5), (6, 7)):
@@ -141,7 +141,7 @@ def test_batches_of_a_sequential_loader_count_once_and_must_be_of_one_size(capsy
 
 
 def test_sizes_of_one_batch_are_no_accumulation() -> None:
-    """LBFGS, which evaluates each loss several times, refuses windows of several batches alone."""
+    """LBFGS evaluates each loss several times, so only windows of several batches are refused."""
 
     class Closure(Line):
         def configure_optimizers(self) -> Any:
@@ -216,7 +216,7 @@ def test_a_search_for_a_batch_size_refuses_a_schedule_of_sizes() -> None:
 
 # sequences ------------------------------------------------------------------------------------------------------------
 class Tokens(Dataset[Any]):
-    """Samples (tokens, class) in several forms of batches; each token is its sample's number."""
+    """Samples (tokens, class) in several batch formats. Each token is its sample's number."""
 
     def __init__(self, size: int = 16, length: int = 12) -> None:
         self.size, self.length = size, length
@@ -230,7 +230,7 @@ class Tokens(Dataset[Any]):
 
 
 class Lengths(Line):
-    """Notes the shapes and samples of its batches."""
+    """Records the shapes and samples of its batches."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -270,7 +270,7 @@ def test_sequences_grow_by_steps_and_a_validation_has_whole_ones() -> None:
 def test_a_resume_has_the_lengths_of_the_straight_run(tmp_path: Path, step: int) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     straight = grown(extra=[keeper], enable_checkpointing=True)
-    # Of a longer run, whose half would be another number of steps.
+    # A longer run: half of it would be another number of steps.
     resumed = grown(str(tmp_path / f"step={step}"), max_epochs=3)
     assert resumed.seen[: 8 - step] == straight.seen[step:]
     again = grown(str(tmp_path / f"step={step}"))

@@ -1,4 +1,4 @@
-"""SpikeDetection: a loss that jumps ends the run on all ranks, names its samples, and is in no checkpoint."""
+"""SpikeDetection: a spike ends the run on all ranks, names its samples, and is in no checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FALLING = [1 / number for number in range(1, 13)]
 
 
 class Told(Line):
-    """Its loss is the first number of its batch, whatever the weights are; as a sum of items if `counts`."""
+    """Returns the first number of its batch as the loss, whatever the weights; as a sum over items if `counts`."""
 
     def __init__(self, counts: bool = False) -> None:
         super().__init__(1, 1)
@@ -36,7 +36,7 @@ class Told(Line):
 
 
 def fit(folder: Path, losses: list[float], module: Told | None = None, **options: Any) -> SpikeDetection:
-    """Trains on batches with these losses; arguments of the callback are given with those of the Trainer."""
+    """Trains on batches with these losses. `options` are arguments of the callback and of the Trainer."""
     names = ("mode", "window", "warmup", "atol", "rtol", "exclude_batches_path", "finite_only")
     own = {name: options.pop(name) for name in names if name in options}
     ckpt_path, extra, size = (options.pop(name, other) for name, other in (("path", None), ("extra", []), ("size", 1)))
@@ -80,14 +80,14 @@ def test_every_batch_of_an_epoch_is_looked_at(tmp_path: Path, at: int, batches: 
         ([1, 1, 1, 3.0], {}, 3),
         ([1, 1, 1, 3.0], {"mode": "max"}, None),
         ([1, 1, 1, -1.0], {"mode": "max"}, 3),
-        # Far from the mean by a fall, and then no better than the loss before.
+        # A fall far from the mean, and then a rise that is still far below it.
         ([9, 9, 9, 0.1, 0.2], {"rtol": 0.5}, None),
         ([1, 9, 1, 1], {"warmup": 2}, None),
         ([1, 9, 1, 1], {"warmup": 0}, 1),
         ([1, 1, 3.5], {"atol": 2.6}, None),
         ([1, 1, 3.5], {"atol": 2.5}, 2),
         ([1, 1, 1.5], {"atol": 0.5, "rtol": None}, 2),
-        # By the last two losses, of which the mean is 5.
+        # The mean of the last two losses is 5.
         ([1, 1, 5, 5, 14.9], {"window": 2, "rtol": 2.0, "warmup": 4}, None),
         ([1, 1, 5, 5, 15.0], {"window": 2, "rtol": 2.0, "warmup": 4}, 4),
         ([1, math.nan, 1], {}, 1),
@@ -120,7 +120,7 @@ def test_no_checkpoint_holds_the_weights_after_a_spike(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_ends_as_the_straight_one(tmp_path: Path) -> None:
-    """From a checkpoint before the spike, whose last loss nobody had looked at."""
+    """Resumes from checkpoints before the spike whose last loss had not been checked."""
     losses = with_jump(7, 0.9)
     with pytest.raises(TrainingSpikeException) as straight:
         fit(tmp_path, losses, window=3, extra=[keeper(tmp_path)], enable_checkpointing=True)
@@ -128,7 +128,7 @@ def test_a_resumed_run_ends_as_the_straight_one(tmp_path: Path) -> None:
         with pytest.raises(TrainingSpikeException) as resumed:
             fit(tmp_path, losses, window=3, path=str(tmp_path / f"kept/step={step}"))
         assert str(resumed.value) == str(straight.value)
-    # What was there is kept.
+    # Existing entries are kept.
     assert [entry["batch"] for entry in json.loads((tmp_path / "skip_batches.json").read_text())] == [6, 7] * 4
 
 
@@ -209,7 +209,7 @@ def test_a_forged_state_is_refused() -> None:
 
 
 def on_ranks(folder: str, strategy: str, path: str | None = None) -> None:
-    """The first rank's losses stay at 1; of the last global batch it has the only sample."""
+    """The first rank's losses stay at 1. It has the only sample of the last global batch."""
     arguments: dict[str, Any] = {"strategy": strategy, "path": path}
     if path is None:
         arguments |= {"extra": [keeper(Path(folder))], "enable_checkpointing": True}
@@ -223,7 +223,7 @@ def on_ranks(folder: str, strategy: str, path: str | None = None) -> None:
 
 
 def ends_of(folder: Path, *arguments: Any) -> list[str]:
-    # The first rank to raise speaks for all, and the others end with it.
+    # The first rank to raise reports the error; it ends the others.
     return sorted({str(end) for end in run_world(2, on_ranks, str(folder), *arguments, may_fail=True)} - {"1"})
 
 

@@ -1,4 +1,4 @@
-"""States of callbacks that a checkpoint may hold, damaged or forged: what passes the check can be loaded."""
+"""Damaged and forged states of callbacks in a checkpoint: every state that passes the check can be loaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WRONG = (None, "x", -3, 1.5, math.nan, True, [1], [None], [["a"]], {"a": "b"})
 
 
 def damaged(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state without one of its entries, and with each of them replaced by a value of every kind."""
+    """Yields the state without each of its entries, and with each entry replaced by a value of every kind."""
     yield {"strange": 1}
     for key in state:
         yield {other: value for other, value in state.items() if other != key}

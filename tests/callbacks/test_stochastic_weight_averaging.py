@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: torch.optim.swa_utils by hand, resumes before, inside and after its epochs, and ranks."""
+"""StochasticWeightAveraging: equal to torch.optim.swa_utils, resumes before, in and after its epochs, several ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def configured(module: nn.Module) -> Any:
 
 
 class Net(Squares):
-    """Notes its learning rates."""
+    """Records its learning rates."""
 
     def __init__(self, norm: bool = True, configure: Any = configured) -> None:
         super().__init__(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 4)))
@@ -90,7 +90,7 @@ def test_it_is_torchs_recipe_bit_for_bit(strategy: str, epochs: int) -> None:
 
 
 class Spoils(Callback):
-    """Draws a random number after each epoch, which a pass of its own must not shift."""
+    """Draws a random number after each epoch. The extra pass for batch norm must not change it."""
 
     def __init__(self) -> None:
         self.drawn: list[float] = []
@@ -196,7 +196,7 @@ def test_manual_optimisation_with_batch_norm_is_refused_before_the_first_step() 
 
 
 class Interrupts(Net):
-    """Is asked to end in the third batch of the pass for batch norm."""
+    """Receives the request to end in the third batch of the pass for batch norm."""
 
     def __init__(self, interrupts: bool) -> None:
         torch.manual_seed(0)
@@ -219,14 +219,14 @@ def test_a_signal_breaks_the_last_pass_off_and_the_resume_repeats_it(tmp_path: P
     with pytest.raises(SystemExit):
         fit([callback(), saved], broken, enable_checkpointing=True)
     assert broken.measured == 3
-    # What is left, and saved, are the current weights.
+    # The module and the checkpoint have the current weights.
     assert not torch.equal(broken.net[0].weight, straight.net[0].weight)
     resumed = fit([callback()], Interrupts(False), ckpt_path=newest(tmp_path))
     assert resumed.measured == 6 and not differences(weights_of(resumed), weights_of(straight))
 
 
 class Remeasures(Callback):
-    """Computes batch norm's statistics in the middle of an epoch."""
+    """Recomputes batch norm's statistics in the middle of an epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -244,7 +244,7 @@ def test_a_pass_within_an_epoch_leaves_the_workers_of_the_fit_alone() -> None:
 
 
 class Ordered(Net):
-    """Notes the batches that it trains on."""
+    """Records its training batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_batch_norm_is_measured_in_a_fit_alone() -> None:
 
 # several ranks --------------------------------------------------------------------------------------------------------
 class OfAllSamples(Net):
-    """Its batch norm sees the ranks' batches of two, as one process does whose batches have two."""
+    """Has batch norm over batches of two on each rank, as in one process with batches of two."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(input_of(batch)).square().mean()
@@ -298,7 +298,7 @@ def test_ranks_average_as_one_process_does(tmp_path: Path) -> None:
         assert not differences(straight, resumed)
         for name, values in expected.items():
             assert straight[name] == pytest.approx(values, rel=0, abs=1e-12), name
-    # Batch norm's statistics are those over the batches of all ranks, equal on them.
+    # Batch norm's statistics cover the batches of all ranks, and are equal on all of them.
     for one, other in zip(*ranks, strict=True):
         assert not differences(one[2], other[2])
         assert one[2]["net.1.num_batches_tracked"] == [6]

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: what it counts, at which rates, under which names and steps."""
+"""ThroughputMonitor: its counts and rates, and the names and steps they are logged under."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def module() -> Evaluated:
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by a second whenever it is read: each of a batch's four parts takes one."""
+    """Replaces the clock by one that advances a second per reading, so each of a batch's four parts takes a second."""
     now = iter(range(10**6))
 
     class Clock:
@@ -49,7 +49,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(root: Path, beginning: str = "train/") -> dict[int, dict[str, float]]:
-    """The values of the CSV file by step."""
+    """Returns the values of the CSV file by step."""
     [path] = root.rglob("metrics.csv")
     found: dict[int, dict[str, float]] = {}
     for row in csv.DictReader(path.read_text().splitlines()):
@@ -107,7 +107,7 @@ def test_validation_has_rates_of_its_own_and_is_no_part_of_the_trainings_time(tm
     trainer = Trainer(**settings, callbacks=[monitor], log_every_n_steps=2, val_check_interval=3)
     trainer.fit(module(), BATCHES, [torch.ones(5, 4)] * 2)
     assert rows(tmp_path)[12]["train/time"] == 4 * 12
-    # Four passes of two batches, without those of the sanity check.
+    # Four passes of two batches, not counting the sanity check.
     assert rows(tmp_path, "validate/")[12] == {
         "validate/time": 8,
         "validate/batches": 8,
@@ -129,7 +129,7 @@ def test_a_window_of_several_batches_is_logged_at_its_step_and_every_batch_count
 
 @pytest.mark.parametrize(("every", "steps"), [(2, [3, 4, 6]), (1, [1, 3, 4, 5, 6]), (0, [])])
 def test_a_row_whose_step_rank_0_misses_comes_at_the_next_one(every: int, steps: list[int], tmp_path: Path) -> None:
-    """Of the second batch nothing is left, so its hooks are not called."""
+    """All samples of the second batch are bad, so its hooks are not called."""
     own, loader = Squares(torch.nn.Linear(3, 1)), DataLoader(Broken(set(range(4, 8)), 24), 4)
     settings = {**QUIET, "logger": CSVLogger(tmp_path), "max_epochs": 1, "default_root_dir": tmp_path}
     trainer = Trainer(**settings, callbacks=[ThroughputMonitor(len)], log_every_n_steps=every, on_bad_sample="skip")
@@ -179,7 +179,7 @@ def test_devices_are_known_by_their_names() -> None:
     assert peak_of("NVIDIA GH200 480GB", torch.bfloat16) == 989e12
     assert peak_of("NVIDIA GB200", torch.bfloat16) == 2500e12 and peak_of("NVIDIA B200", torch.bfloat16) == 2250e12
     assert peak_of("NVIDIA H200 NVL", torch.bfloat16) == 835e12
-    # A slice of a GPU has a part of its rate.
+    # A slice of a GPU has only a fraction of its rate.
     assert peak_of("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16) is None
 
 
@@ -210,7 +210,7 @@ SETTINGS = {
 
 
 def test_tf32_is_found_by_each_of_torchs_settings() -> None:
-    """Each in a process of its own: they cannot be mixed, nor set back."""
+    """Tests each setting in a separate process: they cannot be mixed, nor reset."""
     program = f"""
 import os, torch
 from leyden.callbacks.peak_flops import _allows_tf32
@@ -229,6 +229,6 @@ def test_operations_are_counted_forward_and_backward() -> None:
     with torch.device("meta"):
         net, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
     assert measure_flops(net, lambda: net(x)) == 2 * 2 * 8 * 4
-    # Backward computes the gradient of the weight; the input needs none.
+    # Backward computes only the weight's gradient; the input needs none.
     assert measure_flops(net, lambda: net(x), torch.sum) == 2 * 2 * 2 * 8 * 4
     assert net.weight.grad is None

@@ -19,7 +19,7 @@ from leyden.trainer.trainer import Trainer
 
 
 class Net(Line):
-    """Has every stage."""
+    """Implements every stage."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass
@@ -107,7 +107,7 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
 
 
 class Waits(Callback):
-    """Works until a time has gone by, so that a limit in time is met at a known step."""
+    """Busy-waits at one step until some time has passed, so the time limit is reached at a known step."""
 
     def __init__(self, timer: Timer, at_step: int, seconds: float) -> None:
         self.timer, self.at_step, self.seconds = timer, at_step, seconds

@@ -1,4 +1,4 @@
-"""Averages of weights: torch's own by hand, what is evaluated and saved, resumes, and shards on several ranks."""
+"""Weight averaging: equal to torch's own, evaluated and saved, across resumes, and on shards of several ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 class Net(Squares):
-    """Batch norm, tied weights and AdamW; notes the weights after each step, and what a validation sees."""
+    """Batch norm, tied weights and AdamW. Records the weights after each step and during each validation."""
 
     def __init__(self, norm: bool = True, dtype: torch.dtype = torch.float32) -> None:
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 4)]
@@ -59,13 +59,13 @@ def fit(callbacks: Any, module: Net | None = None, ckpt_path: Any = None, **argu
 
 
 def by_hand(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tensor]:
-    """AveragedModel over the weights that were there after some steps."""
+    """Returns an AveragedModel over the weights recorded after some steps."""
     model = Net().net
     average = AveragedModel(model, use_buffers=True, **arguments)
     for step in steps:
         model.load_state_dict({name.removeprefix("net."): tensor for name, tensor in step.items()})
         average.update_parameters(model)
-    # Torch averages the count of batches, too, and rounds it.
+    # torch also averages the count of batches, and rounds it.
     average.module[1].num_batches_tracked.copy_(model[1].num_batches_tracked)
     return {f"net.{name}": tensor for name, tensor in average.module.state_dict().items()}
 
@@ -114,7 +114,7 @@ def test_without_buffers_those_of_the_last_update_are_kept() -> None:
 
 
 class Counts(Net):
-    """Has buffers that no average can be of, which change with each step."""
+    """Has buffers that cannot be averaged and change at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_is_written_beside_the_training_is_the_same(tmp_path: 
 
 
 class SavesInside(Callback):
-    """Saves in the middle of a validation, in which the averages are in the module."""
+    """Saves during a validation, while the module holds the averages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -337,7 +337,7 @@ def test_two_averages_in_one_module_are_refused() -> None:
 
 # several ranks --------------------------------------------------------------------------------------------------------
 def exact(dtype: torch.dtype = torch.float64) -> Net:
-    """A net whose numbers are the same on any number of ranks, but for rounding."""
+    """A net whose results are the same on any number of ranks, except for rounding."""
     torch.manual_seed(0)
     return Net(norm=False, dtype=dtype)
 
@@ -356,7 +356,7 @@ def run_on_ranks(folder: str, strategy: Any, ckpt: str | None = None) -> Any:
     trainer = Trainer(callbacks=callbacks, max_epochs=2, **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The last batch of an epoch has one sample, and so the second rank none of it.
+        # The last batch of an epoch has one sample, so the second rank has none.
         trainer.fit(module, data(torch.float64, samples=25), data(torch.float64), ckpt_path=ckpt)
     assert callbacks[0].n_averaged == 14  # type: ignore[attr-defined]
     return numbers_of(module), float(trainer.callback_metrics["val_loss"])
@@ -385,7 +385,7 @@ def test_ranks_that_share_or_split_the_model_average_as_one_process_does(tmp_pat
                 for key, tensor in expected.items():
                     assert averages[key] == pytest.approx(tensor, rel=0, abs=1e-12), (name, key)
                 assert value == pytest.approx(loss, abs=1e-12)
-    # What shards have saved, one process resumes from.
+    # One process resumes from a sharded checkpoint.
     for name in ("ddp", "fsdp", "tp"):
         averages, value = run_on_ranks(str(tmp_path / f"{name}-one"), None, ckpt=str(tmp_path / name / "step=8"))
         for key, tensor in expected.items():
@@ -400,7 +400,7 @@ def test_ranks_that_share_or_split_the_model_average_as_one_process_does(tmp_pat
 
 
 def batch_norm_on_ranks(folder: str) -> Any:
-    """Statistics differ between ranks; the averages of rank 0 count, and a resume has each rank's current ones."""
+    """Statistics differ between ranks. Rank 0's averages are saved; a resume restores each rank's own statistics."""
     found = []
     for name in ("ddp", "fsdp"):
 
@@ -447,5 +447,5 @@ def test_engines_that_step_copies_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="its engine steps copies of the weights"):
         fit(EMAWeightAveraging(), strategy=Engine())
     assert DeepSpeedStrategy.drives_one
-    # As it is without torch_xla.
+    # Works without torch_xla installed.
     assert "untested" in XLAStrategy.__new__(XLAStrategy).refusals["exchange"]

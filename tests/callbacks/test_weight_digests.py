@@ -1,4 +1,4 @@
-"""WeightDigests: a line of digests for every n-th step, which a resume cuts to the step that it goes on from."""
+"""WeightDigests: a line of digests for every n-th step; a resume truncates the lines after its checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ["scale", "seen", "layer.weight", "layer.bias"]
 
 
 class Net(Line):
-    """Has a buffer; notes its weights after each step, and fails in a step of a test's choice."""
+    """Has a buffer, records its weights after each step, and fails in a step of the test's choice."""
 
     def __init__(self, fails_in: int | None = None) -> None:
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_the_file_of_a_resumed_run_is_that_of_one_that_was_not_killed(tmp_path: 
         train(cut, Net(fails_in=8), **arguments(cut))
     file = folder_of(cut, logger) / "digests.jsonl"
     with file.open("a") as half:
-        # What a kill in the middle of a write leaves.
+        # As left by a kill during a write.
         half.write('{"step": 8, "dig')
     assert [record.step for record in read_digests(file)] == list(range(8))
     for at in ("step=4", "step=16"):
@@ -152,7 +152,7 @@ def test_a_new_run_leaves_the_file_of_another_one(tmp_path: Path) -> None:
     trainer.fit(module, loader())
     train(tmp_path, digest_every_n_steps=4)
     assert (tmp_path / "digests.jsonl").read_bytes() == (tmp_path / "digests-v2.jsonl").read_bytes() == first
-    # It began with the weights that the first fit had left.
+    # The second fit started from the weights of the first.
     assert (tmp_path / "digests-v1.jsonl").read_bytes() != first
 
 
@@ -225,7 +225,7 @@ def test_a_trial_and_a_quick_run_write_nothing(tmp_path: Path) -> None:
 
 # several ranks --------------------------------------------------------------------------------------------------------
 class Wide(Net):
-    """FSDP gives each of two ranks a row of its layer. The second changes its own after a step of a test's choice."""
+    """FSDP gives each of two ranks a row of the layer. The second rank changes its row after one step."""
 
     def __init__(self, changed_at: int | None = None) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Wide(Net):
 
 
 def on_ranks(root: str) -> None:
-    """The last global batch of seven has a sample for the first rank alone."""
+    """The last of seven global batches has a sample for the first rank only."""
     for strategy in ("ddp", "fsdp"):
         keeper = ModelCheckpoint(f"{root}/{strategy}/saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
         own = {"strategy": strategy, "samples": 25, "digest_every_n_steps": 1, "enable_checkpointing": True}
@@ -259,7 +259,7 @@ def test_ranks_record_replicas_once_and_shards_together(tmp_path: Path) -> None:
         weights = [record.digests["layer.weight"] for record in resumed]
         others = [record.digests["layer.weight"] for record in changed]
         assert weights[:4] == others[:4]
-        # A change of the second rank's replica reaches the first in the step after; one of its shard is seen at once.
+        # A change of the second rank's replica reaches rank 0 one step later; a change of its shard shows immediately.
         assert (weights[4] == others[4]) is (strategy == "ddp")
         shards = r"float32 (2, 4) in 2 shards (" if strategy == "fsdp" else "float32 (2, 4)"
         assert weights[1].form.startswith(shards)
@@ -269,7 +269,7 @@ def test_ranks_record_replicas_once_and_shards_together(tmp_path: Path) -> None:
 
 
 def on_a_mesh(root: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Digests of the weights that a pipeline, and a tensor-parallel run, has left."""
+    """Returns the digests of the final weights of a pipeline and of a tensor-parallel run."""
     found = []
     for name, strategy in {
         "pp": MeshStrategy(pp=2, microbatches=2),
@@ -290,7 +290,7 @@ def on_a_mesh(root: str) -> tuple[dict[str, str], dict[str, str]]:
 def test_a_mesh_records_what_its_ranks_hold(tmp_path: Path) -> None:
     pipeline, tensors = run_world(2, on_a_mesh, str(tmp_path))[0]
     first, last = read_digests(tmp_path / "pp" / "digests.jsonl")
-    # Each stage holds its tensors whole.
+    # Each stage holds whole tensors.
     assert {name: digest.value for name, digest in last.digests.items()} == pipeline
     assert list(last.digests) == list(GPT().state_dict())
     assert first.digests["tokens.weight"] != last.digests["tokens.weight"]
