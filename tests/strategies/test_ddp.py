@@ -351,7 +351,7 @@ def end_early() -> list[list[float]]:
         torch.manual_seed(3)
         module = Plain("plain")
         loader: Any = Short(fitted.global_rank) if short else batches(fitted.global_rank)[:4]
-        with pytest.warns(UserWarning, match="6 batches and ended after 4") if short else contextlib.nullcontext():
+        with pytest.warns(UserWarning, match="6 batches but ended after 4") if short else contextlib.nullcontext():
             fitted.fit(module, loader)
         found.append([value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()])
     return found
