@@ -27,25 +27,29 @@ def bring(module: nn.Module, device: torch.device) -> None:
             raise ConfigurationError(
                 f"The parameter {name!r} is on the meta device and has no values. Build the module on the CPU."
             )
-        if parameter.device == device:
-            continue
-        moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-        if parameter.grad is not None:
-            moved.grad = parameter.grad.to(device)
-        # Attributes set by the user are swapped too, so they are copied first.
-        vars(moved).update(vars(parameter))
-        try:
-            torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"The parameter {name!r} cannot be moved to {device}, since another object references it. Build a new "
-                f"module, or build it in configure_model. The error was: {error}"
-            ) from error
+        if parameter.device != device:
+            _move(name, parameter, device)
     moved_buffers: dict[int, Tensor] = {}
     for part in module.modules():
         for key, buffer in part._buffers.items():
             if buffer is not None and buffer.device != device:
                 part._buffers[key] = moved_buffers.setdefault(id(buffer), buffer.to(device))
+
+
+def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    """Moves a parameter and its gradient by swapping it with a copy on the device."""
+    copy = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        copy.grad = parameter.grad.to(device)
+    # The swap also exchanges attributes set by the user, so the copy needs them.
+    vars(copy).update(vars(parameter))
+    try:
+        torch.utils.swap_tensors(parameter, copy)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"The parameter {name!r} cannot be moved to {device}, since another object references it. Build a new "
+            f"module, or build it in configure_model. The error was: {error}"
+        ) from error
 
 
 def on_host(tree: T) -> T:
