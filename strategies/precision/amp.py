@@ -92,6 +92,8 @@ class MixedPrecision(Precision):
     def reset(self) -> None:
         self._skips = 0
         self._unscaled.clear()
+        # An error after a manual step ends a fit without `end_step`.
+        self._done.clear()
         if self._given_state is not None and self.scaler is not None:
             self.scaler.load_state_dict(self._given_state)
         elif self.may_skip:

@@ -189,3 +189,28 @@ def test_gradients_of_a_window_whose_step_is_left_out_are_unscaled_once(tmp_path
         Trainer(**QUIET, precision=precision, max_epochs=1, default_root_dir=tmp_path).fit(module, [*BATCHES])
     assert len(plain.norms) == len(scaled.norms) == 6
     assert plain.norms == pytest.approx(scaled.norms, rel=0.02)
+
+
+def test_an_optimizer_steps_again_after_a_fit_that_failed_after_its_step(tmp_path: Path) -> None:
+    class Kept(Two):
+        """Keeps its optimizers for the next fit."""
+
+        def configure_optimizers(self) -> Any:
+            self.kept = getattr(self, "kept", None) or super().configure_optimizers()
+            return self.kept
+
+    def way(module: Two, batch: Tensor) -> None:
+        optimizer = module.optimizers()[0]
+        module.manual_backward(module(batch))
+        optimizer.step()
+        if fails:
+            raise RuntimeError("after the step")
+
+    module, fails = Kept(way), True
+    precision = MixedPrecision("16", **SCALER)
+    trainer = Trainer(**QUIET, precision=precision, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="after the step"):
+        trainer.fit(module, [*BATCHES])
+    fails = False
+    trainer.fit(module, [*BATCHES])
+    assert trainer.global_step == len(BATCHES)
