@@ -87,7 +87,7 @@ class PendingSave:
         self._thread.join(timeout)
 
     def follow(self, follower: Callable[[Path], None]) -> None:
-        """Schedules a call after the commit. The thread makes it, or this method if the commit has already happened.
+        """Schedules a call after the commit: in the thread, or immediately if the checkpoint is already committed.
 
         Args:
             follower: called with the checkpoint's path; for instance, it deletes old checkpoints.

@@ -1,4 +1,4 @@
-"""CheckpointIO, by which a user's own code stores checkpoints; and the dict that it is handed in place of a folder."""
+"""CheckpointIO, a plugin that stores checkpoints in the user's own way, and the dict that it receives."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import LAYOUT, MANIFEST, PROGRESS, unsafe
 
 FILES = "files"
-"""The entry of all files but the weights'."""
+"""The dict's entry that holds all files except those of the weights."""
 OF_WEIGHTS = ("model", LAYOUT)
-"""What the names of files begin with that the entry `state_dict` stands for."""
+"""Prefixes of the names of the weights' files, which the entry `state_dict` replaces."""
 
 
 class CheckpointIO(ABC):
-    """Stores checkpoints in its own way: a plugin of the Trainer's, with the contract of Lightning's.
+    """Stores checkpoints in a custom way: a plugin for the Trainer, with the same contract as Lightning's CheckpointIO.
 
-    A checkpoint is a dict of plain containers, numbers, strings and tensors on the CPU, which `torch.load` reads with
-    `weights_only=True`. `state_dict` holds the whole weights, `epoch` and `global_step` say where the run stood,
-    `hyper_parameters` holds the module's, if it has any. `files` holds the rest, as the files of a checkpoint folder:
-    other entries may be changed, this one not.
+    A checkpoint is a dict of plain containers, numbers, strings and CPU tensors, which `torch.load` can read with
+    `weights_only=True`. `state_dict` holds the whole weights, `epoch` and `global_step` the position of the run, and
+    `hyper_parameters` the module's hyperparameters, if it has any. `files` holds everything else, as the files of a
+    checkpoint folder. The plugin may change all entries except `files`.
 
-    Methods are called on the first rank alone. Objects with the four methods, such as Lightning's own, are taken, too.
+    Methods are called on rank 0 only. Any object with these methods works, such as a CheckpointIO of Lightning's.
 
     Example:
         >>> class TorchFiles(CheckpointIO):
@@ -49,29 +49,29 @@ class CheckpointIO(ABC):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Stores a checkpoint; returns once it is there.
+        """Stores a checkpoint. Returns once it is stored.
 
         Args:
-            checkpoint: the dict.
-            path: its name, which `remove_checkpoint` and `load_checkpoint` are given, too.
-            storage_options: what `Trainer.save_checkpoint` was given.
+            checkpoint: the checkpoint's dict.
+            path: the checkpoint's name, as later passed to `remove_checkpoint` and `load_checkpoint`.
+            storage_options: the argument of `Trainer.save_checkpoint`.
         """
 
     @abstractmethod
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:
-        """Returns a checkpoint as it was stored.
+        """Returns the dict that was stored.
 
         Args:
-            path: its name.
-            map_location: as of `torch.load`; always None here, as the strategy moves the weights.
+            path: the checkpoint's name.
+            map_location: as for `torch.load`. Leyden always passes None, because the strategy moves the weights.
         """
 
     @abstractmethod
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint that ModelCheckpoint keeps no longer."""
+        """Removes a checkpoint that ModelCheckpoint no longer keeps."""
 
     def teardown(self) -> None:
-        """Called when a run ends."""
+        """Called at the end of a run."""
 
 
 def is_checkpoint_io(plugin: Any) -> bool:
@@ -81,23 +81,25 @@ def is_checkpoint_io(plugin: Any) -> bool:
 
 
 def pack(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns a checkpoint folder as the dict of a CheckpointIO."""
+    """Converts a checkpoint folder to the dict that a CheckpointIO stores."""
     progress = reader.progress()
-    found: dict[str, Any] = {name: progress[name] for name in ("epoch", "global_step")}
-    found["leyden_version"] = reader.manifest.versions.get("leyden", "")
-    found["state_dict"] = reader.model()
+    checkpoint: dict[str, Any] = {name: progress[name] for name in ("epoch", "global_step")}
+    checkpoint["leyden_version"] = reader.manifest.versions.get("leyden", "")
+    checkpoint["state_dict"] = reader.model()
     if reader.has("hparams"):
         values = reader.state("hparams").get("module", {})
         plain = {name: value for name, value in values.items() if _is_plain(value)}
-        found |= {"hparams_name": "kwargs", "hyper_parameters": plain}
+        checkpoint |= {"hparams_name": "kwargs", "hyper_parameters": plain}
     names = [name for name in reader.manifest.files if not name.startswith(OF_WEIGHTS)]
     files = {name: (reader.path / name).read_bytes() for name in [*names, MANIFEST]}
-    found[FILES] = {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in files.items() if data}
-    return found
+    checkpoint[FILES] = {
+        name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in files.items() if data
+    }
+    return checkpoint
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns True for what torch's safe loader reads. All hyperparameters are in the files, too."""
+    """Returns True if torch's safe loader can read the value. The files hold all hyperparameters, plain or not."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -106,23 +108,23 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_packed(checkpoint: Any) -> bool:
-    """Returns True for what `pack` returned."""
+    """Returns True for a dict from `pack`."""
     return isinstance(checkpoint, Mapping) and isinstance(checkpoint.get(FILES), Mapping) and "state_dict" in checkpoint
 
 
 def unpack(checkpoint: Mapping[str, Any], name: str, folder: Path) -> Path:
-    """Makes a checkpoint folder of what `pack` returned, with the weights that the dict has now.
+    """Converts a dict from `pack` back to a checkpoint folder, with the weights that are in the dict now.
 
     Args:
         checkpoint: the dict.
-        name: of the checkpoint, for messages.
-        folder: where to make it.
+        name: the checkpoint's name, for messages.
+        folder: the folder in which to create the checkpoint.
 
     Raises:
-        CheckpointError: if the dict is damaged; says where.
+        CheckpointError: if the dict is damaged; names the entry.
     """
     with blame(name, FILES), CheckpointWriter(folder / "checkpoint") as writer:
-        files = {str(key): bytes(_plain(key, data, name).numpy()) for key, data in checkpoint[FILES].items()}
+        files = {str(key): bytes(_file_bytes(key, data, name).numpy()) for key, data in checkpoint[FILES].items()}
         manifest, progress = json.loads(files.pop(MANIFEST)), json.loads(files.pop(PROGRESS))
         for key, data in files.items():
             path = writer.folder / key
@@ -134,7 +136,8 @@ def unpack(checkpoint: Mapping[str, Any], name: str, folder: Path) -> Path:
         return writer.commit(progress=progress, **facts)
 
 
-def _plain(key: Any, data: Any, name: str) -> Tensor:
+def _file_bytes(key: Any, data: Any, name: str) -> Tensor:
+    """Returns the bytes of one of the dict's files. Raises CheckpointError if no such file may be written."""
     if unsafe(str(key)) or str(key).startswith(OF_WEIGHTS):
-        raise CheckpointError(name, f"{FILES} has {key!r}, which is no file of a checkpoint's.")
+        raise CheckpointError(name, f"{FILES} has {key!r}, which is not a file of a checkpoint.")
     return torch.as_tensor(data, dtype=torch.uint8, device="cpu")

@@ -194,7 +194,7 @@ class Copies:
         return _address(source) in self._stepped
 
     def begin(self) -> None:
-        """Completes the list of tensors. From here on the background thread makes the deferred copies."""
+        """Ends the collection of tensors, and queues the deferred copies for the background thread."""
         for device in self._devices:
             self._eager_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._eager_done.record(torch.cuda.current_stream(device))
@@ -218,7 +218,7 @@ class Copies:
             self._stream.synchronize()
 
     def confirm(self) -> None:
-        """Waits until the run has reached `finish`, where it is decided whether the snapshot is consistent.
+        """Waits until the run has called `finish`, which decides whether the snapshot is consistent.
 
         The background thread cannot decide this on its own: torch increments a tensor's version only after the write.
 

@@ -105,7 +105,7 @@ def part_like(name: str, entry: str, whole: Tensor, like: Any) -> Tensor:
 def plan(
     tensors: Mapping[str, Tensor], stem: str, ranks: CheckpointRanks, plans: ShardPlans
 ) -> tuple[ShardPlan, dict[str, dict[str, Tensor]]]:
-    """Agrees with the other ranks on which rank writes which shard. Rank 0 writes tensors that are not sharded.
+    """Plans with the other ranks which rank writes which shard. Rank 0 writes tensors that are not sharded.
 
     Args:
         tensors: the tensors by key, with the same keys on every rank.

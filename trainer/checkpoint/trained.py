@@ -1,4 +1,4 @@
-"""Changes within a fit of which parameters are trained, and which batch norms track statistics."""
+"""Flags that changed during a fit: which parameters are trained, and which batch norms track statistics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from leyden.strategies.saved_state import SavedState
 
 
 class Trained:
-    """The `requires_grad` flags of parameters, where they differ from those at the start of the fit.
+    """The `requires_grad` flags of parameters that differ from those at the start of the fit.
 
-    The same holds for `track_running_stats` of batch norms, which freezing turns off.
+    Includes `track_running_stats` of batch norms, which freezing turns off.
 
     The flags are saved because a resume within an epoch does not call the hook that unfroze layers at the epoch's
     start. Unchanged flags are not saved, so a script that was edited before the resume decides about them.

@@ -298,10 +298,10 @@ class CheckpointWriter:
     def _write_tensors(
         self, stem: str, tensors: dict[str, Tensor], movable: Collection[str], metadata: Mapping[str, str] | None = None
     ) -> dict[str, Table]:
-        """Writes each tensor once, where every rank holds the whole tensor or a shard of it.
+        """Writes tensors that every rank holds, whole or in shards. Each tensor or shard is written once.
 
         Returns:
-            The tensors' tables. Only rank 0 is sure to have them all.
+            The tensors' tables. Other ranks than 0 may get none.
         """
         if any(is_sharded(tensor) for tensor in tensors.values()):
             from leyden.trainer.checkpoint.shards import plan
@@ -556,7 +556,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _write_errors(self, path: Path) -> Iterator[None]:
-        """Turns an OSError in the block into a CheckpointError that names `path` and advises; aborts a lone writer."""
+        """Turns an OSError in the block into a CheckpointError with advice. A single process also aborts the save."""
         try:
             yield
         except OSError as error:

@@ -30,7 +30,7 @@ _PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d+)-(?P<s
 
 
 def sibling(target: Path, kind: Kind) -> Path:
-    """Returns a new name beside `target` that identifies this process and host."""
+    """Returns a new temporary name in the target's folder, which identifies this process and host."""
     pid = os.getpid()
     return target.with_name(f".{target.name}.{kind}-{pid}-{started(pid)}-{place()}-{secrets.token_hex(4)}")
 

@@ -135,7 +135,7 @@ def test_the_dict_holds_the_weights_by_name_and_may_change(tmp_path: Path) -> No
     assert not any(name.startswith("optimizer") for name in duck.kept[str(tmp_path / "weights")]["files"])
     for name in ("../x.json", "model.safetensors"):
         duck.kept["bad"] = {**found, "files": {**found["files"], name: torch.zeros(1, dtype=torch.uint8)}}
-        with pytest.raises(LeydenError, match="bad: files has .*which is no file of a checkpoint's"):
+        with pytest.raises(LeydenError, match="bad: files has .*which is not a file of a checkpoint"):
             fit(duck, [], 1, "bad", default_root_dir=tmp_path)
     # What is in no form of Leyden's is another trainer's.
     duck.kept["plain"] = {"state_dict": regression().state_dict()}
