@@ -44,8 +44,8 @@ from leyden.trainer.format.tensors import (
 )
 
 _MAX_JSON = 2**31
-# Tables of many shards have more than MAX_PARTS parts, but then the tensors that they describe have many bytes: one
-# further part is allowed for each of these.
+# JSON may have one part more than MAX_PARTS for every so many bytes of the checkpoint. Tables of many shards need it,
+# and the tensors that they describe have many bytes.
 _BYTES_PER_PART = 256
 
 
@@ -100,7 +100,7 @@ class CheckpointReader:
         first, last = total * part // parts, total * (part + 1) // parts
         spans = []
         for name, entry in self.manifest.files.items():
-            # The first part includes empty files, since they may be missing.
+            # Part 0 also covers empty files, which have no bytes but may be missing.
             if (start < last and start + entry.size > first) or (not entry.size and part == 0):
                 spans.append((name, max(0, first - start), min(entry.size, last - start)))
             start += entry.size

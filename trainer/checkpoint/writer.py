@@ -244,8 +244,8 @@ class CheckpointWriter:
 
         A tensor with several names is stored once, under the first. Entries that are not tensors go to
         `model-extra.json`. Several ranks write `model-00001-of-0000n.safetensors` and so on. If tensors are sharded,
-        each rank writes its shards. Otherwise the tensors of 64 MiB and more are divided among the ranks, and an index
-        file lets transformers read them.
+        each rank writes its shards. Otherwise, if the tensors have 64 MiB or more in total, they are divided among the
+        ranks, and an index file lets transformers read them.
 
         Args:
             state_dict: the tensors, with the same names on every rank.
@@ -306,9 +306,9 @@ class CheckpointWriter:
         if any(is_sharded(tensor) for tensor in tensors.values()):
             from leyden.trainer.checkpoint.shards import plan
 
-            made, mine = plan(tensors, stem, self._ranks, self._plans)
-            tables = {key: made.tables[key] for key in tensors if self.is_first}
-            planned = [*tensors, made.described]
+            shard_plan, mine = plan(tensors, stem, self._ranks, self._plans)
+            tables = {key: shard_plan.tables[key] for key in tensors if self.is_first}
+            planned = [*tensors, shard_plan.described]
         else:
             owners = spread(tensors, movable, self._ranks.size)
             writers = sorted({0, *owners.values()})
