@@ -25,7 +25,7 @@ from leyden.trainer.loops.batches import takes_iterator
 from leyden.trainer.loops.largest_batch import largest_batch
 from leyden.trainer.loops.peak_memory import PeakMemory
 from leyden.trainer.loops.step import AutomaticStep, clear_gradients, detached
-from leyden.trainer.loops.user_step import undoing_steps, without_trace
+from leyden.trainer.loops.user_step import take_snapshot, without_side_effects
 
 if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import AutoAccumulation
@@ -254,7 +254,7 @@ class AutoStep(AutomaticStep):
 
     def fill(self, batch: Any, extra: tuple[Any, ...]) -> None:
         """Takes part in the exchanges of a micro-batch in which this rank has no sample."""
-        with self.fit.logs.discarding(), without_trace(self.module):
+        with self.fit.logs.discarding(), without_side_effects(self.module):
             self.strategy.shadow_batch(self.training_step, batch, extra, self.micro)
 
     def agree(self, own: Failure | None, has_items: bool) -> tuple[list[Failure], bool]:
@@ -374,7 +374,7 @@ class Attempt:
         self.is_done = False
         self._counts = counts
         self._step, self._batch, self._batch_idx = step, batch, batch_idx
-        self._undo: Callable[[], None] | None = None
+        self._restore: Callable[[], None] | None = None
         self._stack = ExitStack()
         self._parts: list[MicroBatch] = []
         self._outputs: list[Any] = []
@@ -393,10 +393,10 @@ class Attempt:
     # one attempt ------------------------------------------------------------------------------------------------------
     def __enter__(self) -> Attempt:
         step = self._step
-        if self._undo is None and self._counts:
+        if self._restore is None and self._counts:
             step.begin_window(self._batch_idx, clears=self._batch is not None)
         self._parts, self._outputs = [], []
-        self._undo = step.snapshots.take()
+        self._restore = step.snapshots.take()
         self._stack.enter_context(step.fit.logs.by_micro_batch())
         if step.defers_exchange:
             self._stack.enter_context(step.strategy.gradient_sync(False))
@@ -506,8 +506,8 @@ class Attempt:
         step = self._step
         clear_gradients(step.optimizers)
         self._outputs, self._parts = [], []
-        assert self._undo is not None
-        self._undo()
+        assert self._restore is not None
+        self._restore()
 
 
 @dataclass(frozen=True)
@@ -561,7 +561,7 @@ class Snapshots:
 
     def take(self) -> Callable[[], None]:
         """Takes a snapshot; returns a function that restores it, to be called once."""
-        return undoing_steps(self._module, self._needs_copy)
+        return take_snapshot(self._module, self._needs_copy)
 
     def _needs_copy(self, name: str, buffer: Tensor) -> bool:
         if buffer.is_inference() or buffer.nbytes <= SMALL_BUFFER:

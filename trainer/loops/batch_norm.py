@@ -20,7 +20,7 @@ from leyden.trainer.data.sharding import NO_SAMPLES
 from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.loops.agreement import InterruptiblePass
-from leyden.trainer.loops.user_step import step_arguments, without_trace
+from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
@@ -89,7 +89,7 @@ def _run_batches(run: Run, cursor: LoaderCursor) -> bool:
         on_host = cursor.filler() if own is NO_SAMPLES else own
         on_device = on_host if transfer is None else transfer(on_host, 0)
         extra = (batch_idx,) if takes_index else ()
-        with without_trace(run.module) if own is NO_SAMPLES else nullcontext():
+        with without_side_effects(run.module) if own is NO_SAMPLES else nullcontext():
             strategy.forward(step, on_device, extra)
     return not interruptible.interrupted_at_end()
 

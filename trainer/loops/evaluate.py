@@ -22,7 +22,7 @@ from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, in_turns, read_back
 from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.micro_batches import MicroBatches
-from leyden.trainer.loops.user_step import step_arguments, without_trace
+from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.reporting.rows import StepRows
 
@@ -155,7 +155,7 @@ class EvaluationLoop:
             )
         if run.transfer is not None:
             filler = run.transfer(filler, index)
-        with self.logs.discarding(), without_trace(run.module):
+        with self.logs.discarding(), without_side_effects(run.module):
             run.strategy.evaluate(self.step, filler, self._step_indices(batch_idx, index))
 
     def _step_indices(self, batch_idx: int, index: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.window import BackwardHooks, Window
-from leyden.trainer.loops.user_step import without_trace
+from leyden.trainer.loops.user_step import without_side_effects
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
@@ -44,7 +44,7 @@ class MicroBatches:
             with self._logs.discarding():
                 if not self._strategy.outputs.are_rehearsed:
                     return step_fn(batch, *extra)
-                with without_trace(self._module):
+                with without_side_effects(self._module):
                     return step_fn(batch, *extra)
 
         return step

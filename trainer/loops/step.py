@@ -18,7 +18,7 @@ from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.loops.micro_batches import MicroBatches
-from leyden.trainer.loops.user_step import step_arguments, without_trace
+from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Step(ABC):
         """True if a gradient scaler skipped the step of the last closed window."""
         return bool(self.engine.prepared_optimizers) and not self.has_stepped
 
-    def _is_empty(self) -> bool:
+    def _global_batch_is_empty(self) -> bool:
         """True if no rank has a sample in the current global batch."""
         share = self.engine.share
         return share is not None and not share.total
@@ -182,7 +182,7 @@ class AutomaticStep(Step):
         return outputs
 
     def run_without_samples(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        if self._is_empty():
+        if self._global_batch_is_empty():
             self._skip_batch(filler, batch_idx)
             return
         if self.closure_optimizer is not None:
@@ -198,7 +198,7 @@ class AutomaticStep(Step):
 
     def _run_filler(self, filler: Callable[[], Any], batch_idx: int) -> None:
         extra = (batch_idx,) if self.takes_index else ()
-        with without_trace(self.module):
+        with without_side_effects(self.module):
             self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
 
     def _skip_batch(self, filler: Callable[[], Any], batch_idx: int) -> None:
@@ -207,17 +207,18 @@ class AutomaticStep(Step):
         window.pass_over()
         if not window.closes:
             return
-        if window.index >= 0:
-            # The last backward ran without gradient synchronization, because the window was still open. Replicated
-            # gradients are synchronized now; sharded ones and DeepSpeed's need another backward, of a filler batch.
-            if self.strategy.replicates and not self.strategy.drives_one:
-                self.strategy.sync_gradients()
-            else:
-                self._run_filler(filler, batch_idx)
-            self.close(batch_idx)
-        else:
+        if window.index < 0:
+            # No batch of the window had a sample.
             self.has_stepped = False
             self.progress.count_window(stepped=False)
+            return
+        # The last backward ran without gradient synchronization, because the window was still open. Replicated
+        # gradients are synchronized now; sharded ones and DeepSpeed's need another backward, of a filler batch.
+        if self.strategy.replicates and not self.strategy.drives_one:
+            self.strategy.sync_gradients()
+        else:
+            self._run_filler(filler, batch_idx)
+        self.close(batch_idx)
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
@@ -342,7 +343,7 @@ class ManualStep(Step):
 
     def run_without_samples(self, filler: Callable[[], Any], batch_idx: int) -> None:
         """Runs the step on a filler batch with weight 0: only the step knows how often it calls backward and steps."""
-        if self._is_empty():
+        if self._global_batch_is_empty():
             self.has_stepped = False
             return
         batch = filler()
@@ -354,7 +355,7 @@ class ManualStep(Step):
         self.window.weigh(0.0, idle=True)
         self.engine.begin_step()
         extra = (batch_idx,) if self.takes_index else ()
-        with without_trace(self.module):
+        with without_side_effects(self.module):
             self.strategy.forward(self.training_step, batch, extra)
         self.close(batch_idx)
 

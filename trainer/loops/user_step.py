@@ -33,16 +33,16 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 
 
 @contextmanager
-def without_trace(module: nn.Module) -> Iterator[None]:
+def without_side_effects(module: nn.Module) -> Iterator[None]:
     """Restores buffers, metric states and random states after a step whose result does not count."""
-    undo = undoing_steps(module)
+    restore = take_snapshot(module)
     try:
         yield
     finally:
-        undo()
+        restore()
 
 
-def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | None = None) -> Callable[[], None]:
+def take_snapshot(module: nn.Module, copies: Callable[[str, Tensor], bool] | None = None) -> Callable[[], None]:
     """Records the state that steps change, and returns a function that restores it.
 
     The returned function undoes changes of a buffer in place as well as assignments of another tensor to its name. It
@@ -52,25 +52,25 @@ def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | Non
         module: the module whose buffers and metrics steps may change.
         copies: called with name and buffer, returns whether to copy its values; None copies all buffers.
     """
-    places = [
-        (owner, name, buffer, f"{path}.{name}".removeprefix("."))
+    buffers = [
+        (owner, key, buffer, f"{path}.{key}".removeprefix("."))
         for path, owner in module.named_modules()
-        for name, buffer in owner._buffers.items()
+        for key, buffer in owner._buffers.items()
     ]
     values: dict[int, Tensor] = {}
     versions: dict[int, int] = {}
-    for _, _, buffer, name in places:
+    for _, _, buffer, name in buffers:
         if buffer is None or id(buffer) in values:
             continue
         if copies is None or copies(name, buffer):
             values[id(buffer)] = buffer.clone()
         else:
             versions[id(buffer)] = buffer._version
-    metrics, undo_draws = MetricStates(module), undoing()
-    accumulated = metrics.state_dict()
+    metrics, restore_rng = MetricStates(module), undoing()
+    metric_states = metrics.state_dict()
 
-    def undo() -> None:
-        for owner, key, buffer, name in places:
+    def restore() -> None:
+        for owner, key, buffer, name in buffers:
             # The buffers of a scripted module have no get().
             if key not in owner._buffers or owner._buffers[key] is not buffer:
                 owner._buffers[key] = buffer
@@ -86,7 +86,7 @@ def undoing_steps(module: nn.Module, copies: Callable[[str, Tensor], bool] | Non
                     "ran out of memory, and no copy exists to restore it. Start with enough micro-batches, "
                     "AutoAccumulation(micro_batches=…), or change the buffer from the first batch on."
                 )
-        metrics.load_state_dict(accumulated)
-        undo_draws()
+        metrics.load_state_dict(metric_states)
+        restore_rng()
 
-    return undo
+    return restore

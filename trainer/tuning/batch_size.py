@@ -122,7 +122,7 @@ class BatchSizeSearch:
         failed = False
         trainer: Any = None
         try:
-            with subject.without_trace():
+            with subject.restoring_rng():
                 trial = subject.copied()
                 assign(self.batch_arg_name, size, owners_of(self.batch_arg_name, trial.module, trial.datamodule))
                 trainer = trial.run([], **limits)

@@ -171,7 +171,7 @@ class RateSearch:
     def search(self, subject: Subject) -> LRFinder:
         """Searches with a copy of the module; the original is unchanged."""
         sweep = Sweep(self)
-        with subject.without_trace():
+        with subject.restoring_rng():
             steps = {"max_steps": self.num_training, "max_epochs": -1, "limit_val_batches": 0}
             subject.copied().run([sweep], **steps)
         results = {"lr": sweep.rates, "loss": sweep.losses}

@@ -49,7 +49,7 @@ class Subject:
         )
 
     @contextmanager
-    def without_trace(self) -> Iterator[None]:
+    def restoring_rng(self) -> Iterator[None]:
         """Restores random states, including those of the loaders, after the block."""
         with isolated_rng([part for loader in self.loaders.values() for part in _parts(loader)]):
             yield
