@@ -262,6 +262,7 @@ class BackgroundSaves:
             )
 
     def _before_step(self, *args: object) -> None:
+        """Waits for the copies. After a first save, also finds the tensors that were written since."""
         copies, pending = self._copies, self._pending
         self.finish_copies()
         if copies is not None and copies.is_first:

@@ -92,7 +92,7 @@ class Owner:
 
 
 class FolderLock:
-    """The lock on a folder of checkpoints: a file that names its owner, who touches it every few seconds.
+    """The lock on a folder of checkpoints: a file that names its owner, which touches it every few seconds.
 
     The file is created by a hard link, which is atomic on network file systems too, or with O_EXCL if the file system
     has no links. An owner on this host is gone as soon as its process is. An owner on another host, or in another
