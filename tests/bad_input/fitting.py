@@ -90,12 +90,12 @@ def a_loader_without_a_batch(ground: Ground) -> None:
     ground.fit(None, NoBatch())
 
 
-@mistake(r"limit_train_batches=0\.1 of 4 batches is less than one batch: give at least 0\.25")
+@mistake(r"limit_train_batches=0\.1 of 4 batches is less than one batch: pass at least 0\.25")
 def a_fraction_of_a_batch(ground: Ground) -> None:
     ground.fit(limit_train_batches=0.1)
 
 
-@mistake(r"a fraction of a loader that has no length: give a number of batches")
+@mistake(r"a fraction of a loader that has no length: pass a number of batches")
 def a_fraction_of_an_unsized_loader(ground: Ground) -> None:
     ground.fit(None, DataLoader(Endless(), batch_size=2), limit_train_batches=0.5)
 

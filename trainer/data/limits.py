@@ -52,13 +52,13 @@ def batches_of(limit: float, length: int | None, name: str) -> int | None:
         return length if limit else 0
     if length is None:
         raise ConfigurationError(
-            f"{name}={limit} is a fraction of a loader that has no length: give a number of batches as an int, "
-            "or write __len__."
+            f"{name}={limit} is a fraction of a loader that has no length: pass a number of batches as an int, or "
+            "define __len__."
         )
     count = int(length * limit)
     if count == 0 and length > 0:
         raise ConfigurationError(
-            f"{name}={limit} of {length} batches is less than one batch: give at least {1 / length:.3g}, or an int."
+            f"{name}={limit} of {length} batches is less than one batch: pass at least {1 / length:.3g}, or an int."
         )
     return count
 

@@ -46,7 +46,7 @@ def test_a_limit_is_a_number_or_a_fraction(limit: float, length: int | None, exp
 @pytest.mark.parametrize(
     ("limit", "length", "message"),
     [
-        (0.01, 10, r"limit_val_batches=0.01 of 10 batches is less than one batch: give at least 0.1"),
+        (0.01, 10, r"limit_val_batches=0.01 of 10 batches is less than one batch: pass at least 0.1"),
         (0.5, None, "no length"),
     ],
 )

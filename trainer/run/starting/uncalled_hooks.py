@@ -48,11 +48,13 @@ def _uncalled_hooks(owner: object) -> Iterator[tuple[str, str]]:
     base = next((base for base in (TrainModule, DataModule, Callback) if isinstance(owner, base)), None)
     if base is None:
         return
-    own = [kind for kind in type(owner).__mro__ if issubclass(kind, base) and not kind.__module__.startswith("leyden.")]
-    ours = {name for kind in type(owner).__mro__ if kind not in own for name in dir(kind)}
+    classes = type(owner).__mro__
+    user_classes = [kind for kind in classes if issubclass(kind, base) and not kind.__module__.startswith("leyden.")]
+    known = {name for kind in classes if kind not in user_classes for name in dir(kind)}
     hooks = [name for name in dir(base) if name.startswith("on_")]
-    for name, member in {name: member for kind in own for name, member in vars(kind).items()}.items():
-        if name in ours or not callable(member):
+    methods = dict.fromkeys(name for kind in user_classes for name, member in vars(kind).items() if callable(member))
+    for name in methods:
+        if name in known:
             continue
         if name in FORMER:
             yield name, FORMER[name]
