@@ -95,4 +95,4 @@ def test_state_per_rank_comes_back_on_its_rank_and_all_else_is_rank_0s(tmp_path:
 
     [(loaded, [message])] = run_world(1, fit, str(tmp_path), f"{tmp_path}/saved", 2)
     assert loaded == [10, 10, 10, 10]
-    assert "was saved by 2 rank(s), and 1 resume it" in message
+    assert "was saved by 2 rank(s), but 1 resume it" in message
