@@ -207,7 +207,7 @@ def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, lines: str) -> 
         ({"digest_every_n_steps": 0}, "digest_every_n_steps=0: use a whole number from 1"),
         ({"digest_every_n_steps": True}, "digest_every_n_steps=True: use a whole number from 1"),
         ({"digest_every_n_steps": 5, "callbacks": WeightDigests()}, "holds a WeightDigests: choose one"),
-        ({"digest_every_n_steps": 5, "barebones": True}, "barebones=True turns digest_every_n_steps off"),
+        ({"digest_every_n_steps": 5, "barebones": True}, "barebones=True disables digest_every_n_steps"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
