@@ -51,7 +51,7 @@ class Strategy:
     """Decides where a model lives and how a batch goes forward and backward. The base class of all strategies.
 
     The base class runs the model on one device. A subclass overrides only what it does differently: a strategy that
-    replicates the model needs little more than set-up and `forward_backward`, and an engine that fuses passes also
+    replicates the model needs little more than setup and `forward_backward`, and an engine that fuses passes also
     overrides `clip` and `step`. A strategy knows no Trainer, no module hook and no callback. docs/strategies.md shows
     how to write one and describes its five parts: `precision`, `ranks`, `outputs`, `master_weights` and `own_loop`.
 

@@ -91,7 +91,7 @@ def _log(level: int, message: object, *args: Any, **kwargs: Any) -> None:
         return
     logger = logging.getLogger("leyden")
     if not logger.hasHandlers():
-        # Without logging set-up, messages go to the terminal. With it, the script decides.
+        # Without logging setup, messages go to the terminal. With it, the script decides.
         logger.addHandler(logging.StreamHandler())
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)

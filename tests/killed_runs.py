@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torchmetrics
-from samples import labelled
+from samples import labeled
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
@@ -73,7 +73,7 @@ class Samples(Dataset[dict[str, Tensor]]):
     """Random transforms in the main process; in workers they would need sample_rng."""
 
     def __init__(self, size: int = SIZE, noisy: bool = True) -> None:
-        self.x, self.y = labelled(size).tensors
+        self.x, self.y = labeled(size).tensors
         self.noisy = noisy
 
     def __len__(self) -> int:
@@ -236,7 +236,7 @@ class Net(TrainModule):
 
 
 class Duel(Net):
-    """Manual optimisation: two optimizers, one of which steps every other batch."""
+    """Manual optimization: two optimizers, one of which steps every other batch."""
 
     def __init__(self) -> None:
         super().__init__("step")

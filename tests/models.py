@@ -160,7 +160,7 @@ class Regression(Squares):
 
 
 def result_of(module: TrainModule, loss: Tensor) -> Tensor | None:
-    """What a `training_step` for both modes returns: the loss, or None after a step in manual optimisation."""
+    """What a `training_step` for both modes returns: the loss, or None after a step in manual optimization."""
     if module.automatic_optimization:
         return loss
     optimizer = module.optimizers()

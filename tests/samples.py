@@ -23,7 +23,7 @@ def pairs(count: int, inputs: int = 4, outputs: int = 1, seed: int = 0) -> Tenso
     )
 
 
-def labelled(count: int, inputs: int = 6, classes: int = 3, seed: int = 1) -> TensorDataset:
+def labeled(count: int, inputs: int = 6, classes: int = 3, seed: int = 1) -> TensorDataset:
     """Samples (x, class), the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(

@@ -43,7 +43,7 @@ def is_silent(value: object) -> bool:
 
 
 class Begins(Callback):
-    """Lets `Waits` count from the first batch to the end of the training: set-up may wait."""
+    """Lets `Waits` count from the first batch to the end of the training: setup may wait."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits

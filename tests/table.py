@@ -450,7 +450,7 @@ FEATURES: dict[str, Callable[[Place], None]] = {
     OTHER_RANKS: other_ranks,
     "evaluation": evaluation,
     "compile": compiled,
-    "manual optimisation": manual,
+    "manual optimization": manual,
     "several optimizers": two_optimizers,
     "callbacks": callbacks,
     "Accelerator": by_accelerator,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models import QUIET
-from samples import Unsized, labelled
+from samples import Unsized, labeled
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -33,7 +33,7 @@ BATCHES = 10
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, size: int = SIZE, noisy: bool = False) -> None:
-        self.x, self.y = labelled(size).tensors
+        self.x, self.y = labeled(size).tensors
         self.noisy = noisy
 
     def __len__(self) -> int:
@@ -375,7 +375,7 @@ def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path
     assert_same(module.net, plain)
 
 
-# closures and manual optimisation -------------------------------------------------------------------------------------
+# closures and manual optimization -------------------------------------------------------------------------------------
 def lbfgs(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.LBFGS(parameters, 0.5, max_iter=4, line_search_fn="strong_wolfe")
 
@@ -456,7 +456,7 @@ class GAN(TrainModule):
         return optimizers, [step_lr(optimizers[0]), ExponentialLR(optimizers[1], 0.9)]
 
 
-def test_manual_optimisation_of_a_gan_has_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
+def test_manual_optimization_of_a_gan_has_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
     seed()
     plain = GAN()
     of_generator, of_critic = Adam(plain.generator.parameters(), 0.01), SGD(plain.critic.parameters(), 0.1)

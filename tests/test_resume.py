@@ -16,7 +16,7 @@ import torch
 import torchmetrics
 from models import QUIET
 from programs import start_program
-from samples import labelled
+from samples import labeled
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
@@ -87,7 +87,7 @@ def run(scenario: str, folder: Path, *points: str) -> tuple[dict[str, list[int]]
     try:
         process.join(280)
     finally:
-        # A worker whose parent is killed before it has learnt of it waits for ever: torch asks who it is too late.
+        # A worker whose parent is killed before it has learned of it waits for ever: torch asks who it is too late.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
@@ -249,7 +249,7 @@ class Classifier(TrainModule):
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    return DataLoader(labelled(38), 4, shuffle=True), DataLoader(labelled(9), 4)
+    return DataLoader(labeled(38), 4, shuffle=True), DataLoader(labeled(9), 4)
 
 
 def trainer_in(folder: Path, *callbacks: Callback, **arguments: Any) -> Trainer:

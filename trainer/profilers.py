@@ -113,7 +113,7 @@ class Profiler:
         finally:
             self.stop(action_name)
 
-    # set-up and tear-down
+    # setup and tear-down
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called when a run begins.
 

@@ -118,7 +118,7 @@ class Trainer(TrainerView):
         preemption: True or a `Preemption`: on SIGTERM, SIGUSR1 or a preemption notice, save a checkpoint, exit with
             code 75 and requeue a SLURM job. None means True with resume="auto".
         hang_timeout: seconds, or a timedelta, that a training batch may take before the watchdog ends the job and names
-            the hanging rank. An evaluation batch may take five times as long, set-up or a save thirty times. "auto"
+            the hanging rank. An evaluation batch may take five times as long, setup or a save thirty times. "auto"
             allows ten times the slowest recent batch, at least 60 s. None or False disables it. Default "auto".
         digest_every_n_steps: steps between two digests of the weights, for `leyden bisect`; see `WeightDigests`.
         record_run: let loggers record how a fit was started, and the uncommitted code changes unless "no_diff".
@@ -460,7 +460,7 @@ class Trainer(TrainerView):
     def _carry_out(
         self, stage: str, model: Any, datamodule: Any, goal: resuming.Goal, keeps: str = "all", **loaders: Any
     ) -> Any:
-        """Runs a stage from set-up to tear-down. An error is reported to all parts that have a hook for it."""
+        """Runs a stage from setup to tear-down. An error is reported to all parts that have a hook for it."""
         if self.state.stage is not None:
             raise LeydenError(
                 f"Trainer.{stage} was called while this Trainer's {self.state.stage} is running: call it "

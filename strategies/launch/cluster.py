@@ -113,7 +113,7 @@ def publish(plugin: Any, devices: Any, num_nodes: int) -> None:
     Raises:
         ConfigurationError: if the environment's answers contradict each other or the Trainer's arguments.
     """
-    if STARTER in os.environ or (getattr(plugin, "is_recognised", False) and rank_environment() is not None):
+    if STARTER in os.environ or (getattr(plugin, "is_recognized", False) and rank_environment() is not None):
         return
     kind = type(plugin).__name__
     if not plugin.creates_processes_externally:
@@ -178,7 +178,7 @@ class FromVariables(ClusterEnvironment):
         variables: maps each method to the variables that may hold its value. The first one that is set wins.
         starter: name of the launcher, for messages.
         job: variable with the job's ID, from which every rank derives the port. Empty for port 29500.
-        is_recognised: True if Leyden recognizes these ranks without a plugin, and then trusts the launcher's number of
+        is_recognized: True if Leyden recognizes these ranks without a plugin, and then trusts the launcher's number of
             machines over num_nodes.
     """
 
@@ -186,7 +186,7 @@ class FromVariables(ClusterEnvironment):
     variables: ClassVar[dict[str, tuple[str, ...]]] = {}
     starter: ClassVar[str] = ""
     job: ClassVar[str] = ""
-    is_recognised: ClassVar[bool] = False
+    is_recognized: ClassVar[bool] = False
 
     def _number(self, name: str) -> int:
         for variable in self.variables[name]:
@@ -232,7 +232,7 @@ class TorchElasticEnvironment(FromVariables):
         "local_rank": ("LOCAL_RANK",),
         "node_rank": ("GROUP_RANK",),
     }
-    starter, is_recognised = "torchrun", True
+    starter, is_recognized = "torchrun", True
 
 
 class SLURMEnvironment(FromVariables):
@@ -252,7 +252,7 @@ class SLURMEnvironment(FromVariables):
         "local_rank": ("SLURM_LOCALID",),
         "node_rank": ("SLURM_NODEID",),
     }
-    starter, job, is_recognised = "srun", "SLURM_JOB_ID", True
+    starter, job, is_recognized = "srun", "SLURM_JOB_ID", True
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
         if requeue_signal is not None:

@@ -18,7 +18,7 @@ from leyden.strategies.launch.stacks import Thread, lines_of
 
 PHASES = {
     Phase.OUTSIDE: "outside of a run",
-    Phase.SETUP: "in set-up",
+    Phase.SETUP: "in setup",
     Phase.FIRST: "in the first batches",
     Phase.TRAINING: "in training",
     Phase.EPOCH: "between two epochs",

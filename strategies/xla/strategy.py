@@ -184,7 +184,7 @@ class XLAStrategy(Strategy):
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Returns a context in which modules are built in the precision's dtype, on the CPU. Set-up moves them.
+        """Returns a context in which modules are built in the precision's dtype, on the CPU. Setup moves them.
 
         Building on the CPU draws the CPU's random numbers, and does not compile a program for each parameter.
         """

@@ -246,17 +246,17 @@ class Manual(Module):
 
 
 @mistake(r"gradient_clip_val cannot be used with manual optimization: call self\.clip_gradients")
-def clipping_in_manual_optimisation(ground: Ground) -> None:
+def clipping_in_manual_optimization(ground: Ground) -> None:
     ground.fit(ground.module(Manual), gradient_clip_val=1.0)
 
 
 @mistake(r"accumulate_grad_batches cannot be used with manual optimization: step every n batches")
-def accumulation_in_manual_optimisation(ground: Ground) -> None:
+def accumulation_in_manual_optimization(ground: Ground) -> None:
     ground.fit(ground.module(Manual), accumulate_grad_batches=2)
 
 
 @mistake(r"set self\.automatic_optimization = False", when=DURING)
-def manual_backward_in_automatic_optimisation(ground: Ground) -> None:
+def manual_backward_in_automatic_optimization(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         self.manual_backward(self.loss(batch))
 

@@ -102,7 +102,7 @@ def from_path(ground: Ground, path: Any, module: Module | None = None, **options
 
 
 @mistake(r"besst: does not exist, and is not a special value of ckpt_path\. Did you mean 'best'\?", CheckpointError)
-def a_misspelt_word_for_a_checkpoint(ground: Ground) -> None:
+def a_misspelled_word_for_a_checkpoint(ground: Ground) -> None:
     from_path(ground, "besst")
 
 

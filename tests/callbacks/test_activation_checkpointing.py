@@ -158,7 +158,7 @@ def test_a_search_recomputes_too() -> None:
         (lambda: fit(ActivationCheckpointing(nn.LSTM)), "names LSTM, and the model has no such module"),
         (lambda: fit(ActivationCheckpointing(lambda module: False)), "True for no module"),
         (lambda: fit(ActivationCheckpointing(Squares)), "cannot recompute Squares, the trained module itself"),
-        (lambda: fit(ActivationCheckpointing([3])), "holds 3: give classes"),  # type: ignore[list-item]
+        (lambda: fit(ActivationCheckpointing([3])), "contains 3: use classes"),  # type: ignore[list-item]
         (lambda: ActivationCheckpointing([]), "give the classes of the model's blocks"),
         (lambda: ActivationCheckpointing(3), "give classes of modules, their names, or a function"),  # type: ignore
         (lambda: ActivationCheckpointing(nn.Linear(1, 1)), "give classes of modules, such as Linear"),  # type: ignore

@@ -210,7 +210,7 @@ def test_both_learning_rates_are_printed_if_verbose(capsys: pytest.CaptureFixtur
     assert "learning rate: 0.1, backbone: 0.02" in capsys.readouterr().out
 
 
-def test_manual_optimisation_and_every_optimizer_of_a_schedule_are_served() -> None:
+def test_manual_optimization_and_every_optimizer_of_a_schedule_are_served() -> None:
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__()

@@ -345,20 +345,20 @@ def first_of(batch: Any, **arguments: Any) -> Any:
 
 
 @dataclass
-class Tokenised:
+class Tokenized:
     tokens: Tensor
     labels: Tensor
 
 
 def test_cut_sequences_are_contiguous_and_keep_their_container() -> None:
     tokens = torch.ones(2, 8).long()
-    cut = first_of(Tokenised(tokens, tokens[:, :8]))
-    assert isinstance(cut, Tokenised) and cut.labels.view(-1).shape == (8,)
+    cut = first_of(Tokenized(tokens, tokens[:, :8]))
+    assert isinstance(cut, Tokenized) and cut.labels.view(-1).shape == (8,)
     grouped = defaultdict(list, tokens=tokens)
     assert first_of(grouped).default_factory is list
     named = first_of({"tokens": tokens, "labels": tokens, "other": tokens}, keys={"tokens", "labels"})
     assert [part.shape[1] for part in named.values()] == [4, 4, 8]
-    assert first_of(Tokenised(tokens, tokens), keys={"labels"}).labels.is_contiguous()
+    assert first_of(Tokenized(tokens, tokens), keys={"labels"}).labels.is_contiguous()
 
 
 def test_tokens_come_before_features_and_masks_are_cut_in_both_dimensions() -> None:

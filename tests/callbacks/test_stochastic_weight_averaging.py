@@ -183,7 +183,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         fit([StochasticWeightAveraging(0.1)], max_epochs=-1, max_steps=3)
 
 
-def test_manual_optimisation_with_batch_norm_is_refused_before_the_first_step() -> None:
+def test_manual_optimization_with_batch_norm_is_refused_before_the_first_step() -> None:
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__()

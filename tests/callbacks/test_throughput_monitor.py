@@ -90,7 +90,7 @@ def test_totals_are_logged_at_once_and_rates_when_the_window_is_full(tmp_path: P
 
 @pytest.mark.usefixtures("seconds")
 @pytest.mark.parametrize("flops", [80.0, lambda batch: 20 * len(batch) + 20])
-def test_flops_of_the_module_make_the_utilisation(tmp_path: Path, flops: Any) -> None:
+def test_flops_of_the_module_make_the_utilization(tmp_path: Path, flops: Any) -> None:
     own = module()
     own.flops_per_batch = flops
     fitted(tmp_path, ThroughputMonitor(len, window_size=2, available_flops=100, separator="|"), own)

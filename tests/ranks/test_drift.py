@@ -164,9 +164,9 @@ def test_one_process_may_unfreeze_a_parameter() -> None:
     assert not torch.equal(before, module.first.weight)
 
 
-# manual optimisation --------------------------------------------------------------------------------------------------
+# manual optimization --------------------------------------------------------------------------------------------------
 class Manual(Net):
-    """Its own optimisation, with a plain backward in some batches."""
+    """Its own optimization, with a plain backward in some batches."""
 
     def __init__(self, plain: set[int]) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_a_plain_backward_warns_once() -> None:
 
 
 # buffers --------------------------------------------------------------------------------------------------------------
-class Normalised(Net):
+class Normalized(Net):
     """Batch norm, whose statistics each rank gathers from its own samples; notes them in a validation."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Normalised(Net):
 
 
 def validate_with_buffers(strategy: str) -> tuple[list[float], list[float]]:
-    module = Normalised()
+    module = Normalized()
     trainer = Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **QUIET)
     trainer.fit(module, loader(), loader())
     return module.trained, module.validated

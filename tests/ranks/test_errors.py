@@ -186,7 +186,7 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
     assert code == -signal.SIGKILL
 
 
-# what is found at set-up ----------------------------------------------------------------------------------------------
+# what is found at setup ----------------------------------------------------------------------------------------------
 class Module(TrainModule):
     def __init__(
         self, width: int = 3, bias: bool = True, dtype: Any = None, optimizer: str = "SGD", lr: float = 0.1

@@ -316,7 +316,7 @@ def test_parameters_without_dimensions_stay_whole(answers: Answers) -> None:
     assert answers("scalars") == [[], []]
 
 
-# manual optimisation --------------------------------------------------------------------------------------------------
+# manual optimization --------------------------------------------------------------------------------------------------
 class Two(Regression):
     """Two networks, an optimizer each, as a GAN has them."""
 
@@ -374,7 +374,7 @@ def manual_with_a_parameter() -> None:
     trainer().fit(module, batches(1, *place()))
 
 
-def test_manual_optimisation_steps_two_optimizers(answers: Answers) -> None:
+def test_manual_optimization_steps_two_optimizers(answers: Answers) -> None:
     assert answers("manual") == [[], []]
     with pytest.raises(
         AssertionError, match="'scale' belongs to the module itself, and in manual optimization FSDP shards each child"

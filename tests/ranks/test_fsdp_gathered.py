@@ -180,10 +180,10 @@ class Penalty(Adversaries):
         self.manual_backward((slope.norm(dim=1) - 1).square().mean())
 
 
-def penalise() -> None:
+def penalize() -> None:
     Trainer(strategy="fsdp", **SETTINGS).fit(Penalty(toggles=False), list(X))
 
 
 def test_a_gradient_of_a_gradient_is_refused_by_name() -> None:
     with pytest.raises(AssertionError, match="the gradient of a gradient .* Use strategy='ddp'"):
-        run_world(2, penalise)
+        run_world(2, penalize)

@@ -120,7 +120,7 @@ def test_a_sharded_build_has_the_values_of_a_plain_build(late: bool, precision: 
 
 
 def peak_above(build: str) -> tuple[float, float]:
-    """The peak of resident memory above the start, and the size of the whole model, in MB, after the set-up."""
+    """The peak of resident memory above the start, and the size of the whole model, in MB, after the setup."""
     torch.manual_seed(0)
     # Memory that is freed goes back at once, and does not stay with the allocator (M_MMAP_THRESHOLD).
     assert ctypes.CDLL(None).mallopt(-3, 1 << 20) == 1
@@ -179,7 +179,7 @@ def by_hand_on_meta(kind: str) -> dict[str, Any]:
     return {name: whole(value).detach().numpy().copy() for name, value in net.state_dict().items()}
 
 
-def test_modules_on_the_meta_device_are_initialised_on_their_shards() -> None:
+def test_modules_on_the_meta_device_are_initialized_on_their_shards() -> None:
     for kind in ("all", "first rank"):
         first, second = run_world(2, by_hand_on_meta, kind)
         assert first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)

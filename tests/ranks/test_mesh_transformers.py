@@ -46,7 +46,7 @@ def mixtral(**changes: Any) -> nn.Module:
 
 
 def qwen(**changes: Any) -> nn.Module:
-    """Normalises the queries and keys of each head, of which a rank has some."""
+    """Normalizes the queries and keys of each head, of which a rank has some."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))

@@ -161,7 +161,7 @@ def a_first_stage_without_a_pipeline(module: GPT) -> MeshStrategy:
 
 # what runs ------------------------------------------------------------------------------------------------------------
 @mistake("manual optimization does not work with pp: a pipeline runs forward and backward interleaved")
-def manual_optimisation(module: GPT) -> MeshStrategy:
+def manual_optimization(module: GPT) -> MeshStrategy:
     module.automatic_optimization = False
     return PP2()
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from models import QUIET
 from ranks.world import run_world
-from samples import labelled
+from samples import labeled
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -56,7 +56,7 @@ def fit(folder: str, ckpt_path: str | None, max_steps: int) -> dict[str, Any]:
     trainer = trainer_in(folder, every=5, max_epochs=-1, max_steps=max_steps)
     # Ranks must not draw the same numbers.
     torch.manual_seed(5 + trainer.global_rank)
-    trainer.fit(module, DataLoader(labelled(64), 4, shuffle=True), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(labeled(64), 4, shuffle=True), ckpt_path=ckpt_path)
     checkpoint: Any = trainer.checkpoint_callback
     return {
         "losses": module.losses,
@@ -127,7 +127,7 @@ def fail_to_save(folder: str) -> str:
 
     trainer = trainer_in(folder, every=1, max_steps=4)
     try:
-        trainer.fit(Stubborn(), DataLoader(labelled(64), 4))
+        trainer.fit(Stubborn(), DataLoader(labeled(64), 4))
     except Exception as error:
         failure = process_group._first_failure
         return f"{type(error).__name__} reported {failure is not None and failure.reported}"
@@ -136,7 +136,7 @@ def fail_to_save(folder: str) -> str:
 
 def save_afterwards(folder: str) -> tuple[list[str], int]:
     trainer = Trainer(accelerator="cpu", strategy="ddp", default_root_dir=folder, logger=False, max_steps=2)
-    trainer.fit(Net(), DataLoader(labelled(64), 4))
+    trainer.fit(Net(), DataLoader(labeled(64), 4))
     paths = [trainer.save_checkpoint(f"{folder}/after") for _ in range(2)]
     weights = trainer.save_checkpoint(f"{folder}/weights", weights_only=True)
     assert trainer.last_checkpoint == weights

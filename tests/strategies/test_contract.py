@@ -281,7 +281,7 @@ def test_hooks_around_the_step_come_in_their_order(make: Make, trainer: Any) -> 
     assert calls == OF_TWO_WINDOWS
 
 
-def test_manual_optimisation_has_the_weights_of_the_plain_loop(make: Make, trainer: Any) -> None:
+def test_manual_optimization_has_the_weights_of_the_plain_loop(make: Make, trainer: Any) -> None:
     class Manual(Weighing):
         def __init__(self) -> None:
             super().__init__(lambda net: SGD(net.parameters(), lr=0.1))

@@ -161,7 +161,7 @@ def test_bit_identical_to_the_hand_written_script(case: str, compared: list[dict
     assert first == second
 
 
-# manual optimisation --------------------------------------------------------------------------------------------------
+# manual optimization --------------------------------------------------------------------------------------------------
 class Manual(Module):
     """A generator and a discriminator, two backward passes into one of them, and its own accumulation."""
 
@@ -236,7 +236,7 @@ def compare_manual() -> tuple[list[int], str]:
     return [i for i in wrong if i < len(ours) - 2], digest(parameters)
 
 
-def test_manual_optimisation_syncs_each_backward() -> None:
+def test_manual_optimization_syncs_each_backward() -> None:
     (wrong, first), (also_wrong, second) = run_world(2, compare_manual)
     assert not wrong and not also_wrong
     assert first == second

@@ -67,8 +67,8 @@ def test_an_argument_of_another_place_is_named_there(name: str, instead: str) ->
 
 
 @pytest.mark.parametrize("method", ["log", "log_dict"])
-def test_a_misspelt_argument_of_log_names_the_nearest(method: str, tmp_path: Path) -> None:
-    class Misspelt(Module):
+def test_a_misspelled_argument_of_log_names_the_nearest(method: str, tmp_path: Path) -> None:
+    class Misspelled(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if method == "log":
                 self.log("loss", 1.0, progbar=True)  # type: ignore[call-arg]
@@ -79,7 +79,7 @@ def test_a_misspelt_argument_of_log_names_the_nearest(method: str, tmp_path: Pat
     with pytest.raises(
         UnknownArgumentError, match=r"TrainModule.log has no argument 'progbar'. Did you mean 'prog_bar'"
     ):
-        Trainer(**QUIET, default_root_dir=tmp_path).fit(Misspelt(), loader())
+        Trainer(**QUIET, default_root_dir=tmp_path).fit(Misspelled(), loader())
 
 
 def test_another_type_error_of_a_step_stays_as_it_is(tmp_path: Path) -> None:

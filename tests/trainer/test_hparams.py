@@ -89,7 +89,7 @@ def test_hparams_may_change_and_hparams_initial_do_not() -> None:
     assert (module.hparams["a"], module.hparams_initial) == (5, {"a": 1})
 
 
-def test_a_misspelt_hyperparameter_names_the_nearest() -> None:
+def test_a_misspelled_hyperparameter_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"no hyperparameter 'aa'\. Did you mean 'a'\?"):
         _ = Chosen({"a": 1}).hparams.aa
 

@@ -119,7 +119,7 @@ def test_an_impossible_setting_is_refused_with_its_fix(found: dict[str, Any], na
     assert found[name].startswith("ConfigurationError") and words in found[name]
 
 
-def test_manual_optimisation_has_the_losses_of_the_cpu(found: dict[str, Any]) -> None:
+def test_manual_optimization_has_the_losses_of_the_cpu(found: dict[str, Any]) -> None:
     assert found["manual"] == pytest.approx(found["manual on the CPU"], rel=0, abs=1e-6)
 
 

@@ -98,7 +98,7 @@ class Engine:
         """The unwrapped optimizers, as the strategy holds them."""
         return [prepared.optimizer for prepared in self.prepared_optimizers]
 
-    # set-up -----------------------------------------------------------------------------------------------------------
+    # setup -----------------------------------------------------------------------------------------------------------
     def check_compiled(self) -> None:
         """Raises ConfigurationError if the strategy does not support modules compiled by torch.compile."""
         reason = self.strategy.refusals.get("compiled")

@@ -23,7 +23,7 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Starts the clock; earlier time counts as set-up."""
+        """Starts the clock; earlier time counts as setup."""
         self._last_update = time.perf_counter()
 
     def update(self) -> None:

@@ -94,7 +94,7 @@ class Run:
         loaders: the data loaders.
         logs: the values logged so far.
         state: the current stage.
-        transfer: moves a batch to the device; None before set-up, and if there is nothing to do.
+        transfer: moves a batch to the device; None before setup, and if there is nothing to do.
         train_transfer: the same for training batches, which callbacks may transform.
         should_stop: True once a callback, a signal or the user has asked the run to end.
         resting: True once the schedulers have been stopped from stepping.
@@ -200,7 +200,7 @@ class Run:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks. Users may change this list until set-up has finished."""
+        """The callbacks. Users may change this list until setup has finished."""
         return self.callback_list.now
 
     @property
@@ -249,7 +249,7 @@ class Run:
             function = checked_for_nan(function, self.progress, self.strategy)
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
-    # set-up and teardown ----------------------------------------------------------------------------------------------
+    # setup and teardown ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """Configures the callbacks, subscribes them to the hooks, and starts the profiler."""
         self.callback_list.begin(self.module.configure_callbacks(), replay_of(self.arguments))
@@ -332,7 +332,7 @@ class Run:
         return restorer
 
     def _prepare(self, stage: str) -> None:
-        """Runs the user's set-up code, which may take arbitrarily long: downloads, indices, weights."""
+        """Runs the user's setup code, which may take arbitrarily long: downloads, indices, weights."""
         prepare_data(self.datamodule, self.module, self.strategy.ranks)
         if self.datamodule is not None:
             self.datamodule.setup(stage)

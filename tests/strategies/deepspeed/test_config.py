@@ -194,7 +194,7 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
         ("only frozen parameters", "stage=3"),
     ),
-    "manual optimisation": (lambda: checked({}, manual=True), ("manual optimization", "automatic_optimization = True")),
+    "manual optimization": (lambda: checked({}, manual=True), ("manual optimization", "automatic_optimization = True")),
     "a backward of one's own": (lambda: checked({}, own_backward=True), ("overrides backward",)),
     "no such file": (lambda: ZeroConfig("/no/such/file.json"), ("/no/such/file.json", "cannot be read")),
 }

@@ -1,4 +1,4 @@
-"""Ranks that somebody has started: recognised from their variables, and never started twice."""
+"""Ranks that somebody has started: recognized from their variables, and never started twice."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from leyden.strategies.launch.failure import FirstFailure, is_lost
         "NCCL communicator was aborted on rank 1.",
     ],
 )
-def test_errors_of_a_lost_connection_are_recognised(text: str) -> None:
+def test_errors_of_a_lost_connection_are_recognized(text: str) -> None:
     assert is_lost(DistBackendError(text)) and is_lost(RuntimeError(text))
     assert not is_lost(ValueError(text))
 

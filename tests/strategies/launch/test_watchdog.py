@@ -53,7 +53,7 @@ def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
     beat = Heartbeat()
     with beat.beating(shared.slots[0], 0, AUTO, str(tmp_path)):
         pulse = Pulse(shared.slots[0])
-        # A set-up of ten minutes says nothing about batches.
+        # A setup of ten minutes says nothing about batches.
         pulse.look(pulse.since)
         pulse.look(pulse.since + 600)
         now = trained(beat, pulse, 5, seconds)
@@ -197,7 +197,7 @@ sys.stdin.read()
 
 
 @HAS_SIGNAL
-def test_a_debuggers_prompt_is_recognised(tmp_path: Path) -> None:
+def test_a_debuggers_prompt_is_recognized(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     path.touch()
     command = [sys.executable, "-c", PROMPT, str(path)]

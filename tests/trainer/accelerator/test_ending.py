@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from programs import run_program
 from ranks.world import run_world
-from samples import labelled
+from samples import labeled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -47,7 +47,7 @@ class Own:
         self.accelerator = Accelerator(cpu=True, **settings)
         model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), nn.Linear(4, 3))
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-        loader = DataLoader(labelled(40), 4, shuffle=True, num_workers=workers)
+        loader = DataLoader(labeled(40), 4, shuffle=True, num_workers=workers)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         self.at = dict(at or {})
         self.batches = 0

@@ -67,7 +67,7 @@ class Swapping(Callback):
             parameter.data.mul_(1.0)
 
 
-class Normalising(Net):
+class Normalizing(Net):
     """Writes a weight in each training step, as SwAV does with its prototypes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -78,7 +78,7 @@ class Normalising(Net):
 
 
 class Adversarial(Net):
-    """Manual optimisation of two optimizers, the weights of one clipped after its step."""
+    """Manual optimization of two optimizers, the weights of one clipped after its step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "closure": (lambda: Net(LBFGS), {}),
     "momentum": (lambda: Net(SGD, momentum=0.9), {"precision": "bf16-true"}),
     "hooks": (Net, {"callbacks": Swapping()}),
-    "writes in the step": (Normalising, {}),
+    "writes in the step": (Normalizing, {}),
     "writes nothing new in the step": (Clamping, {}),
     "writes in backward": (Decaying, {}),
     "manual": (Adversarial, {}),

@@ -140,7 +140,7 @@ def test_a_foreign_sampler_is_drawn_no_further_than_its_place(drop_last: bool) -
     assert list(rest) == [[12, 13, 14], [15, 16, 17]] + [[18, 19]] * (not drop_last)
 
 
-def test_a_sampler_that_draws_globally_is_recognised() -> None:
+def test_a_sampler_that_draws_globally_is_recognized() -> None:
     def numbers(first_only: bool) -> Iterator[int]:
         torch.rand(())
         for index in range(9):

@@ -519,7 +519,7 @@ def test_gradients_of_parameters_added_later_are_cleared_too(fit: Any) -> None:
     assert module.late.item() == -(2 + 1 + 1)
 
 
-# what Lightning's scripts do in manual optimisation -------------------------------------------------------------------
+# what Lightning's scripts do in manual optimization -------------------------------------------------------------------
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_a_plateau_scheduler_needs_no_monitor_in_manual_optimization(fit: Any, as_dict: bool) -> None:
     class Manual(Tiny):

@@ -134,7 +134,7 @@ def test_shared_memory_is_shared_again(disk: Any) -> None:
     assert back["apart"][5] == 5
 
 
-def test_neighbours_in_one_storage_stay_apart(disk: Any) -> None:
+def test_neighbors_in_one_storage_stay_apart(disk: Any) -> None:
     a, b = torch.arange(6.0).split(3)
     back = disk([a, b])
     assert torch.equal(back[1], b)

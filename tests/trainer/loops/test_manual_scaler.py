@@ -1,4 +1,4 @@
-"""Manual optimisation in 16-mixed: every gradient is unscaled by its own scale, as in the plain loop."""
+"""Manual optimization in 16-mixed: every gradient is unscaled by its own scale, as in the plain loop."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_an_inf_in_any_of_several_steps_lowers_the_scale(tmp_path: Path) -> None
     assert precision.scaler.get_scale() == 2.0 ** (10 - len(BATCHES))
 
 
-def test_accumulation_in_manual_optimisation_steps_as_the_plain_loop(tmp_path: Path) -> None:
+def test_accumulation_in_manual_optimization_steps_as_the_plain_loop(tmp_path: Path) -> None:
     def way(module: Two, batch: Tensor) -> None:
         optimizer = module.optimizers()[0]
         seen = module.__dict__.setdefault("seen", [])

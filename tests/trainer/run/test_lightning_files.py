@@ -155,7 +155,7 @@ class Counted(Callback):
         self.number = state["number"]
 
 
-def test_manual_optimisation_the_data_and_the_users_own_entries_go_on(tmp_path: Path) -> None:
+def test_manual_optimization_the_data_and_the_users_own_entries_go_on(tmp_path: Path) -> None:
     module, path = Adversaries(), tmp_path / "gan.ckpt"
     optimizers = module.configure_optimizers()
     for number, batch in enumerate(numbered(4, start=1) * 2):

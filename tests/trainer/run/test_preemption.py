@@ -21,7 +21,7 @@ from models import Regression
 from programs import run_program
 from ranks.world import run_world
 from same import same_weights
-from samples import labelled
+from samples import labeled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -78,7 +78,7 @@ def start(folder: Path, *callbacks: Callback, **arguments: Any) -> tuple[Net, Tr
     trainer = Trainer(default_root_dir=folder, callbacks=list(callbacks), **settings)
     code = None
     try:
-        trainer.fit(net, DataLoader(labelled(40), 4, shuffle=True), DataLoader(labelled(9), 4))
+        trainer.fit(net, DataLoader(labeled(40), 4, shuffle=True), DataLoader(labeled(9), 4))
     except SystemExit as end:
         code = end.code
     return net, trainer, code
@@ -307,7 +307,7 @@ def in_a_group(folder: Path, method: str) -> None:
     net = Net()
     stop = At("on_train_batch_start", 2, lambda: os.killpg(0, signal.SIGUSR1))
     trainer = Trainer(**QUIET, max_epochs=2, default_root_dir=folder, resume="auto", callbacks=stop)
-    loader = DataLoader(labelled(400), 4, num_workers=2, multiprocessing_context=method)
+    loader = DataLoader(labeled(400), 4, num_workers=2, multiprocessing_context=method)
     with pytest.raises(SystemExit, match="75"):
         trainer.fit(net, loader)
     # Later than where it was sent, had the workers not served the step.
@@ -327,7 +327,7 @@ def on_two_ranks(folder: Path) -> None:
         net = Net()
         # Each time another rank receives the signal.
         stop = [At("on_train_batch_start", 3, raising(signal.SIGUSR1))] if attempt == RANK and attempt < 2 else []
-        loader = DataLoader(labelled(40), 4, shuffle=True)
+        loader = DataLoader(labeled(40), 4, shuffle=True)
         trainer = Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder, resume="auto", callbacks=stop)
         code = None
         try:
@@ -341,7 +341,7 @@ def on_two_ranks(folder: Path) -> None:
     torch.manual_seed(3)
     whole = Net()
     Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder / "whole").fit(
-        whole, DataLoader(labelled(40), 4, shuffle=True)
+        whole, DataLoader(labeled(40), 4, shuffle=True)
     )
     assert same_weights(net, whole)
 

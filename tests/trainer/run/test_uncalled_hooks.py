@@ -29,7 +29,7 @@ def test_a_fit_without_an_optimizer_is_warned_of(tmp_path: Path) -> None:
     assert "Untrained.configure_optimizers returned no optimizer, so this fit trains nothing" in message
 
 
-def test_hooks_of_lightning_1_and_misspelt_ones_are_warned_of(tmp_path: Path) -> None:
+def test_hooks_of_lightning_1_and_misspelled_ones_are_warned_of(tmp_path: Path) -> None:
     class Old(Module):
         def validation_epoch_end(self, outputs: Any) -> None: ...
         def on_train_epoch_ends(self) -> None: ...

@@ -34,13 +34,13 @@ NEEDED = ("loader", "logs", "metrics", "rng")
 
 
 class Restorer:
-    """Restores a run from a checkpoint, in the order of the set-up: weights, optimizers, then the loop's loaders.
+    """Restores a run from a checkpoint, in the order of the setup: weights, optimizers, then the loop's loaders.
 
     The constructor reads all states and has their owners check them, so a bad file is found before anything changes.
     Only the states of optimizers are checked later, when the optimizers exist.
 
     Args:
-        run: the run, during its set-up.
+        run: the run, during its setup.
         reader: the reader of the checkpoint; None for a run that starts from scratch.
         goal: the checkpoint, and the parts to restore.
         within: True for a rollback within a fit, whose parts have stepped since the checkpoint; see `rolling_back.py`.
