@@ -211,7 +211,7 @@ class FirstFailure:
             self._ask("compare_set", f"answer/{self.rank}", "", text)
 
     def _others(self) -> tuple[list[int], str]:
-        """Returns the ranks that do not answer, and a description of where every rank is."""
+        """Returns the ranks that do not answer, and a description of them and of where the others are."""
         found: dict[int, str] = {}
         awaited = [rank for rank in range(self.size) if rank != self.rank]
 

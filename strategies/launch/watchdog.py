@@ -222,7 +222,7 @@ class Watchdog:
         return min(1.0, *(limit / 10 for limit in limits if limit > 0), 1.0)
 
     def _is_hung(self, alive: list[Pulse], now: float) -> bool:
-        """Returns True if no rank makes progress, and all have exceeded the limits of their phases.
+        """Returns True if no rank makes progress: all have exceeded the limits of their phases, or some are stopped.
 
         So a rank that waits for another one to compile, save or validate gets the longer limit of that phase.
         """

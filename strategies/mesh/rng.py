@@ -38,7 +38,7 @@ class TensorParallelRNG:
         self._before_seed = torch.default_generator.get_state()
         """The CPU's shared state before the latest seed was drawn from it."""
         self._last_shared = self._before_seed
-        """The CPU's shared state when the step last resumed it. It changes as soon as the step draws from it."""
+        """The CPU's shared state when the step last resumed it. If the present state differs, the step has drawn."""
         self._has_drawn = False
         """True once a switch has found that the step drew random numbers."""
 
