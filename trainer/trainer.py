@@ -244,8 +244,8 @@ class Trainer(TrainerView):
             val_dataloaders: a loader or a list of loaders.
             datamodule: provides the loaders instead of the two arguments above.
             ckpt_path: a checkpoint's path; "last", the newest complete checkpoint in the run's folder; "best"; "auto",
-                the last checkpoint if this run saved one (see `TrainModule.run_identity`), otherwise a new run; or
-                "current", the end of this Trainer's last fit. None means the Trainer's `resume`.
+                the last checkpoint, which this run must have saved (see `TrainModule.run_identity`), or a new run if
+                there is none; or "current", the end of this Trainer's last fit. None means the Trainer's `resume`.
             weights_only: only for pickle files of other trainers. True uses torch's safe loader, which runs no code;
                 False allows full unpickling, like `trust=True`. Leyden's own checkpoints contain no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.

@@ -112,7 +112,10 @@ class InterruptiblePass:
         self._pending: Exchange | None = None
 
     def interrupted_before_batch(self) -> bool:
-        """Returns True if a signal interrupts the pass before this batch. Other ranks learn of it one batch later."""
+        """Returns True if a signal interrupts the pass before this batch.
+
+        Several ranks agree on a signal between two batches, so each of them is interrupted one batch after it arrived.
+        """
         if self._pending is not None:
             self._receive()
         if self._signals.received is not None:

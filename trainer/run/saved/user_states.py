@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OWN = "own"
 """The entry in a rank's file that holds its own states."""
 COMPARED = 4096
-"""Tensors up to this number of elements are compared by value; larger ones, such as averaged weights, by shape only."""
+"""Tensors up to this number of elements are compared by value; larger ones, such as averages, by dtype and shape."""
 
 
 class UserStates:
@@ -155,7 +155,7 @@ class UserStates:
         self._user = user
 
     def read_callbacks(self, reader: CheckpointReader, like: Any, own: Any, own_file: Path) -> bool:
-        """Reads the states of callbacks, and checks that each is a dict.
+        """Reads the states of callbacks, and has each callback check its own.
 
         Args:
             reader: the reader of the checkpoint.
