@@ -572,7 +572,7 @@ class MeshStrategy(FSDPStrategy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if self._pipeline is not None and "pipeline_batches" in state:
-            self._pipeline.rng.batches = SavedState(state, "strategy").integer("pipeline_batches", least=0)
+            self._pipeline.rng.resume_after(SavedState(state, "strategy").integer("pipeline_batches", least=0))
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
         holdings = _holdings_of(module)

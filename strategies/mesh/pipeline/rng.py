@@ -62,6 +62,10 @@ class PipelineRNG:
         dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
         self._generators.set_states(box[0])
 
+    def resume_after(self, batches: int) -> None:
+        """Continues the numbering after this many training batches."""
+        self.batches = batches
+
     def begin_batch(self, trains: bool = True) -> None:
         """Begins a batch, whose micro-batches follow.
 
