@@ -993,5 +993,5 @@ class Accelerator:
         self._trackers = Trackers(log_with, self._state)
 
     def teardown(self) -> None:
-        """Closes the window and leaves the process group."""
+        """Closes the window and tears down the strategy. The ranks stay in their process group."""
         self._stepping.teardown()

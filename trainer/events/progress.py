@@ -59,7 +59,7 @@ class Progress:
         seconds: training time in seconds, over all resumes.
         seconds_at_validation: training time at the last validation, for intervals in time.
         bad_samples: samples that raised and were left out, over all ranks (`on_bad_sample="skip"`).
-        passed_over: batches whose steps a rollback has removed from the weights (`Trainer.roll_back`).
+        passed_over: batches that the weights lack since a rollback, undone or skipped by it (`Trainer.roll_back`).
         exact: False if the checkpoint was saved inside a window (`OnExceptionCheckpoint`). A resume repeats that
             window.
     """

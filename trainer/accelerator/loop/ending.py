@@ -39,7 +39,7 @@ class LoopEnd:
         self._signals = Signals(numbers, code, ending=())
         self._departure = Departure(preemption, self._signals, self._ranks, self._where, self._release)
         self._pending_flags: Callable[[], list[bool]] | None = None
-        """Waits for the flags in flight and returns them, one per rank."""
+        """Waits for the flags in flight and returns which are set on any rank, one per kind of signal."""
         self._was_reported = False
         """True once `is_preempted` has returned True."""
         self._handlers = ExitStack()
