@@ -34,7 +34,7 @@ def find_comm_hook(
         hook = _hook_of_name(hook)
         if state is None and hook is _power_sgd:
             state = _LazyPowerSGDState()
-    return state, _without_annotations(wrapper(hook) if wrapper is not None else hook)
+    return state, _Unannotated(hook, wrapper)
 
 
 def _hook_of_name(name: str) -> Callable[..., Any]:
@@ -46,18 +46,34 @@ def _hook_of_name(name: str) -> Callable[..., Any]:
     ]
 
 
-def _without_annotations(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the hook in a function without its name and annotations.
+class _Unannotated:
+    """A hook under another name and without its annotations, which can be pickled for spawned ranks.
 
     torch rejects annotations that are strings. It also rejects its own bfloat16 hook, by name, over gloo, where it
     works.
+
+    Args:
+        hook: the hook.
+        wrapper: function that wraps the hook, or None. Called on the rank, since torch's wrappers cannot be pickled.
     """
 
-    def send(state: Any, bucket: Any) -> Any:
-        return hook(state, bucket)
+    def __init__(self, hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> None:
+        self._hook, self._wrapper = hook, wrapper
+        # torch logs the names of a hook.
+        self.__name__ = self.__qualname__ = "hook"
 
-    send.__annotations__ = {}
-    return send
+    @functools.cached_property
+    def _wrapped(self) -> Callable[..., Any]:
+        return self._hook if self._wrapper is None else self._wrapper(self._hook)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._hook, self._wrapper)
+
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        return self._wrapped(state, bucket)
+
+
+_Unannotated.__call__.__annotations__.clear()
 
 
 def _power_sgd(state: Any, bucket: Any) -> Any:

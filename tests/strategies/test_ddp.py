@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -278,6 +279,15 @@ def run_hook(hook: str, wrapped: bool) -> tuple[float, str]:
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     error = max(float((ours[name] - exact[name]).abs().max()) for name in exact if exact[name].is_floating_point())
     return error, digest(parameters)
+
+
+@pytest.mark.parametrize("hook", ["bf16", "powersgd"])
+def test_a_hook_reaches_spawned_ranks(hook: str) -> None:
+    wrapper = default_hooks.fp16_compress_wrapper
+    for strategy in (DDPStrategy(ddp_comm_hook=hook), DDPStrategy(ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)):
+        copy = pickle.loads(pickle.dumps(strategy))
+        assert copy._wrapping.hook[1]._hook is strategy._wrapping.hook[1]._hook
+        assert copy._wrapping.hook[1]._wrapper is strategy._wrapping.hook[1]._wrapper
 
 
 HOOKS = [("fp16", False, 2e-2), ("bf16", False, 5e-2), ("powersgd", False, 0.0), ("powersgd", True, 2e-2)]
