@@ -54,17 +54,15 @@ class _Unannotated:
 
     Args:
         hook: the hook.
-        wrapper: function that wraps the hook, or None. Called on the rank, since torch's wrappers cannot be pickled.
+        wrapper: function that wraps the hook, or None. A copy calls it again: functions that torch's wrappers return
+            cannot be pickled.
     """
 
     def __init__(self, hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> None:
         self._hook, self._wrapper = hook, wrapper
+        self._wrapped = hook if wrapper is None else wrapper(hook)
         # torch logs the names of a hook.
         self.__name__ = self.__qualname__ = "hook"
-
-    @functools.cached_property
-    def _wrapped(self) -> Callable[..., Any]:
-        return self._hook if self._wrapper is None else self._wrapper(self._hook)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._hook, self._wrapper)
