@@ -1,14 +1,14 @@
-"""Measures the bubble of a pipeline, the part of a step in which ranks wait, beside its formula; and its memory.
+"""Measures a pipeline's bubble, the share of a step that ranks spend waiting, against its formula; and its memory.
 
     python benchmarks/bubble.py                                  # GPipe, 1F1B and Interleaved1F1B over 4 ranks
-    python benchmarks/bubble.py --picture docs/1f1b.svg          # besides, one step of 1F1B with 8 micro-batches
+    python benchmarks/bubble.py --picture docs/1f1b.svg          # also draws one step of 1F1B with 8 micro-batches
 
-Real fits of a Trainer over gloo. Every block computes for `--work` milliseconds forward and for twice as long backward.
-It does so by sleeping, as a host does while its accelerator computes, so that ranks do not share this machine's cores.
-A step lasts from the first rank's first block to the last block's end on any rank; the idle share is what no block
-fills of it, the least over steps, since other work on the machine only adds to it. "holds" is for how many
-micro-batches a rank has activations at most. The peak is of fits without sleeping: the most bytes that the tensors of
-any rank held at one time.
+Runs real fits of a Trainer over gloo. Every block takes `--work` milliseconds forward and twice as long backward. It
+sleeps for that time, as a host does while its accelerator computes, so ranks do not compete for this machine's cores. A
+step lasts from the start of the first block to the end of the last block on any rank. The idle share is the part of the
+step in which no block runs; the table shows the minimum over steps, since other work on the machine only adds to it.
+"holds" is the largest number of micro-batches whose activations a rank holds. The peak is measured in fits without
+sleeping: the largest number of bytes that the tensors of any rank held at one time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a block ran, in seconds of the machine's clock."""
+    """The start and end of a block's run, in seconds of the machine's clock."""
 
     is_forward: bool
     start: float
@@ -53,7 +53,7 @@ class Span:
 
 
 class Work(torch.autograd.Function):
-    """Takes some time forward and twice as much backward, and notes when."""
+    """Sleeps for some time in forward and twice as long in backward, and records both spans."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, spans: list[Span]) -> Tensor:
@@ -105,7 +105,7 @@ class Stack(TrainModule):
 
 
 def fit(schedule: str, micro_batches: int, steps: int, seconds: float) -> list[list[Span]]:
-    """Trains, and returns what the blocks of this rank noted in each step after the warm-up."""
+    """Trains, and returns the spans of this rank's blocks in each step after the warm-up."""
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     module = Stack(BLOCKS_PER_RANK * ranks, seconds)
@@ -117,16 +117,16 @@ def fit(schedule: str, micro_batches: int, steps: int, seconds: float) -> list[l
     return module.steps[WARM_UP:]
 
 
-# what spans say -------------------------------------------------------------------------------------------------------
+# figures from spans ---------------------------------------------------------------------------------------------------
 def idle_share(ranks: list[list[Span]]) -> float:
-    """The part of one step that no block fills, over all ranks."""
+    """Returns the share of one step in which no block runs, over all ranks."""
     spans = [span for rank in ranks for span in rank]
     length = max(span.end for span in spans) - min(span.start for span in spans)
     return 1 - sum(span.end - span.start for span in spans) / (length * len(ranks))
 
 
 def held(rank: list[Span]) -> float:
-    """The most micro-batches whose activations a rank has at one time."""
+    """Returns the largest number of micro-batches whose activations a rank holds at one time."""
     changes = sorted((span.start if span.is_forward else span.end, 1 if span.is_forward else -1) for span in rank)
     return max(itertools.accumulate(change for _, change in changes)) / BLOCKS_PER_RANK
 
@@ -205,7 +205,7 @@ def worker(args: argparse.Namespace) -> None:
         steps = gathered(fit("1F1B", 8, args.steps, seconds))
         if dist.get_rank() == 0:
             by_step = [list(step) for step in zip(*steps, strict=True)]
-            # The one that other work on this machine has disturbed the least.
+            # The step that other work on this machine has disturbed least.
             Path(args.picture).write_text(picture(min(by_step, key=idle_share)), encoding="utf-8")
     dist.destroy_process_group()
 
@@ -219,7 +219,9 @@ def gathered(own: Any) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--schedules", default="GPipe,1F1B,Interleaved1F1B", help=f"among {', '.join(STAGES_PER_RANK)}")
+    parser.add_argument(
+        "--schedules", default="GPipe,1F1B,Interleaved1F1B", help=f"any of {', '.join(STAGES_PER_RANK)}"
+    )
     parser.add_argument("--micro-batches", default="4,8,16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--work", type=float, default=15.0, help="milliseconds of a block's forward")

@@ -1,4 +1,4 @@
-"""The model that the benchmarks of whole runs share: the character GPT of examples/lm.py, reduced to its loss."""
+"""The model shared by the benchmarks of whole runs: the character GPT of examples/lm.py, reduced to its loss."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Measures saving and loading a model with AdamW: Leyden beside torch.save, DCP and Accelerate, on one process.
+"""Measures saving and loading a model with AdamW on one process: Leyden, torch.save, DCP and Accelerate.
 
     python benchmarks/checkpoints.py --gigabytes 0.2 1 4 --repeats 5
 
-The size is that of everything written: weights, and two moments for each. Every save is flushed to the disk: what a
-library leaves in memory is fsynced before the clock stops. A load ends when every byte is in the module and in the
-optimizer. It fills a module that is there and an optimizer without state, in a process of its own, as a resume does,
-with the file in the page cache ("warm") and evicted from it ("cold"). The contestants take turns within one round, and
-each round starts with another one. The table shows medians of the rounds, ratios to the quickest of the others within a
-round, and the memory that a contestant takes beyond the tensors at its peak.
+The size counts everything that is written: weights, and two moments for each. Every save is flushed to the disk: files
+that a library leaves in the page cache are fsynced before the clock stops. A load runs in a new process, like a resume.
+It fills an existing module and an optimizer without state, and ends when every byte is in them. It is measured with the
+files in the page cache ("warm") and evicted from it ("cold"). The contestants take turns within a round, and each round
+starts with a different one. The table shows medians over the rounds, ratios to the fastest of the others within a
+round, and a contestant's peak memory beyond the tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WIDTH = 1024
 
 
 def make(gigabytes: float) -> tuple[nn.Module, AdamW]:
-    """Returns a model and its optimizer, which has no state yet; together they save about so many GB."""
+    """Returns a model and an optimizer without state; with state, a checkpoint of both has about this many GB."""
     block = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
     blocks = round(gigabytes * 1e9 / 3 / block)
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks)]
@@ -61,7 +61,7 @@ def give_state(model: nn.Module, optimizer: AdamW) -> None:
 
 
 class Contestant(ABC):
-    """Saves and loads as a library's users do. `prepare` is not timed."""
+    """Saves and loads in the same way as a library's users. `prepare` is not timed."""
 
     name = ""
 
@@ -113,7 +113,7 @@ class Dcp(Contestant):
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, moments = get_state_dict(self.model, self.optimizer)
-        # Its own default fsyncs each file; the folder is left.
+        # By default DCP fsyncs each file, but not the folder.
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=self.no_dist)
         flush(path)
 
@@ -147,7 +147,7 @@ CONTESTANTS: tuple[type[Contestant], ...] = (Leyden, TorchSave, Dcp, Accelerate)
 
 
 def flush(folder: Path) -> None:
-    """Flushes every file of a folder, and the folder."""
+    """Flushes every file of a folder, and the folder itself."""
     for path in [*files_of(folder), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -168,7 +168,7 @@ def warm(folder: Path) -> None:
 
 
 def evict(folder: Path) -> None:
-    """Drops every file of a folder from the page cache; they have been flushed."""
+    """Drops every file of a folder from the page cache; the files must be flushed."""
     for path in files_of(folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -177,22 +177,22 @@ def evict(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds that something took, and the most bytes beyond its tensors that were resident meanwhile."""
+    """The seconds that an action took, and its peak of resident bytes beyond its tensors."""
 
     seconds: float
     beyond: int
 
 
 Samples: TypeAlias = dict[str, dict[str, list[Sample]]]
-"""Of each contestant, by what was measured, one of each round."""
+"""One sample per round, by contestant and by measurement."""
 
 
 def measure(action: Callable[[], None], made: int) -> Sample:
-    """Times an action that makes so many bytes of tensors which stay."""
+    """Times an action, which leaves `made` bytes of new tensors in memory."""
     gc.collect()
     os.sync()
     with contextlib.suppress(OSError):
-        # Starts VmHWM, the most memory that was resident, at what is resident now.
+        # Resets VmHWM, the peak of resident memory, to the current size.
         Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -204,7 +204,7 @@ def measure(action: Callable[[], None], made: int) -> Sample:
 
 
 def resident(line: str) -> int:
-    """Returns a line of /proc/self/status in bytes; 0 where there is none."""
+    """Returns a line of /proc/self/status in bytes, or 0 if the file does not exist."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -222,10 +222,10 @@ def digest(model: nn.Module, optimizer: AdamW) -> str:
 
 
 def touch(size: int) -> None:
-    """Takes so many bytes of memory, writes to them and gives them back.
+    """Allocates this many bytes of memory, writes to them and frees them.
 
-    A virtual machine may have returned its free memory to its host, which takes ten times as long to hand it out again
-    as a load takes, to whoever asks first.
+    A virtual machine may have returned its free memory to its host. The first contestant to allocate memory would then
+    wait for the host, for ten times as long as a load takes.
     """
     piece = 256 * 2**20
     kept = [torch.empty(piece, dtype=torch.uint8).fill_(1) for _ in range(-(-size // piece))]
@@ -260,14 +260,14 @@ def stepped_once(gigabytes: float) -> tuple[nn.Module, AdamW]:
 
 
 def saved(kind: type[Contestant], model: nn.Module, optimizer: AdamW, path: Path) -> tuple[Path, Sample]:
-    """Saves to a folder, and returns it."""
+    """Saves to a folder; returns the folder and the sample."""
     saving = kind()
     saving.prepare(model, optimizer)
     return path, measure(lambda: saving.save(path), 0)
 
 
 def load(kind: type[Contestant], trial: Path, path: Path, what: str, gigabytes: float, expected: str) -> Sample:
-    """Loads a checkpoint, after a tiny one for which everything is imported, and compares it with what was saved."""
+    """Loads a tiny checkpoint to import everything, then the measured one, and compares the result with the source."""
     torch.set_num_threads(1)
     for folder, size in ((trial, 0.0), (path, gigabytes)):
         model, optimizer = make(size)
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in CONTESTANTS])
-    parser.add_argument("--folder", type=Path, help="where to write; on the disk that counts")
+    parser.add_argument("--folder", type=Path, help="where to write; choose the disk to measure")
     args = parser.parse_args()
     torch.set_num_threads(1)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__"])

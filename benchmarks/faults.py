@@ -1,17 +1,17 @@
-"""Kills runs with SIGKILL at random, resumes them, and compares their ends with those of runs that were left alone.
+"""Kills runs with SIGKILL at random, resumes them, and compares their final states with those of undisturbed runs.
 
     python benchmarks/faults.py --kills 1000 [--seed 0] [--only "ddp 2" "fsdp 2"] [--in-place] [--folder /tmp]
 
-One process, DDP 2 and FSDP 2 over gloo, each with synchronous and with asynchronous saves. A run is a chain of starts:
-each resumes what the one before has left, and is killed in its turn, until one comes to its end. A kill falls at a
-random time of what is left to do, at a call that changes files, or at one of the first of a start that resumes; it
-takes the whole job, the process that launched it, or one rank. Every start is forked from this process, which has
-imported all that it needs.
+Covers one process, DDP 2 and FSDP 2 over gloo, each with synchronous and with asynchronous saves. A run is a chain of
+starts: each start resumes the state that the previous one left, and is killed in turn, until one completes. A kill
+happens at a random time within the remaining work, at a call that changes files, or at one of the first such calls of a
+start that resumes. It hits the whole job, the process that launched it, or one rank. Every start is forked from this
+process, which has already imported everything.
 
-What counts: runs whose weights, optimizers, random numbers, counters or CSV log differ from those of a run without a
-kill; starts that found a damaged checkpoint, or that raised although nobody was killed; temporary files that the last
-start left behind; processes that a kill left running. `--in-place` writes checkpoints where they stay, without a
-temporary folder and a rename, which this must find out.
+Counted as defects: runs whose weights, optimizers, random states, counters or CSV log differ from those of a run
+without a kill; starts that found a damaged checkpoint, or raised an error although no process was killed; temporary
+files that the last start left behind; processes that kept running after a kill. `--in-place` breaks saving on purpose:
+it writes checkpoints in place, without a temporary folder and a rename, which this program must detect.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 DEFECTS = ("differences", "stuck", "behind", "orphans")
 COUNTS = ("kills", "starts", "runs", *DEFECTS)
-"""What is printed of each kind of run."""
+"""The columns that are printed for each kind of run."""
 MOST_KILLS = 12
-"""Kills of one run; then it is left alone."""
+"""Maximum number of kills per run; the next start is left alone."""
 DAMAGED = re.compile("CheckpointError|skipping a damaged")
-"""What a start prints that finds a checkpoint damaged."""
+"""Matches the output of a start that found a damaged checkpoint."""
 LONGEST = 300
-"""Seconds after which a run hangs."""
+"""Seconds after which a run counts as hung."""
 PATIENCE = 30
-"""Seconds after which a process that still runs was left behind."""
+"""Seconds after the end of a job until a process that still runs counts as an orphan."""
 SHORT = 0.5
-"""Seconds that ranks have to leave by themselves once a peer was killed, in 19 starts of 20; else 10, as users' have.
-They ask each other for the reason, which takes 7 s."""
+"""Seconds that ranks have to exit on their own after a peer was killed, in 19 of 20 starts. The others use the default
+of 10, since ranks first ask each other for the reason, which takes 7 s."""
 
 
 class Net(TrainModule):
-    """Dropout and batch norm, so that random numbers and buffers count."""
+    """A module with dropout and batch norm, so that random states and buffers matter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,16 +95,16 @@ class Net(TrainModule):
 
 @dataclass(frozen=True)
 class Point:
-    """Where a process kills itself: at so many calls that change files. Its number is its rank; see `Board`."""
+    """The point at which a process kills itself: its n-th call that changes files. `Board` numbers the processes."""
 
     process: int
     call: int
 
 
 class Board:
-    """Memory that the processes of a job share: the calls of each that changed files, and whether one killed itself.
+    """Memory shared by a job's processes: how many calls of each changed files, and whether one killed itself.
 
-    The ranks come first, then the process that launches them, if it is none itself.
+    Processes are numbered by rank; the launching process, if it is not a rank itself, comes last.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -127,19 +127,19 @@ class Board:
         self._words[0] = 1
 
     def count(self) -> Point:
-        """Counts a call of this process, and returns where it stands."""
+        """Counts a call of this process, and returns the call's point."""
         process = 0 if self.ranks == 1 else int(os.environ.get("RANK", self.ranks))
-        # Two threads of an asynchronous save may count two calls as one: that makes no place of a kill impossible.
+        # Two threads of an asynchronous save may count two calls as one. Every point of a kill remains possible.
         self._words[1 + process] += 1
         return Point(process, self._words[1 + process])
 
 
 class Fate:
-    """Counts the calls that change files in the process that makes it and those forked from it; kills one at its point.
+    """Counts calls that change files, in this process and its forks, and kills the process that reaches the point.
 
     Args:
-        board: where they are counted.
-        point: where a process is killed; None to let all live.
+        board: the board that counts the calls.
+        point: the point at which a process is killed; None to kill none.
     """
 
     _CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree")
@@ -170,7 +170,7 @@ def train(folder: Path, strategy: str, asynchronous: bool, board: Board, point: 
     """Trains from the newest checkpoint on."""
     functions.PATIENCE = patience
     Fate(board, point)
-    # Python's random numbers too: a checkpoint holds them, and each fork would begin with others.
+    # Seeds Python's random numbers too: a checkpoint contains their state, which would differ in each fork.
     seed_everything(0)
     data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
     trainer = Trainer(
@@ -192,13 +192,13 @@ def train(folder: Path, strategy: str, asynchronous: bool, board: Board, point: 
 
 
 def ending(folder: Path) -> dict[str, Any]:
-    """Returns what a finished run has left: the weights, the optimizer, random numbers, counters and the log."""
+    """Returns the final state of a finished run: weights, optimizer, random states, counters and the log."""
     last = newest(folder / "checkpoints", strict=True)
     if last is None:
         return {}
     reader = CheckpointReader(last)
     counters = {name: value for name, value in reader.progress().items() if not name.startswith("seconds")}
-    # A run that was killed before its first save has a log of its own.
+    # A run that was killed before its first save has a separate log.
     log = max(folder.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime_ns)
     return {
         "name": last.name,
@@ -220,18 +220,18 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# Processes. All descend from this one, which adopts those that lose their parent.
+# Processes. All are descendants of this one, which adopts those whose parent dies.
 
 
 def adopt_orphans() -> None:
     if sys.platform != "linux":
-        raise SystemExit("the kills are counted by /proc and prctl, which only Linux has")
+        raise SystemExit("this benchmark needs /proc and prctl, which only Linux has")
     # PR_SET_CHILD_SUBREAPER
     ctypes.CDLL(None).prctl(36, 1)
 
 
 def below(pid: int) -> list[int]:
-    """Returns the processes that descend from one."""
+    """Returns all descendants of a process."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -240,8 +240,8 @@ def below(pid: int) -> list[int]:
 
 
 def launch(work: Callable[[], None], log: Path) -> int:
-    """Runs the work in a forked process, whose output goes to a file; returns its process id."""
-    # Made before the process, which may be killed at once.
+    """Runs the work in a forked process, with its output in a file; returns its process id."""
+    # Opened before the fork, since the process may be killed immediately.
     with open(log, "wb", 0) as file:
         child = os.fork()
         if child == 0:
@@ -262,7 +262,7 @@ def launch(work: Callable[[], None], log: Path) -> int:
 
 
 def reap(job: int) -> tuple[int, int]:
-    """Waits for a job and all that it has started; returns its exit code, and how many had to be killed."""
+    """Waits for a job and all its descendants; returns its exit code, and the number of processes killed as orphans."""
     code, left, until = 0, 0, time.monotonic() + LONGEST
     while True:
         try:
@@ -282,11 +282,11 @@ def reap(job: int) -> tuple[int, int]:
 
 
 class Trial:
-    """Kills runs of one kind, in folders of their own.
+    """Kills runs of one kind, each in a separate folder.
 
     Attributes:
-        counts: by the names of `COUNTS`.
-        notes: what was wrong with a run.
+        counts: the counts, by the names in `COUNTS`.
+        notes: descriptions of the defects that were found.
     """
 
     def __init__(self, strategy: str, asynchronous: bool, root: Path, rng: random.Random) -> None:
@@ -310,7 +310,7 @@ class Trial:
         return folder
 
     def run(self) -> None:
-        """One run: its starts are killed, each where the one before has left it, until one comes to its end."""
+        """Runs a chain of starts, each resuming from the previous one and killed in turn, until one completes."""
         folder = self._folder(str(self.counts["runs"]))
         self.counts["runs"] += 1
         for number in range(MOST_KILLS):
@@ -329,7 +329,7 @@ class Trial:
             problem = "differs"
         left = [path.name for path in (folder / "checkpoints").glob("*") if staging.is_staging(path.name)]
         left += [path.name for path in (folder / "tmp").iterdir()]
-        # A start that was stuck may leave what the next one sweeps away.
+        # A stuck start may leave files that the next start would remove.
         if left and not code:
             self.counts["behind"] += 1
             problem = f"{problem} left {left}"
@@ -352,13 +352,13 @@ class Trial:
         return code
 
     def _killed(self, folder: Path, resumes: bool) -> int | None:
-        """Starts a run and kills it. If it came to an end of its own before, or found damage: returns its exit code."""
+        """Starts a run and kills it; returns its exit code if it ended before the kill or found damage, else None."""
         left = 1 - self._step(folder) / self._steps
         point = self._point(left, resumes) if self._rng.random() < 0.6 else None
         job = self._start(folder, point)
         was_killed = False
         if point is None:
-            # What is left to do, and a start, which the straight run had, too.
+            # The remaining work plus the start-up time, which is part of the undisturbed run's seconds too.
             time.sleep(self._rng.random() * self._seconds * (0.1 + 0.9 * left))
             everyone = [pid for pid in (job, *below(job)) if started(pid) != "gone"]
             chosen = everyone if self._rng.random() < 0.5 else self._rng.sample(everyone, min(1, len(everyone)))
@@ -372,7 +372,7 @@ class Trial:
         return None if was_killed and not DAMAGED.search((folder / "output").read_text()) else code
 
     def _point(self, left: float, resumes: bool) -> Point:
-        """Chooses a call of what is left to do; often one of the first, by which a start reads, clears and moves."""
+        """Chooses a call in the remaining work; often one of the first, with which a start cleans up."""
         process = self._rng.choice([number for number, calls in enumerate(self._calls) if calls])
         most = max(12, round(self._calls[process] * left))
         return Point(process, self._rng.randint(1, 12 if resumes and self._rng.random() < 0.4 else most))
@@ -384,7 +384,7 @@ class Trial:
 
 
 def write_in_place() -> None:
-    """Breaks saving: a checkpoint is written where it stays, over what is there."""
+    """Breaks saving on purpose: checkpoints are written in place, over existing files."""
 
     def begin(self: CheckpointWriter) -> Path:
         self._target.mkdir(parents=True, exist_ok=True)
@@ -406,9 +406,9 @@ def main() -> None:
     args = parser.parse_args()
     adopt_orphans()
     torch.set_num_threads(1)
-    # The first optimizer imports 800 modules of torch: once for all, before the forks.
+    # The first optimizer imports 800 modules of torch. This does it once, before the forks.
     torch.optim.AdamW([torch.zeros(1)])
-    # A rank's last collection would copy every page that it shares with this process: seconds for each run.
+    # A rank's last garbage collection would copy every page shared with this process, which takes seconds per run.
     gc.collect()
     gc.freeze()
     if args.in_place:

@@ -3,9 +3,9 @@
     python benchmarks/fp8.py         # a GPU with fp8 units: 8 blocks of width 4096
     python benchmarks/fp8.py --width 256 --depth 2 --length 64 --batch-size 8 --steps 5 --no-compile    # on a CPU
 
-The character GPT of examples/lm.py on random characters, with AdamW, in a barebones Trainer. The table shows the
-median tokens per second of each contestant, the median over the rounds of its ratio to bf16, and on a GPU torch's
-peak memory.
+Trains the character GPT of examples/lm.py on random characters, with AdamW, in a barebones Trainer. The table shows
+each contestant's median tokens per second, the median over the rounds of its ratio to bf16, and on a GPU torch's peak
+memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Windows(Dataset[Tensor]):
 
 
 class Clock(Callback):
-    """Reads the clock after the warm-up and at the end, each time once the device has finished its work."""
+    """Reads the clock after the warm-up and at the end, each time after the device has finished its work."""
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up, self.start, self.seconds = warm_up, 0.0, 0.0

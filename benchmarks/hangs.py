@@ -1,13 +1,13 @@
-"""Makes a job of two ranks fail or hang in each known way, and measures how long it takes until all of it is gone.
+"""Makes a job of two ranks fail or hang in each known way, and measures how long it takes until every process is gone.
 
     python benchmarks/hangs.py --limit 2
     python benchmarks/hangs.py --only "SIGSTOP of rank 0" "two machines, one silent"
     sudo python benchmarks/hangs.py --only "two hosts, the cable cut"
 
-DDP on the CPU; in the sixth batch one rank does what the row says. The seconds are those from then, less the limit
-(`hang_timeout`) where the watchdog has to find out, until no process is left that the job has started. "named" counts
-the lines on stderr that name the culprit: it must be one. Two hosts are network namespaces of this machine, each with
-its own agent, joined by a virtual cable; they need root and the command `ip`.
+Runs DDP on the CPU; in the sixth batch one rank fails or hangs as the row describes. The seconds are counted from that
+moment until no process of the job is left, minus the limit (`hang_timeout`) if the watchdog must detect the hang.
+"named" counts the lines on stderr that name the culprit; it must be 1. Two hosts are network namespaces of this
+machine, each with its own agent, connected by a virtual cable; they need root and the command `ip`.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class Case:
     """A way to fail or to hang.
 
     Attributes:
-        command: of the script.
+        command: arguments of the script.
         names: part of the line that names the culprit.
-        hangs: the watchdog has to find out.
-        gone: the signal by which machine 0 goes, where there are two.
-        cut: the two machines are hosts of their own, and what goes is the cable between them.
+        hangs: True if the watchdog must detect it.
+        gone: signal sent to machine 0, if there are two machines.
+        cut: True if the two machines are separate hosts and the cable between them is cut.
     """
 
     command: str
@@ -130,7 +130,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How a case ended: seconds until all was gone, how often the culprit was named, who is left, and stderr."""
+    """How a case ended: seconds until all processes were gone, lines naming the culprit, processes left, and stderr."""
 
     seconds: float
     named: int
@@ -158,12 +158,12 @@ def run(case: Case, folder: Path, limit: float) -> Ending:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where an agent runs.
+    """The machine on which an agent runs.
 
     Attributes:
-        interface: of the network, by which ranks find each other.
+        interface: network interface that ranks use.
         master: address and port of machine 0.
-        host: its network namespace; "" for that of this process.
+        host: network namespace of the machine; "" for that of this process.
     """
 
     interface: str
@@ -172,13 +172,13 @@ class Machine:
 
     @property
     def prefix(self) -> list[str]:
-        """What a command begins with that runs there."""
+        """The first words of a command that runs on this machine."""
         return ["ip", "netns", "exec", self.host] if self.host else []
 
 
 @contextmanager
 def joined_hosts() -> Iterator[list[Machine]]:
-    """Two network namespaces with a cable between them."""
+    """Creates two network namespaces with a virtual cable between them."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -201,7 +201,7 @@ def joined_hosts() -> Iterator[list[Machine]]:
 def _run_machines(
     case: Case, folder: Path, environ: dict[str, str], limit: float, machines: Sequence[Machine]
 ) -> Ending:
-    """Two agents. Machine 0 goes with its rank, killed or stopped so that nothing is heard of it; or the cable does."""
+    """Runs two agents. Machine 0 and its rank are killed or stopped, or the cable is cut."""
     tokens = [environ["TOKEN"] + "0", environ["TOKEN"] + "1"]
     agents = []
     for node, (machine, token) in enumerate(zip(machines, tokens, strict=True)):
@@ -211,7 +211,7 @@ def _run_machines(
     try:
         assert agents[0].stdout is not None
         while "under way" not in agents[0].stdout.readline():
-            assert agents[0].poll() is None, "machine 0 has ended by itself"
+            assert agents[0].poll() is None, "machine 0 ended on its own"
         (folder / "began").write_text(str(time.time()))
         if case.cut:
             subprocess.run(["ip", "-n", machines[0].host, "link", "set", "cable", "down"], check=True)
@@ -248,7 +248,7 @@ def _ended(case: Case, folder: Path, tokens: Sequence[str], limit: float, errors
 
 
 def members(token: str) -> list[int]:
-    """Processes that were started with this token in their environment, and have not ended."""
+    """Returns the running processes that have this token in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

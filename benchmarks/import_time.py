@@ -1,9 +1,9 @@
-"""Measures how long `import leyden`, and those of its rivals that are installed, take beyond `import torch`.
+"""Measures how long `import leyden`, and the imports of installed rivals, take beyond `import torch`.
 
     python benchmarks/import_time.py --repeats 7
 
-Each import runs in its own process. The repeats are interleaved, so that a slow moment of the machine affects all
-of them, and the medians are compared.
+Each import runs in its own process. The repeats are interleaved, so a slow moment of the machine affects all of them.
+The table compares the medians.
 """
 
 from __future__ import annotations

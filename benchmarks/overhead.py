@@ -1,12 +1,12 @@
-"""Measures what a trainer costs per step: a tiny MLP in a raw loop, in Leyden, and in its installed rivals.
+"""Measures a trainer's cost per step: a tiny MLP in a raw loop, in Leyden, and in its installed rivals.
 
     python benchmarks/overhead.py --repeats 7 --steps 2000
     python benchmarks/overhead.py --only leyden leyden-full
 
-Linear 32-32-2, batch 8, SGD, CPU, one thread: so little work that any overhead shows. Every contestant reads the
-same ready-made batches through a DataLoader. The clock is read when the data set returns batch `warm-up` and batch
-`warm-up + steps`, so set-up and the first steps do not count. The repeats of all contestants are interleaved. The
-table shows the median of each, and the median of its differences from the raw loop of the same round.
+Linear 32-32-2, batch 8, SGD, CPU, one thread: so little work that any overhead shows. Every contestant reads the same
+prepared batches through a DataLoader. The clock is read when the data set returns batch `warm-up` and batch
+`warm-up + steps`, so set-up and the first steps do not count. The repeats of all contestants are interleaved. The table
+shows each contestant's median, and the median of its differences from the raw loop of the same round.
 
 "leyden-own" is a hand-written loop over Leyden's Accelerator, as "accelerate" is over Hugging Face's. "full" turns
 everything on: a progress bar (on a terminal that discards it), a CSV logger, checkpoints, and the loss logged to
@@ -37,12 +37,12 @@ from torch.utils.data import DataLoader, Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 200
-# Some read a batch or two ahead; all of them must pass the last mark inside the epoch.
+# Some contestants prefetch a batch or two; all must pass the last mark inside the epoch.
 TAIL = 20
 
 
 class Batches(Dataset[Any]):
-    """Ready-made batches; records when the first and the last batch of the measurement are read."""
+    """Prepared batches; records when the first and the last batch of the measurement are read."""
 
     def __init__(self, steps: int) -> None:
         self.inputs, self.targets = torch.randn(8, 32), torch.randint(2, (8,))
@@ -211,7 +211,7 @@ def lightning_full(batches: Batches, folder: str) -> None:
     lightning(batches, folder, full=True)
 
 
-# name → packages of which one must be installed, and the run
+# name → packages, one of which must be installed, and the run
 CONTESTANTS: dict[str, tuple[tuple[str, ...], Callable[[Batches, str], None]]] = {
     "raw": ((), raw),
     "leyden": ((), leyden),
@@ -237,7 +237,7 @@ class Nowhere(io.StringIO):
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Hides what contestants print and warn about."""
+    """Hides the contestants' output and warnings."""
     terminal = Nowhere()
     with warnings.catch_warnings(), contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
         warnings.simplefilter("ignore")

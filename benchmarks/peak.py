@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within it held at one time."""
+    """Records the largest number of bytes held at one time by tensors that are created inside the context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,7 +24,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # It comes back here with the tensors of this rank.
+            # The call is dispatched again with this rank's local tensors.
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for made in out if isinstance(out, (tuple, list)) else (out,):

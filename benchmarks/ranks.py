@@ -3,11 +3,11 @@
     python benchmarks/ranks.py --ranks 2 --repeats 7 --steps 30      # DDP, FSDP, TP 2 and PP 2 (1F1B)
     python benchmarks/ranks.py --ranks 4 --repeats 7 --steps 30      # DDP, FSDP and TP 2 × FSDP 2
 
-A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants
-run in the same processes and process group, one after the other in each round. The clock is read when the data set
-returns batch `warm-up` and batch `warm-up + steps`. The table shows the median steps per second of each, the median
-over the rounds of Leyden's divided by the script's, and the most bytes that rank 0's tensors held at one time, which a
-round of its own counts.
+A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants run in
+the same processes and process group, one after the other in each round. The clock is read when the data set returns
+batch `warm-up` and batch `warm-up + steps`. The table shows each contestant's median steps per second, the median over
+the rounds of Leyden's speed divided by the script's, and the largest number of bytes that rank 0's tensors held at one
+time, which is counted in a separate round.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build(gpt: Any, args: argparse.Namespace) -> Any:
 
 
 def by_hand(gpt: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Runs the loop that a user would write."""
+    """Runs a hand-written loop."""
     module = build(gpt, args)
     model = wrap(module)
     groups = by_mesh(model)
@@ -88,7 +88,7 @@ def by_hand(gpt: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[n
 
 
 def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of one mesh, or of none: torch steps and clips those of several only one after the other."""
+    """Groups parameters by their mesh, or None: torch can step and clip only one mesh's parameters at a time."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -119,14 +119,14 @@ def fsdp(module: Any) -> nn.Module:
 
 
 def tensor_parallel(module: Any) -> nn.Module:
-    """Splits over 2 ranks, and shards over the others."""
+    """Splits layers over 2 ranks, and shards over the remaining dimension."""
     from torch.distributed.fsdp import fully_shard
 
     shards = dist.get_world_size() // 2
     mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("dp_shard", "tp"))
     split_by_hand(module, mesh["tp"])
     if shards > 1:
-        # As torch asks for when it takes the norm over both dimensions: one message instead of two.
+        # torch suggests this for a norm over both dimensions: one message instead of two.
         mesh._flatten("dp_shard_tp")
         for part in (*module.blocks, module):
             fully_shard(part, mesh=mesh["dp_shard"])
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--only", help="one of ddp, fsdp, tp and pp; all of them if left out")
+    parser.add_argument("--only", help="ddp, fsdp, tp or pp (default: all)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -1,11 +1,11 @@
-"""Measures saving and loading a model that FSDP shards over ranks: Leyden beside DCP, in one interleaved run.
+"""Measures saving and loading a model that FSDP shards over ranks: Leyden and DCP, in one interleaved run.
 
     python benchmarks/sharded_checkpoints.py --gigabytes 0.2 1 --ranks 2 --repeats 5
 
-As in `benchmarks/checkpoints.py`: weights and AdamW's moments, every save is flushed to the disk, a load ends when
-every byte is in the module and in the optimizer, and ranks that load are new processes, on memory that the machine
-holds. The seconds are those of the slowest rank. Both load into the same modules: Leyden's `load_state` into what
-`prepare` returned, DCP into what `fully_shard` did.
+As in `benchmarks/checkpoints.py`, a checkpoint contains weights and AdamW's moments, every save is flushed to the disk,
+a load ends when every byte is in the module and in the optimizer, ranks that load are new processes, and the memory was
+touched before. The seconds are those of the slowest rank. Both load into the same modules: Leyden's `load_state` into
+the modules that `prepare` returned, DCP into those that `fully_shard` returned.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def digest(model: nn.Module, optimizer: AdamW) -> str:
 
 
 def save(kind: type[Contestant], path: Path, gigabytes: float) -> tuple[Sample, str]:
-    """Saves, after a tiny checkpoint for which everything is imported; returns this rank's digest too."""
+    """Saves a tiny checkpoint to import everything, then the measured one; returns this rank's digest too."""
     for folder, size in ((path.with_suffix(".trial"), 0.0), (path, gigabytes)):
         torch.manual_seed(dist.get_rank())
         contestant = kind()
@@ -97,7 +97,7 @@ def save(kind: type[Contestant], path: Path, gigabytes: float) -> tuple[Sample, 
 
 
 def load(kind: type[Contestant], path: Path, gigabytes: float, place: Callable[[Path], None]) -> tuple[Sample, str]:
-    """Loads, after a tiny checkpoint for which everything is imported; returns this rank's digest too."""
+    """Loads a tiny checkpoint to import everything, then the measured one; returns this rank's digest too."""
     for folder, size in ((path.with_suffix(".trial"), 0.0), (path, gigabytes)):
         contestant = kind()
         contestant.prepare(*make(size))
@@ -113,7 +113,7 @@ def load(kind: type[Contestant], path: Path, gigabytes: float, place: Callable[[
 def on_rank(
     rank: int, ranks: int, port: int, answers: Any, action: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """Runs an action on a rank of its own process group, and answers what it returns."""
+    """Runs an action on one rank of a new process group, and sends its result back."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def on_rank(
 
 
 def on_ranks(ranks: int, action: Callable[..., Any], *arguments: Any) -> tuple[Sample, list[str]]:
-    """Runs an action on ranks that are new processes; returns the slowest one's sample and all digests."""
+    """Runs an action on ranks in new processes; returns the slowest rank's sample and all digests."""
     context = multiprocessing.get_context("forkserver")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.2])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to write; on the disk that counts")
+    parser.add_argument("--folder", type=Path, help="where to write; choose the disk to measure")
     args = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__"])
     for gigabytes in args.gigabytes:

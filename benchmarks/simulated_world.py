@@ -1,13 +1,13 @@
-"""Measures what a large world costs one rank: a 70B Llama shape on simulated ranks, split over tp 8 and sharded.
+"""Measures the cost of a large world for one rank: a 70B Llama shape on simulated ranks, split over tp 8 and sharded.
 
     python benchmarks/simulated_world.py --worlds 8,64,256,1024
 
-Each world has a process of its own, which stands for rank 0: torch's fake process group, parameters on the meta
-device, and MeshStrategy as in a fit. "set-up" is the process group, the mesh and the split model; "memory" is what the
-process takes beyond the model on the meta device. "share" is what the rank has of the weights, in fp32. For a
-checkpoint, each rank describes its own parts ("describe", and what it sends to the others), and then plans the files
-of all ranks from what they sent ("plan"), here from the parts that the placements give each of them. "again" is all of
-that in the next save. Times are seconds of this process's CPU. Needs transformers.
+Each world has a separate process, which simulates rank 0 with torch's fake process group, parameters on the meta
+device, and MeshStrategy as in a fit. "set-up" covers the process group, the mesh and splitting the model; "memory" is
+the process's memory beyond the model on the meta device. "share" is the rank's share of the weights, in fp32. For a
+checkpoint, each rank describes its own parts ("describe", with the bytes that it sends to the others), and then plans
+the files of all ranks from the messages ("plan"); this program derives the messages from the placements. "again" is the
+total for the next save. Times are CPU seconds of this process. Needs transformers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cost:
-    """What one world costs rank 0: seconds and bytes."""
+    """The cost of one world for rank 0, in seconds and bytes."""
 
     ranks: int
     parameters: int
@@ -55,7 +55,7 @@ class Cost:
 
 
 class Everyone(CheckpointRanks):
-    """All ranks of a simulated world: each describes the same tensors as this one, in its own places."""
+    """All ranks of a simulated world: each describes the same tensors as this rank, with its own offsets."""
 
     def __init__(self, layout: Layout, tensors: dict[str, Any]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Everyone(CheckpointRanks):
 
     def _of_rank(self, value: Any, rank: int) -> Any:
         if not isinstance(value, list):
-            # Digests, and of no plan made before.
+            # Digests of tensors and of the cached plan; in this world they are the same on all ranks.
             return value
         coordinate = (rank // TP, rank % TP) if self.layout.dp_shard > 1 else (rank,)
         found = []
@@ -92,7 +92,7 @@ def place(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, 
 
 
 def llama(layers: int) -> nn.Module:
-    """Builds Llama 3's 70B shape on the meta device, with so many layers of its 80."""
+    """Builds Llama 3's 70B shape on the meta device, with this many of its 80 layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -109,7 +109,7 @@ def llama(layers: int) -> nn.Module:
 
 
 def measure(world: int, layers: int) -> Cost:
-    """Stands for rank 0 of a world."""
+    """Simulates rank 0 of a world and measures its cost."""
     model, layout = llama(layers), Layout(1, world // TP, TP)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     before, began = resident(), time.process_time()
@@ -141,7 +141,7 @@ def measure(world: int, layers: int) -> Cost:
 
 
 def resident() -> int:
-    """The most memory that this process has had, in bytes."""
+    """Returns this process's peak memory in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
@@ -150,7 +150,7 @@ COLUMNS = ("ranks", "set-up", "memory", "share", "describe", "sent", "plan", "ag
 
 
 def row(cost: Cost) -> list[str]:
-    """Formats a cost, a cell for each of COLUMNS."""
+    """Formats a cost as one cell for each of COLUMNS."""
     times = (cost.setup, cost.describe, cost.plan, cost.again)
     setup, describe, planned, again = (f"{seconds:.2f} s" for seconds in times)
     memory, share, sent, written = map(size_of, (cost.memory, cost.share, cost.sent, cost.written))

@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks with layers that can be split: a plan that splits them, and the same by hand."""
+"""The benchmarks' GPT with layers that can be split, by a plan or by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """examples/lm.py's block, with a layer each for query, key and value."""
+    """The block of examples/lm.py, with separate layers for query, key and value."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def split_gpt() -> Any:
 
 
 def split_by_hand(model: Any, mesh: DeviceMesh) -> None:
-    """Splits the model with torch's own calls, as PLAN does; query, key and value share one exchange."""
+    """Splits the model like PLAN, with torch's own calls; query, key and value share one collective."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks as a pipeline of two stages, written by hand with torch.distributed.pipelining."""
+"""The benchmarks' GPT as a pipeline of two stages, hand-written with torch.distributed.pipelining."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Measures how long a save keeps a training from its steps: Leyden beside DCP's async_save and Lightning's plugin.
+"""Measures how long a save stalls training: Leyden, DCP's async_save and Lightning's plugin.
 
     python benchmarks/stalls.py --megabytes 200 --rounds 5 --folder /somewhere/on/a/disk
 
-The stall of a save is the time that the next 20 steps take, the call of the save included, less that of the 20 steps
-before it. A step computes for `--step` seconds on one thread, so that it is at least as long as a copy; its weights and
-AdamW's state have the given size. Contestants take turns in rounds; the first round warms up and makes the memory for
-copies, and does not count. The disk is flushed before each measurement, and the files of the one before are gone by
-then. The table shows medians: milliseconds, and the ratio to Leyden's synchronous save in the same round. Contestants
-without their package are left out. Measure on a quiet machine: what else runs slows steps by more than a stall.
+The stall of a save is the time of the next 20 steps, including the call of the save, minus the time of the 20 steps
+before it. A step computes for `--step` seconds on one thread, so it takes at least as long as a copy; its weights and
+AdamW's state have the given size. Contestants take turns in rounds. The first round warms up and allocates the buffers
+for copies; it does not count. Before each measurement, the disk is flushed and the previous one's files are deleted.
+The table shows medians: milliseconds, and the ratio to Leyden's synchronous save in the same round. Contestants whose
+package is not installed are skipped. Measure on a quiet machine, since other work slows steps by more than a stall.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ WIDTH = 1024
 
 
 def layers(megabytes: float) -> nn.Sequential:
-    """Weights that, with AdamW's state, have this size."""
+    """A module whose weights and AdamW state together have the given size."""
     count = max(1, round(megabytes * 1e6 / (12 * WIDTH * WIDTH)))
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
 
 
 class Work:
-    """Computes for a given time beside the layers' own forward pass."""
+    """Computes for a given time, in addition to the layers' own forward pass."""
 
     def __init__(self, seconds: float) -> None:
         self.matrix = torch.randn(256, 256)
@@ -59,10 +59,10 @@ class Work:
 
 
 class Steps:
-    """The times of steps, and the saves between them.
+    """Times steps, and starts the saves between them.
 
     Args:
-        saves: each starts a save, and returns what waits for its end.
+        saves: functions that start a save, and return a function that waits for its end.
     """
 
     def __init__(self, saves: dict[str, Callable[[Path], Callable[[], Any]]], folder: Path, rounds: int) -> None:
@@ -75,15 +75,15 @@ class Steps:
 
     @property
     def total(self) -> int:
-        """The steps that all rounds take: for each save, as many without one before it."""
+        """The number of steps in all rounds; half of them are the steps before each save."""
         return (self.rounds + 1) * len(self.names) * 2 * STEPS
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Called before the first step."""
         self.began = time.perf_counter()
 
     def end_step(self) -> None:
-        """Called after each step: begins a save, or ends its measurement."""
+        """Called after each step: starts a save, or ends its measurement."""
         self.count += 1
         place, turn = self.count % (2 * STEPS), (self.count - 1) // (2 * STEPS)
         now = time.perf_counter()
@@ -144,7 +144,7 @@ class Measuring(Callback):
 
 
 def contestants(trainer: Any, module: Any, only: list[str] | None) -> dict[str, Callable[[Path], Callable[[], Any]]]:
-    """The saves that can be measured here."""
+    """Returns the saves that can be measured with the installed packages."""
 
     def synchronous(path: Path) -> Callable[[], Any]:
         trainer.save_checkpoint(path, asynchronous=False)
@@ -171,7 +171,7 @@ def contestants(trainer: Any, module: Any, only: list[str] | None) -> dict[str, 
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
         def lightning(path: Path) -> Callable[[], Any]:
-            # The plugin's work in Trainer.save_checkpoint: it clones all tensors, then torch.save in a thread.
+            # The plugin's work in Trainer.save_checkpoint: it clones all tensors, then runs torch.save in a thread.
             plugin = AsyncCheckpointIO(TorchCheckpointIO())
             plugin.save_checkpoint(
                 {"state_dict": module.state_dict(), "optimizer_states": [trainer.optimizers[0].state_dict()]}, path
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.1, help="seconds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+")
-    parser.add_argument("--folder", type=Path, help="where to write; on the disk that counts")
+    parser.add_argument("--folder", type=Path, help="where to write; choose the disk to measure")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

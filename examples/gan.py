@@ -80,7 +80,7 @@ def main() -> None:
                 optimizer_g.zero_grad()
                 optimizer_c.zero_grad()
         if epoch % 10 == 9:
-            # The first thing that a generator must get right: its mean image must match that of the real ones.
+            # A first measure of quality: the mean generated image must match the mean real one.
             with torch.no_grad():
                 sample = accelerator.gather(generator(torch.randn(500, NOISE, device=accelerator.device)).float())
             away = (sample.mean(dim=0) - mean).abs().mean()

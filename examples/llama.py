@@ -1,13 +1,13 @@
-"""Trains a Llama of random weights, a model of `transformers`, on six of Shakespeare's plays, on any mesh of ranks.
+"""Trains a randomly initialized Llama from `transformers` on six of Shakespeare's plays, on any mesh of ranks.
 
 python examples/llama.py                                                   one process
-torchrun --nproc-per-node 4 examples/llama.py --tp 2                       sharded over two pairs of ranks that split it
-torchrun --nproc-per-node 4 examples/llama.py --tp 2 --sequence            norms and loss are split, too
-torchrun --nproc-per-node 4 examples/llama.py --tp 2 --dp_replicate 2      a copy on each of two pairs
+torchrun --nproc-per-node 4 examples/llama.py --tp 2                       two pairs: split in a pair, sharded over both
+torchrun --nproc-per-node 4 examples/llama.py --tp 2 --sequence            the same, with norms and loss split too
+torchrun --nproc-per-node 4 examples/llama.py --tp 2 --dp_replicate 2      two pairs: split in a pair, a copy on each
 torchrun --nproc-per-node 4 examples/llama.py --pp 2                       a pipeline of two stages, each sharded
 python examples/llama.py --devices 4 --tp 4                                starts its own ranks
 
-The loss printed is the same on every mesh: --batch-size is that of all ranks together.
+The printed loss is the same on every mesh, because --batch-size is the total over all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAYS = Path(__file__).parent / "data" / "plays.txt"
 
 
 class Characters(Dataset[Tensor]):
-    """Text in windows of `length + 1` characters that overlap by one, so that each character is predicted once."""
+    """Text in windows of `length + 1` characters that overlap by one, so each character is predicted once."""
 
     def __init__(self, text: str, length: int) -> None:
         self.alphabet = "".join(sorted(set(text)))
@@ -72,7 +72,7 @@ class Llama(TrainModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         ids, targets = batch[:, :-1], batch[:, 1:]
-        # Given, since the model would count them in its activations, which are a part of the sequence with --sequence.
+        # Passed explicitly: the model would derive them from its activations, which --sequence splits.
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         logits = self.model(ids, position_ids=positions, use_cache=False).logits  # (B, T, V)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -84,7 +84,7 @@ class Llama(TrainModule):
 
 
 def sequence_plan(module: Llama) -> dict[str, str]:
-    """The model's own plan, and between its split layers each rank has a part of the sequence."""
+    """Returns the model's own plan, extended so that each rank has a part of the sequence between split layers."""
     plan = {f"model.{pattern}": style for pattern, style in module.model.tp_plan.items()}
     return plan | {
         "model.model.layers.*.input_layernorm": "sequence",
@@ -97,15 +97,17 @@ def sequence_plan(module: Llama) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp_replicate", type=int, default=1, help="copies of the model (default: %(default)s)")
-    parser.add_argument("--dp_shard", type=int, default=-1, help="ranks that shard each copy; -1: those that are left")
+    parser.add_argument("--dp_shard", type=int, default=-1, help="ranks that shard each copy; -1: all remaining ranks")
     parser.add_argument("--tp", type=int, default=1, help="ranks that split each layer (default: %(default)s)")
-    parser.add_argument("--pp", type=int, default=1, help="ranks that share out the layers (default: %(default)s)")
-    parser.add_argument("--schedule", default="1F1B", help="of the pipeline's micro-batches (default: %(default)s)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: %(default)s)")
+    parser.add_argument("--schedule", default="1F1B", help="schedule of the pipeline (default: %(default)s)")
     parser.add_argument("--sequence", action="store_true", help="split norms along the sequence, and the loss")
     parser.add_argument("--devices", default="auto", help="ranks on this machine (default: %(default)s)")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="windows of all ranks (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="windows per step on all ranks (default: %(default)s)"
+    )
     parser.add_argument("--length", type=int, default=128, help="characters in a window (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
@@ -133,7 +135,7 @@ def main() -> None:
         default_root_dir=args.root,
         log_every_n_steps=10,
     )
-    # Ranks that split a model read the same batches: there are as many readers as data ranks.
+    # Ranks that split a model read the same batches, so each data rank counts once.
     trainer.fit(module, DataLoader(data, args.batch_size // strategy.data_size, shuffle=True))
     trainer.print(f"mean loss of the steps {float(trainer.callback_metrics['loss_epoch']):.4f}")
 

@@ -23,7 +23,7 @@ PLAYS = Path(__file__).parent / "data" / "plays.txt"
 
 
 class Characters(Dataset[Tensor]):
-    """Text in windows of `length + 1` characters that overlap by one, so that each character is predicted once."""
+    """Text in windows of `length + 1` characters that overlap by one, so each character is predicted once."""
 
     def __init__(self, text: str, alphabet: str, length: int) -> None:
         index = {character: number for number, character in enumerate(alphabet)}
@@ -39,7 +39,7 @@ class Characters(Dataset[Tensor]):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each on the normalised residual stream."""
+    """Causal self-attention and a feed-forward layer, each on the normalized residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=-1, help="end after this many optimizer steps")
+    parser.add_argument("--steps", type=int, default=-1, help="stop after this many optimizer steps")
     parser.add_argument("--batch-size", type=int, default=32, help="windows per rank (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="characters in a window (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128)

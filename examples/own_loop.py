@@ -2,7 +2,7 @@
 
 python examples/own_loop.py                                     one process
 torchrun --nproc-per-node 2 examples/own_loop.py --cpu          two ranks, the same script
-torchrun --nproc-per-node 2 examples/own_loop.py --cpu --tp 2   two ranks, which share batches and split the head
+torchrun --nproc-per-node 2 examples/own_loop.py --cpu --tp 2   two ranks that share batches and split the head
 python examples/own_loop.py --resume                            continues from the last checkpoint
 """
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from leyden import Accelerator
 from leyden.strategies import MeshStrategy
 
-HEAD = {"4": "rowwise_split_input"}  # what --tp splits: each rank has a part of the head's inputs
+HEAD = {"4": "rowwise_split_input"}  # plan for --tp: each rank has a part of the head's inputs
 
 
 def make_loaders(batch_size: int) -> tuple[DataLoader[list[Tensor]], DataLoader[list[Tensor]]]:
@@ -87,7 +87,7 @@ def main() -> None:
             right += int((guesses == digits).sum())
             total += len(digits)
         accelerator.print(f"epoch {epoch}: accuracy {right / total:.3f} of {total} images")
-        # Saved last: a resumed run continues with the next epoch and the current random state.
+        # Saved at the end of the epoch: a resumed run continues with the next epoch and the current random state.
         accelerator.save_state(checkpoint)
     accelerator.end_training()
 

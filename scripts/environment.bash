@@ -1,7 +1,7 @@
-# Sourced by the scripts that build an environment for one engine's tests. `environment NAME TEXT` prints its
-# python, and builds it if missing. The environment is in the cache folder, under a hash of TEXT, which lists its
-# contents. The script's function `install_into FOLDER` installs into FOLDER, a fresh venv. An interrupted build
-# leaves nothing behind.
+# Sourced by the scripts that build an environment for one engine's tests. `environment NAME TEXT` prints the path of
+# the environment's Python, and builds the environment if it is missing. The environment is in the cache folder, under a
+# hash of TEXT, which lists its contents. The calling script must define `install_into FOLDER`, which installs into
+# FOLDER, a fresh venv. An interrupted build leaves nothing behind.
 #
 # Leyden itself is not installed there: PYTHONPATH makes the tests import their own checkout.
 base=${PYTHON:-python3}
@@ -23,7 +23,7 @@ environment() {
     key=$({ "$base" -c 'import sys; print(sys.version)'; printf '%s\n' "$2"; } | sha256sum | cut -c -16)
     final=$envs/$name-$key
     mkdir -p "$envs"
-    # One build at a time; a process that waited finds it done.
+    # One build at a time. A process that had to wait finds the environment built.
     exec 9>"$envs/$name.lock"
     flock 9
     if [[ ! -x $final/bin/python ]]; then
