@@ -140,8 +140,11 @@ def _translate(callback: Callback, state: SavedState, file: Mapping[str, Any]) -
 def _of_checkpoint(callback: ModelCheckpoint, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
     saved_folder, folder = state.entries.get("dirpath"), callback.dirpath
     current_score = _number(state, "current_score")
-    is_same = isinstance(saved_folder, str) and os.path.realpath(saved_folder) == os.path.realpath(folder or "")
-    if folder is None or not is_same:
+    if (
+        folder is None
+        or not isinstance(saved_folder, str)
+        or os.path.realpath(saved_folder) != os.path.realpath(folder)
+    ):
         if state.entries.get("best_model_path") or state.entries.get("last_model_path"):
             return f"its files are in {saved_folder}, but this fit saves in {folder}: set dirpath to rank them too"
         return {}
