@@ -415,7 +415,7 @@ def main() -> None:
         write_in_place()
     memory = Path("/dev/shm")
     place = args.folder or (memory if memory.is_dir() else None)
-    kinds = [(name, beside) for name in args.only for beside in (False, True)]
+    kinds = [(name, asynchronous) for name in args.only for asynchronous in (False, True)]
     rng = random.Random(args.seed)
     bad = 0
     print("run".ljust(24), *(title.rjust(12) for title in (*COUNTS, "s per kill")))

@@ -150,7 +150,7 @@ def contestants(trainer: Any, module: Any, only: list[str] | None) -> dict[str, 
         trainer.save_checkpoint(path, asynchronous=False)
         return lambda: None
 
-    def beside(path: Path) -> Callable[[], Any]:
+    def asynchronous(path: Path) -> Callable[[], Any]:
         trainer.save_checkpoint(path, asynchronous=True)
         return trainer.finish_saving
 
@@ -164,7 +164,7 @@ def contestants(trainer: Any, module: Any, only: list[str] | None) -> dict[str, 
 
     found: dict[str, Callable[[Path], Callable[[], Any]]] = {
         "leyden, synchronous": synchronous,
-        "leyden, asynchronous": beside,
+        "leyden, asynchronous": asynchronous,
         "DCP async_save": dcp,
     }
     if importlib.util.find_spec("lightning") is not None:
