@@ -590,7 +590,7 @@ def _advice(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "Make the folder writable, or choose another; earlier checkpoints are whole."
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return "A file stands in the place of a folder: choose another path."
+        return "A file is in the way of a folder: choose another path."
     return "Earlier checkpoints are whole."
 
 

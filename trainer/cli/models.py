@@ -1,4 +1,4 @@
-"""The models that commands take: an import path, a script, or a configuration of Hugging Face; built without memory."""
+"""Loads the models that commands accept: an import path, a script, or a Hugging Face configuration, without memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOWNLOAD = click.option(
     "--download", is_flag=True, help="The model may be a name on Hugging Face's hub; its config.json is downloaded."
 )
 SCRIPT = "leyden_script"
-"""The name under which a script is imported, so that what stands under `if __name__ == "__main__"` is not run."""
+"""Module name for an imported script, so the code under `if __name__ == "__main__"` does not run."""
 
 
 def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> tuple[nn.Module, str]:
@@ -52,7 +52,7 @@ def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> 
 
 
 def load_object(name: str) -> Any:
-    """What stands under a name in a module or in a script.
+    """Loads an object by its name in a module or script.
 
     Args:
         name: `package.module:NAME`, `train.py:NAME`, or `train.py` for its only TrainModule.
@@ -167,7 +167,7 @@ def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str
         raise MissingExtraError(error.name or "transformers", None, "a Hugging Face model") from error
     if config is not None and not config.is_file():
         raise ConfigurationError(f"{config} does not exist: give a folder with a config.json, or an import path.")
-    # Code beside the file is not trusted, and not run.
+    # Code next to the file is not trusted, so it is not run.
     try:
         found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
     except (OSError, ValueError, KeyError, RecursionError) as error:

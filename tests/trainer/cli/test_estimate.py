@@ -99,7 +99,7 @@ def test_a_train_module_that_builds_later(here: Any) -> None:
     done = here("estimate", "models_to_estimate:Net", "--ranks", "1,4", "--dtypes", "float32,bf16")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1] == "parameters  315, of which 312 are trained; 1.2 KiB as built, buffers 0 B"
+    assert lines[1] == "parameters  315, 312 of them trained; 1.2 KiB as built, buffers 0 B"
     assert lines[2].startswith("group       FSDP gathers at most 72 parameters")
     rows = [line.split() for line in lines[6:]]
     assert [(row[0], row[1], row[2]) for row in rows] == [

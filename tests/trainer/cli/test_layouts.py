@@ -243,8 +243,8 @@ def test_all_layouts_that_fit_have_a_row(printed: dict[str, tuple[int, str]]) ->
         ("values are read", "optimizer is adamw: configure_optimizers cannot be traced (LeydenError"),
         ("in memory", "built in memory, since it failed on the meta device"),
         ("no loader", "no activations: neither the module nor the script has a loader"),
-        ("no TrainModule", "no activations: Linear is no TrainModule"),
-        ("no TrainModule", "optimizer is adamw: Linear is no TrainModule"),
+        ("no TrainModule", "no activations: Linear is not a TrainModule"),
+        ("no TrainModule", "optimizer is adamw: Linear is not a TrainModule"),
     ],
 )
 def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Leaves arguments out of a configuration that no file can hold, each as a whole."""
+"""Leaves out arguments that a configuration file cannot represent. An argument is dropped as a whole, never in part."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 UNSERIALIZABLE = "Unable to serialize instance"
-"""How jsonargparse begins the text that it writes for an object in place of which no configuration can stand."""
+"""Prefix of the text that jsonargparse writes for an object that has no representation in a configuration."""
 LOST = object()
 
 
 def writable(value: Any, raw: Any, default: Any, name: str) -> Any:
-    """The value of one argument, without arguments of nested classes that cannot be written.
+    """Returns the value of one argument, without arguments of nested classes that cannot be written.
 
-    An argument that is left out has its default in the next run. Where that is not what it has in this run, a warning
-    names the argument.
+    A dropped argument has its default in the next run. A warning names the argument if this run's value differs.
 
     Args:
-        value: as jsonargparse writes it.
+        value: the value in jsonargparse's written form.
         raw: the value itself.
-        default: of the argument.
-        name: of the argument.
+        default: the argument's default.
+        name: the argument's name.
 
     Returns:
         `LOST` if any part of the argument cannot be written.
@@ -70,7 +69,7 @@ def _kept(value: Any, raw: Any, name: str) -> Any:
 
 
 def _kept_arguments(arguments: Any, raws: Any, class_path: str, name: str) -> Any:
-    """The arguments of a nested class that can be written."""
+    """Returns the arguments of a nested class that can be written."""
     values = arguments if isinstance(arguments, Mapping) else vars(arguments)
     found = {
         key: writable(item, _inside(raws, key), _default(class_path, key), f"{name}.{key}")
@@ -81,7 +80,7 @@ def _kept_arguments(arguments: Any, raws: Any, class_path: str, name: str) -> An
 
 
 def _default(class_path: str, name: str) -> Any:
-    """The default of a class's argument, also where the class passes it on to a base."""
+    """Returns the default of a class's argument, even if the class forwards it to a base class."""
     module, _, attribute = class_path.rpartition(".")
     made = getattr(importlib.import_module(module), attribute, None) if module else None
     for owner in inspect.getmro(made) if isinstance(made, type) else [made]:
@@ -99,7 +98,7 @@ def _inside(raw: Any, key: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """True for the same objects in equal lists and dicts; an object is never compared by value, but a constant is."""
+    """Compares lists and dicts entry by entry. Objects are compared by identity, constants by value."""
     if one is other:
         return True
     if type(one) is not type(other):

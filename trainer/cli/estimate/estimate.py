@@ -88,7 +88,7 @@ def _shard(parameter: nn.Parameter, ranks: int) -> int:
 
 
 def _largest_group(model: nn.Module) -> int:
-    """Returns the elements of the largest group that FSDP gathers at once; the root's own parameters are one group."""
+    """Returns the number of elements of FSDP's largest group. The root's own parameters form one group."""
     from leyden.strategies.fsdp.policy import choose
 
     groups = [model.get_submodule(name) for name in choose(model, "auto").names]
@@ -171,7 +171,7 @@ def describe(name: str, model: nn.Module, note: str = "") -> str:
     )
     rows = [
         ("model", f"{name} ({type(model).__name__})"),
-        ("parameters", f"{total:,}, of which {trained:,} are trained; {held} as built, buffers {buffers}"),
+        ("parameters", f"{total:,}, {trained:,} of them trained; {held} as built, buffers {buffers}"),
         ("group", f"FSDP gathers at most {_largest_group(model):,} parameters at once"),
         ("note", note),
     ]

@@ -122,7 +122,7 @@ class Training:
         if self.optimizer is not None:
             return [], ""
         if not isinstance(model, TrainModule):
-            return [], self._stands_in(f"{type(self.model).__name__} is no TrainModule")
+            return [], self._stands_in(f"{type(self.model).__name__} is not a TrainModule")
         try:
             found, _ = parse(model.configure_optimizers(), model.automatic_optimization)
         except Exception as error:

@@ -54,7 +54,7 @@ def find_batch(model: nn.Module, data: str | None, batch_size: int | None, seq_l
             )
         return _drawn(model, data)
     if "input_ids" not in inspect.signature(model.forward).parameters:
-        return TracedBatch(None, f"{type(model).__name__} is no TrainModule, and has no training_step")
+        return TracedBatch(None, f"{type(model).__name__} is not a TrainModule and has no training_step")
     if batch_size is None or seq_len is None:
         return TracedBatch(None, "give --batch-size and --seq-len")
     if min(batch_size, seq_len) < 1:

@@ -1,5 +1,5 @@
-"""Sets Accelerate's own variables beside ours, so that code built on Accelerate, such as transformers' Trainer, obeys
-the configuration file too.
+"""Sets Accelerate's variables in addition to Leyden's, so that code built on Accelerate, such as transformers' Trainer,
+follows the configuration file too.
 """
 
 from __future__ import annotations

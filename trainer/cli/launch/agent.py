@@ -71,7 +71,7 @@ def _run(plan: LaunchPlan, command: list[str], logs: Path) -> int:
 
 
 def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
-    """Returns the fields of torch's LaunchConfig that the plan decides, beside those of the meeting."""
+    """Returns the fields of torch's LaunchConfig that the plan decides, except those of the rendezvous."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     elastic = plan.elastic

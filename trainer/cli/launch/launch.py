@@ -27,11 +27,11 @@ KINDS = {
     "use_megatron_lm": ("MEGATRON_LM", "Use Megatron-LM."),
     "tpu": ("XLA", "Run on TPUs with XLA."),
 }
-"""Flags that set what distributed_type sets in the file, each with its value there and its help."""
+"""Flags that set distributed_type, each with the value and its help."""
 
 
 class KeyType(click.ParamType):  # type: ignore[type-arg]
-    """The type of a flag's value, which is read as in the file: "False" is false."""
+    """Parses a flag's value in the same way as in the file: "False" is false."""
 
     def __init__(self, key: ConfigKey) -> None:
         self.key = key
@@ -79,7 +79,7 @@ class Launch(click.Command):
 
 
 def _flags() -> list[Flag]:
-    """Makes a flag for each key of the file that has one."""
+    """Creates the flags of all keys that have one."""
     made = []
     titles = {
         "fsdp_config": "FSDP",
@@ -209,7 +209,7 @@ def run(
 
 
 def _elastic(flags: dict[str, Any]) -> ElasticOptions:
-    """Takes what elastic launches need out of the flags."""
+    """Removes the options of torch's elastic agent from the flags and returns them."""
     return ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
 
 
@@ -284,7 +284,7 @@ command = Launch(
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
-    """Test the ranks with a real training of a few steps; or the module of a configuration.
+    """Test the ranks with a real training of a few steps, or test the module of a configuration.
 
     Takes the flags of `leyden launch`, such as --config_file. It checks collectives, parity with a plain loop,
     accumulation, the precision, and saving and resuming.

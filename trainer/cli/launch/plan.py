@@ -22,13 +22,13 @@ from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
 Meeting: TypeAlias = tuple[int | None, str, int, str]
-"""The number of this machine, and the address, port and backend of the rendezvous."""
+"""The index of this machine, and the address, port and backend of the rendezvous."""
 NOT_HERE = "torch sees no GPU on this machine: the plan is for a machine that has them, and would not start here"
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """Options of torch's elastic agent, which only flags set.
+    """Options of torch's elastic agent. Only flags set them.
 
     Attributes:
         endpoint: host:port where machines meet, instead of at the main machine.
@@ -88,11 +88,11 @@ class LaunchPlan:
         return int(self.settings.get("max_restarts", 0))
 
     def started_by(self, words: Sequence[str]) -> LaunchPlan:
-        """The plan whose ranks know the command line that started them, which their run's checkpoints keep."""
+        """Returns this plan with a command line, which the ranks store in their run's checkpoints."""
         return replace(self, launched=replace(self.launched, command=list(words)))
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables of the ranks beside torch's own: ours and Accelerate's."""
+        """Returns the ranks' environment variables in addition to torch's: Leyden's and Accelerate's."""
         found = {STARTER: "launch", "OMP_NUM_THREADS": str(self.threads), **self.launched.variables()}
         found |= accelerate_variables(self.settings, self.launched, self.accelerator)
         found |= _tpu_variables(self.settings)
@@ -163,7 +163,7 @@ class LaunchPlan:
 
     @property
     def binds_cpus(self) -> bool:
-        """True if each rank is bound to the CPUs beside its GPU (NUMA)."""
+        """True if each rank is bound to the CPUs near its GPU (NUMA)."""
         return bool(self.settings.get("enable_cpu_affinity", False)) and self.accelerator == "cuda"
 
 
@@ -223,7 +223,7 @@ def _caveats(settings: Settings, machine: Machine, accelerator: str) -> tuple[st
 
 
 def _check_rank(settings: Settings, task: RankEnvironment) -> None:
-    """Raises for settings that a task of srun that is a rank itself cannot follow."""
+    """Raises for settings that cannot apply to an srun task that is itself a rank."""
     wanted = settings.get("num_processes", -1)
     if wanted not in (-1, task.world_size):
         raise ConfigurationError(
@@ -254,7 +254,7 @@ def _tpu_variables(settings: Settings) -> dict[str, str]:
 
 
 def _check_pod(settings: Settings) -> None:
-    """Raises if a whole pod is asked for: only Google's own tool reaches its hosts. The error shows the command."""
+    """Raises if the settings request a whole pod, whose hosts only Google's own tool reaches. Shows the command."""
     if settings.kind != "XLA" or not settings.get("tpu_use_cluster", False):
         return
     name, zone = settings.get("tpu_name") or "NAME", settings.get("tpu_zone")
@@ -294,7 +294,7 @@ def wants_gpus(settings: Settings) -> bool:
 
 
 def planned_for(settings: Settings, machine: Machine) -> Machine:
-    """Returns this machine, or one with the GPUs that the settings ask for if this one has none, for a dry run.
+    """Returns the machine to plan for in a dry run: this one, or one with the requested GPUs if this one has none.
 
     Raises:
         ConfigurationError: if the settings do not say how many GPUs the machine has.
@@ -312,7 +312,7 @@ def planned_for(settings: Settings, machine: Machine) -> Machine:
 
 
 def _slurm_task(settings: Settings, environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Returns this task of srun, or None outside of srun."""
+    """Returns the rank of this srun task, or None outside of srun."""
     bare = {name: value for name, value in environ.items() if name.startswith("SLURM_")}
     given = {"MASTER_ADDR": settings.get("main_process_ip"), "MASTER_PORT": settings.get("main_process_port")}
     task = rank_environment({**bare, **{name: str(value) for name, value in given.items() if value is not None}})
@@ -390,7 +390,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Mapping[str, str]) -> int:
-    """Returns the CPU threads per rank: as asked for, else an equal share of the machine's CPUs."""
+    """Returns the CPU threads per rank: the requested number, or else an equal share of the machine's CPUs."""
     asked = settings.get("num_cpu_threads_per_process") or environ.get("OMP_NUM_THREADS")
     return int(asked) if asked else max(1, machine.cpus // per_machine)
 
@@ -424,7 +424,7 @@ def _launched(settings: Settings, source: str, accelerator: str, ranks: int) -> 
 
 
 def _hang_timeout(value: Any) -> float | str | bool | None:
-    """Reads the key: None where it is left open, False for no watchdog."""
+    """Reads `hang_timeout`: None if it is not set, False for no watchdog."""
     if value is None:
         return None
     text = str(value).lower()
@@ -433,7 +433,9 @@ def _hang_timeout(value: Any) -> float | str | bool | None:
     try:
         return hang_limit("auto" if text == "auto" else float(text))
     except (ValueError, ConfigurationError):
-        raise ConfigurationError(f"hang_timeout: {value} is no limit: give seconds above 0, auto, or no.") from None
+        raise ConfigurationError(
+            f"hang_timeout: {value} is not a limit: give a positive number of seconds, auto, or no."
+        ) from None
 
 
 def _fp8(settings: Settings) -> dict[str, Any]:

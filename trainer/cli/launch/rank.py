@@ -24,7 +24,7 @@ from typing import Any
 from leyden.strategies.launch.leaving import ERROR_FILE, has_noted_exit
 
 TRACE = "traceback.txt"
-"""A file beside torch's error file, with the whole traceback, or where a signal struck."""
+"""A file next to torch's error file, with the full traceback, or the stack at the time of a signal."""
 PLACES = ("site-packages", "dist-packages", os.sep + "torch" + os.sep, "<frozen ")
 
 
@@ -94,7 +94,7 @@ def _record(kind: type[BaseException], error: BaseException, trace: types.Traceb
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Returns what is already in the error file; the run may have written to it before the error reached the hook."""
+    """Returns the content of the error file, which the run may have written before the error reached the hook."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads(path.read_text(encoding="utf-8"))["message"]
         return found if isinstance(found, dict) else {}

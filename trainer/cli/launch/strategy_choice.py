@@ -1,4 +1,4 @@
-"""Which strategy the settings of a launch mean: FSDP, a mesh, DeepSpeed's ZeRO, or Megatron-LM's layout on a mesh."""
+"""Chooses the strategy for a launch: FSDP, a mesh, DeepSpeed's ZeRO, or Megatron-LM's layout on a mesh."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from leyden.strategies.mesh.layout import Layout
 from leyden.trainer.cli.settings.settings import Settings
 
 MESH = ("dp_replicate", "dp_shard", "tp", "pp")
-"""The dimensions of a mesh that a launch lays out."""
+"""The dimensions of a mesh that a launch supports."""
 STAGES = (1, 2, 3)
 """ZeRO stages that have a strategy name of their own."""
 ABSENT = {"cp": "context", "ep": "expert"}
-"""Megatron-LM's dimensions that no mesh of ours has."""
+"""Megatron-LM's dimensions that Leyden's mesh lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def chosen_strategy(settings: Settings, ranks: int) -> StrategyChoice:
 
 
 def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
-    """Returns the mesh that the file's sizes make; None where all are 1.
+    """Returns the mesh with the file's sizes, or None if all sizes are 1.
 
     Args:
         settings: flags over the file.
@@ -136,7 +136,7 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def _megatron(settings: Settings, ranks: int) -> StrategyChoice:
-    """The mesh that `megatron_lm_config` describes.
+    """Returns the mesh that `megatron_lm_config` describes.
 
     tp_degree and pp_degree split layers and cut the model into stages. The other ranks see different samples: they
     shard the model where Megatron-LM would shard its optimizer's state (`use_distributed_optimizer`), else they hold

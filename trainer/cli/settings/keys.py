@@ -1,4 +1,4 @@
-"""The keys of a configuration file, named as in Accelerate: the values that each accepts, and what it does here."""
+"""The keys of a configuration file, named as in Accelerate, with their accepted values and their effect in Leyden."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DYNAMO = (
     *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend"),
 )
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
-"""The words of `mixed_precision`, but for "no", and the precisions that they mean."""
+"""Maps the values of `mixed_precision`, except "no", to precisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ FSDP: tuple[ConfigKey, ...] = (
     ConfigKey(
         "fsdp_backward_prefetch",
         ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-        without=f"{_FSDP2}prefetches by itself.",
+        without=f"{_FSDP2}prefetches automatically.",
         older=("fsdp_backward_prefetch_policy", "backward_prefetch_policy", "backward_prefetch"),
     ),
     ConfigKey("fsdp_forward_prefetch", bool, "prefetch the next group in forward too"),
@@ -321,11 +321,11 @@ OLDER_TYPES = {
     "use_parallelism_config": "",
     "use_tp": "",
 }
-"""Switches of older files in place of distributed_type; empty for plain ranks, whose type the hardware decides."""
+"""Switches of older files, with the distributed_type that they stand for. Empty if the hardware decides the type."""
 
 
 def shown(value: Any) -> str:
-    """Formats a value for a message, however it was made: a list that holds itself, a number of thousands of digits.
+    """Formats any value for a message, even a list that contains itself or a number with thousands of digits.
 
     Example:
         >>> shown("bf61"), shown([1, [2, [3]]])
@@ -338,7 +338,7 @@ def shown(value: Any) -> str:
 
 
 def read_section(keys: tuple[ConfigKey, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Reads the values of one level of the file, under the current names of their keys.
+    """Reads the values of one level of the file. Older names of keys become current ones.
 
     Args:
         keys: the keys allowed there.
@@ -363,7 +363,7 @@ def read_section(keys: tuple[ConfigKey, ...], found: Mapping[str, Any], section:
 
 
 def _unknown(name: Any, known: list[str], section: str) -> ConfigurationError:
-    """The error for a key that is unknown in a section, or at the top level (""), where it may belong in a section."""
+    """Builds the error for an unknown key in a section, or at the top level (""), where it may belong to a section."""
     if section:
         return ConfigurationError(f"{section}: the key {shown(name)} is not known. {nearest(shown(name), known)}")
     for family, keys in FAMILIES.items():

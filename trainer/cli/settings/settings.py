@@ -14,7 +14,7 @@ from leyden.trainer.cli.settings.keys import FAMILIES, OLDER_TYPES, TOP, ConfigK
 
 FILE = "default_config.yaml"
 LARGEST = 1_000_000
-"""Characters that a file may have."""
+"""Maximum number of characters in a file."""
 NO_FP8 = "mixed_precision is not fp8."
 
 
@@ -62,7 +62,7 @@ class Settings:
         values: the keys of the top level; open ones are missing or None.
         sections: the keys of each section.
         source: the file they were read from.
-        origin: a remark about that file, if nobody named it.
+        origin: a remark about that file, if the user did not name it.
         notes: how older keys were interpreted.
     """
 

@@ -1,4 +1,4 @@
-"""`leyden config` asks what the machine does not answer by itself, and writes the answers to a file."""
+"""`leyden config` asks for the settings that it cannot detect, and writes the answers to a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leyden.trainer.format.text import aligned
 
 KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
 SECTIONS = {key.name: section for section, keys in FAMILIES.items() for key in keys}
-"""The section of each key that has one."""
+"""Maps each key in a section to the name of the section."""
 SPREADS = {
     "ddp": "every rank holds the whole model",
     "fsdp": "parameters are sharded over the ranks",
@@ -28,7 +28,7 @@ SPREADS = {
     "megatron": "layers are split and blocks dealt out, by Megatron-LM's settings",
 }
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
-"""Backends that torch has everywhere; a file may name others."""
+"""Backends that every build of torch has. A file may name others."""
 PORT = dataclasses.replace(KEYS["main_process_port"], least=1)
 WITHOUT_REPLICAS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
@@ -40,7 +40,7 @@ AXES = {
 
 
 class Wizard:
-    """Asks the questions in order; nothing is written before the last answer.
+    """Asks the questions in order. Nothing is written before the last answer.
 
     Args:
         machine: the hardware, which is not asked about.
@@ -256,7 +256,7 @@ class Wizard:
 
 
 def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
-    """Asks until the answer is valid; an empty answer is the default in brackets."""
+    """Asks until the answer is valid. An empty answer means the default in brackets."""
 
     def checked(answer: Any) -> Any:
         try:
@@ -270,7 +270,7 @@ def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def numbered(text: str, key: ConfigKey, first: int) -> tuple[str, Callable[[Any], Any]]:
-    """Shows the choices with numbers; returns the question, and a reader that accepts a number or a name."""
+    """Prints the choices with numbers. Returns the question, and a function that accepts a number or a name."""
     assert isinstance(key.kind, tuple)
     by_number = {str(number): name for number, name in enumerate(key.kind, first)}
     click.echo("  " + "   ".join(f"{number} {name}" for number, name in by_number.items()))
@@ -287,7 +287,7 @@ def choose(text: str, choices: dict[str, str], default: str) -> str:
 
 
 def gpu_numbers(value: Any, count: int) -> str:
-    """Checks GPU numbers and returns them as the file has them: "all", or separated by commas."""
+    """Checks GPU numbers and returns them in the file's format: "all", or separated by commas."""
     text = str(value).replace(" ", "").lower()
     if text == "all":
         return text
@@ -347,7 +347,7 @@ FILE_OPTION = click.option(
 def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
     """Ask how to run on this machine, and save the answers to a file that `leyden launch` reads.
 
-    Defaults are in brackets. What the machine answers by itself is not asked.
+    Defaults are in brackets. Settings that can be detected are not asked.
     """
     if ctx.invoked_subcommand is not None:
         ctx.obj = file
@@ -365,7 +365,7 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
         if sys.stdin.isatty():
             raise
         raise ConfigurationError(
-            "config asks questions, and nobody can answer here: use `leyden config default`."
+            "config asks questions, which needs a terminal. Use `leyden config default` instead."
         ) from None
     _written(write_file(settings, path))
 
