@@ -122,7 +122,7 @@ CASES = {
     "SIGSTOP of rank 1": Case("signal 1 SIGSTOP", "(hang_timeout): rank 1, at step 5", True),
     "loader asleep, num_workers=0": Case("loader 1", "(hang_timeout): rank 1, at step", True),
     "loader asleep, a worker": Case("loader-worker 1", "(hang_timeout): rank 1, at step", True),
-    "two machines, one killed": Case("machine -1", "leyden: rank 0 is gone", gone=int(signal.SIGKILL)),
+    "two machines, one killed": Case("machine -1", "leyden: rank 0 has gone", gone=int(signal.SIGKILL)),
     "two machines, one silent": Case("machine -1", "(hang_timeout): rank 1 waits", True, int(signal.SIGSTOP)),
     "two hosts, the cable cut": Case("machine -1", "(hang_timeout): rank 1 waits", True, cut=True),
 }

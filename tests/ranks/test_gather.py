@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"samples": [4, 2], "where": "validation", "arguments": FOREIGN},
         "this global batch has 2 samples for 2 ranks",
     ),
-    "apart in an even batch": ({"samples": 8, "what": "apart"}, "rank 0 has (2, 2) float32, and rank 1 has (2, 3)"),
+    "apart in an even batch": ({"samples": 8, "what": "apart"}, "rank 0 has (2, 2) float32 and rank 1 has (2, 3)"),
 }
 DEFAULT = ("idle", "validation, uneven", "own shares of different lengths")
 

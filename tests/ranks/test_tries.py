@@ -87,7 +87,7 @@ def test_all_ranks_start_anew_with_the_smaller_size(command: tuple[str, ...], ra
     assert lines == [f"RANK {rank} 2 {ranks} 4" for rank in range(ranks)]
     for size, smaller in ((8, 4), (4, 2)):
         assert f"memory of rank {ranks - 1} with batch size {size} (MemoryError: only here)" in done.stderr
-        assert f"All ranks restart with {smaller}." in done.stderr
+        assert f"All ranks restart with batch size {smaller}." in done.stderr
     assert "Traceback" not in done.stderr
 
 
