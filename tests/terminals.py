@@ -48,6 +48,11 @@ def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
     return Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
 
 
+END = b"\0"
+"""Ends the output of a Terminal. Linux may drop what is still unread when the writing end of a terminal closes, so the
+reader waits for this mark instead."""
+
+
 class Terminal:
     """A pseudo-terminal of 40 lines by 140 columns in place of streams, which keeps what is written to it."""
 
@@ -71,20 +76,17 @@ class Terminal:
         for name, stream in self.before.items():
             assert error[0] is not None or getattr(sys, name) is self.writing, f"sys.{name} was not restored"
             setattr(sys, name, stream)
-        self.writing.close()
+        self.writing.write(END.decode())
+        self.writing.flush()
         self.reader.join()
+        self.writing.close()
         os.close(self.reading)
         assert not tqdm._instances, "a bar was left open"
 
     def read(self) -> None:
-        while True:
-            try:
-                data = os.read(self.reading, 65536)
-            except OSError:  # how Linux says that the other end was closed
-                return
-            if not data:
-                return
-            self.bytes += data
+        while not self.bytes.endswith(END):
+            self.bytes += os.read(self.reading, 65536)
+        self.bytes = self.bytes.removesuffix(END)
 
     def drawn(self) -> list[str]:
         """Everything that was drawn, a line each, without colours and movements of the cursor."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import struct
 import sys
-import termios
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import Squares
+from terminals import Terminal
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,36 +149,6 @@ def assert_few(readings: Readings, seconds: float) -> None:
     assert readings.by_bar <= 2 * (seconds / DRAW_SECONDS + 4)
 
 
-@contextmanager
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """A real pseudo-terminal as stderr, read by a thread so that it never fills."""
-    main, other = os.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-    written: list[bytes] = []
-
-    def read() -> None:
-        while True:
-            try:
-                data = os.read(main, 4096)
-            except OSError:
-                return
-            if not data:
-                return
-            written.append(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    stream = os.fdopen(other, "w", encoding="utf-8")
-    monkeypatch.setattr(sys, "stderr", stream)
-    try:
-        yield written
-    finally:
-        monkeypatch.undo()
-        stream.close()
-        reader.join()
-        os.close(main)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -201,14 +167,12 @@ def test_with_a_bar_and_a_logger_only_a_logged_step_reads(arguments: dict[str, A
     assert len(rows) >= 1 + STEPS // EVERY
 
 
-def test_a_bar_in_a_terminal_reads_only_when_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with terminal(monkeypatch) as written:
+def test_a_bar_in_a_terminal_reads_only_when_it_draws(tmp_path: Path) -> None:
+    with Terminal() as terminal:
         readings, seconds = run(tmp_path)
     assert_few(readings, seconds)
     assert readings.by_bar >= 1
-    shown = b"".join(written).decode()
-    assert "Epoch 0/0" in shown
-    assert "loss_step=" in shown
+    assert any(line.startswith("Epoch 0/0") and "loss_step=" in line for line in terminal.drawn())
 
 
 def test_a_validation_reads_as_little_as_training(tmp_path: Path) -> None:
