@@ -1,10 +1,10 @@
-"""Mutates checkpoints at random and resumes from them: what test_fuzz.py runs a little of.
+"""Mutates checkpoints at random and resumes from them; test_fuzz.py runs a few cases.
 
     python tests/fuzz_checkpoints.py --count 5000 [--seed 0]
 
-Every other checkpoint has its checksums made right again, as somebody would who forges one. A resume must end in an
-error of Leyden's own; or, from a checkpoint that was only damaged, in the very weights of the resume from the sound
-one. It must not take long, nor much memory. A forged one may also load: a checksum proves no author.
+Every other checkpoint is forged: its checksums are recomputed, as an attacker would do. A resume must raise an error of
+Leyden's own; or, from a checkpoint that was only damaged, end with the weights of a resume from the intact one. It must
+take neither long nor much memory. A forged checkpoint may also load: a checksum does not prove who wrote a file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from leyden.trainer.format.manifest import MANIFEST
 
 SECONDS = 30
 MEMORY = 64 * 2**20
-"""Bytes that a resume may take beyond twice the checkpoint: a run's own, and what the allocator keeps."""
+"""Bytes that a resume may use beyond twice the checkpoint's size: those of the run, and those the allocator keeps."""
 
 
 class Net(TrainModule):
-    """Weights, buffers, a metric, hyperparameters, a scheduler and state of the user's."""
+    """Has weights, buffers, a metric, hyperparameters, a scheduler and user state."""
 
     def __init__(self, lr: float = 0.02) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Net(TrainModule):
 
 
 def train(folder: Path, steps: int, checkpoint: Path | None = None) -> dict[str, Tensor]:
-    """Trains for so many steps in all, from a checkpoint if there is one, and saves the last step."""
+    """Trains up to a step, from a checkpoint if one is given, and saves the last step; returns the weights."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
     module = Net()
@@ -106,7 +106,7 @@ def train(folder: Path, steps: int, checkpoint: Path | None = None) -> dict[str,
     return dict(module.state_dict())
 
 
-# Mutations. Each changes one file, and returns its new bytes; None removes it.
+# Mutations. Each takes the bytes of a file, and returns new ones; None removes the file.
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 7, 2**31, 2**63, -(2**70), 0.5, -1e308, "", "x", "../x", "/etc/passwd", [], {}),
@@ -167,9 +167,9 @@ def _change(tree: Any, rng: random.Random) -> None:
     elif how == 2 and isinstance(value, (int, float)):
         holder[key] = rng.choice([value + 1, value - 1, -value, value * 1000, float(value), str(value)])
     elif how == 3:
-        other, its = rng.choice(places)
-        if its in other if isinstance(other, dict) else its < len(other):
-            holder[key] = json.loads(json.dumps(other[its]))
+        source, place = rng.choice(places)
+        if place in source if isinstance(source, dict) else place < len(source):
+            holder[key] = json.loads(json.dumps(source[place]))
     elif how == 4 and isinstance(value, list):
         holder[key] = value * 2
     elif how == 5 and isinstance(value, str):
@@ -199,7 +199,7 @@ _BYTES: tuple[Callable[[bytes, random.Random], bytes | None], ...] = (
 
 
 def mutate(folder: Path, number: int) -> str:
-    """Mutates a checkpoint in place, in a way that follows from the number; returns what it did."""
+    """Mutates a checkpoint in place, with `number` as the seed; returns what was changed."""
     rng = random.Random(number)
     forged = bool(number % 2)
     done = []
@@ -208,7 +208,7 @@ def mutate(folder: Path, number: int) -> str:
         if not files:
             break
         path = rng.choice([file for file in files if not (forged and file.name == MANIFEST)] or files)
-        # Random bytes are rarely valid JSON, and would all end in the same error.
+        # Random bytes are rarely valid JSON, so most would raise the same error.
         act = _structure if rng.random() < (0.8 if forged else 0.4) else rng.choice(_BYTES)
         data = act(path.read_bytes(), rng)
         done.append(f"{act.__name__.strip('_')} {path.name}")
@@ -221,18 +221,18 @@ def mutate(folder: Path, number: int) -> str:
     return f"{'forged' if forged else 'damaged'}: {', '.join(done)}"
 
 
-# What became of it.
+# Outcomes.
 
 
-def judge(number: int, place: Path, sound: Path, weights: dict[str, Tensor], steps: int) -> tuple[str, str]:
-    """Resumes from a mutated copy of a checkpoint in the new folder `place`.
+def judge(number: int, place: Path, intact: Path, weights: dict[str, Tensor], steps: int) -> tuple[str, str]:
+    """Resumes from a mutated copy of an intact checkpoint, in the new folder `place`.
 
     Returns:
-        "refused", "same" or "loaded"; anything else names a defect. And what was done, with the error's text.
+        The outcome: "refused", "same" or "loaded", or a defect. And the mutation, with the error's text.
     """
-    shutil.copytree(sound, place / "checkpoints" / sound.name)
-    path = place / "checkpoints" / sound.name
-    did = mutate(path, number)
+    shutil.copytree(intact, place / "checkpoints" / intact.name)
+    path = place / "checkpoints" / intact.name
+    mutation = mutate(path, number)
     allowed = 2 * sum(file.stat().st_size for file in path.iterdir()) + MEMORY
     before = _resident("VmRSS")
     with contextlib.suppress(OSError):
@@ -250,12 +250,12 @@ def judge(number: int, place: Path, sound: Path, weights: dict[str, Tensor], ste
         outcome, text = f"RAW {type(error).__name__}", traceback.format_exc()
     else:
         same = all(torch.equal(found[name], weights[name]) for name in weights)
-        outcome, text = "same" if same else "loaded" if did.startswith("forged") else "OTHER NUMBERS", ""
+        outcome, text = "same" if same else "loaded" if mutation.startswith("forged") else "OTHER NUMBERS", ""
     finally:
         signal.alarm(0)
     if _resident("VmHWM") - before > allowed:
         outcome = f"MEMORY {_resident('VmHWM') - before >> 20} MiB, {outcome}"
-    return outcome, f"{did}: {text}"
+    return outcome, f"{mutation}: {text}"
 
 
 def _resident(line: str) -> int:
@@ -263,51 +263,51 @@ def _resident(line: str) -> int:
     return 1024 * int(status.read_text().partition(f"{line}:")[2].split()[0]) if status.exists() else 0
 
 
-def _late(signum: int, frame: Any) -> None:
+def _time_out(signum: int, frame: Any) -> None:
     raise TimeoutError
 
 
-def work(numbers: range, sound: Path, folder: Path, steps: int) -> None:
-    """Judges the mutations of some numbers, and writes a line of JSON for each before and after it."""
+def work(numbers: range, intact: Path, folder: Path, steps: int) -> None:
+    """Judges the mutations with some numbers, and prints a line of JSON before and after each."""
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, _time_out)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        # The first one imports what the others have in memory already.
-        weights = train(folder / "straight", steps, sound)
+        # The first run imports modules, which must not count as memory of a resume.
+        weights = train(folder / "expected", steps, intact)
     for number in numbers:
         place = folder / str(number)
         place.mkdir()
         print(json.dumps({"number": number}), flush=True)
-        outcome, text = judge(number, place, sound, weights, steps)
+        outcome, text = judge(number, place, intact, weights, steps)
         print(json.dumps({"number": number, "outcome": outcome, "text": text}), flush=True)
         shutil.rmtree(place)
 
 
 def fuzz(numbers: range, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Judges mutations in processes of their own, since one may crash; returns outcomes, and a text for each defect."""
-    train(folder / "sound", 7)
-    (sound,) = (folder / "sound" / "checkpoints").iterdir()
+    """Judges mutations in child processes, since one may crash; returns the outcomes, and a text for each defect."""
+    train(folder / "intact", 7)
+    (intact,) = (folder / "intact" / "checkpoints").iterdir()
     outcomes: Counter[str] = Counter()
     defects: list[str] = []
     begin = numbers.start
     while begin < numbers.stop:
-        command = [sys.executable, __file__, "--work", str(begin), str(numbers.stop), str(sound), str(folder)]
+        command = [sys.executable, __file__, "--work", str(begin), str(numbers.stop), str(intact), str(folder)]
         child = subprocess.run(command, capture_output=True, text=True)
         at = begin
         for line in child.stdout.splitlines():
-            told = json.loads(line)
-            at = told["number"]
-            if "outcome" in told:
+            report = json.loads(line)
+            at = report["number"]
+            if "outcome" in report:
                 at += 1
-                outcomes[told["outcome"]] += 1
-                if told["outcome"] not in ("refused", "same", "loaded"):
-                    defects.append(f"{told['number']}: {told['outcome']}: {told['text']}")
+                outcomes[report["outcome"]] += 1
+                if report["outcome"] not in ("refused", "same", "loaded"):
+                    defects.append(f"{report['number']}: {report['outcome']}: {report['text']}")
         if at < numbers.stop:
             outcomes["CRASHED"] += 1
             defects.append(f"{at}: the process ended with {child.returncode}: {child.stderr[-2000:]}")
             shutil.rmtree(folder / str(at), ignore_errors=True)
             at += 1
-        shutil.rmtree(folder / "straight", ignore_errors=True)
+        shutil.rmtree(folder / "expected", ignore_errors=True)
         begin = at
     return outcomes, defects
 

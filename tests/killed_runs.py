@@ -1,10 +1,10 @@
-"""A program that trains, is killed at a chosen point, and trains on: what test_resume.py runs and compares.
+"""A program that trains, is killed at chosen points, and resumes; test_resume.py runs it and compares results.
 
     python killed_runs.py SCENARIO FOLDER POINT…
 
 A point is "none", or SIGNAL@EVENT:COUNT as in KILL@training_step:5. "+" joins several signals to one run, ">" joins
-runs that follow each other. Each run of a point resumes the last checkpoint of the one before, in a process of its own
-that is forked before torch has a thread; the last run gets no signal. A run that ends by itself writes its results to
+consecutive runs. Each run of a point resumes from the last checkpoint of the one before, in a process that is forked
+before torch starts a thread; the last run gets no signal. A run that is not killed writes its results to
 FOLDER/POINT/NUMBER.pt.
 """
 
@@ -45,12 +45,12 @@ from leyden.trainer.run.saved import saving
 SIZE, BATCH = 38, 4
 
 
-class Fate:
-    """Sends this process signals when events have come so many times; workers of loaders are left alone."""
+class SignalPlan:
+    """Sends this process signals at chosen occurrences of events; ignores events in loader workers."""
 
     def __init__(self, points: str) -> None:
         self.pid = os.getpid()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.signals: dict[tuple[str, int], int] = {}
         for point in points.split("+") if points != "none" else ():
             name, _, place = point.partition("@")
@@ -60,17 +60,17 @@ class Fate:
     def reach(self, event: str) -> None:
         if os.getpid() != self.pid:
             return
-        self.seen[event] += 1
-        number = self.signals.get((event, self.seen[event]))
+        self.counts[event] += 1
+        number = self.signals.get((event, self.counts[event]))
         if number is not None:
             os.kill(self.pid, number)
 
 
-fate = Fate("none")
+plan = SignalPlan("none")
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Random transforms in the main process; in workers they would need sample_rng."""
+    """Labeled samples with random noise; noise in loader workers is reproducible only with sample_rng."""
 
     def __init__(self, size: int = SIZE, noisy: bool = True) -> None:
         self.x, self.y = labeled(size).tensors
@@ -80,15 +80,15 @@ class Samples(Dataset[dict[str, Tensor]]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        fate.reach("getitem")
+        plan.reach("getitem")
         x = self.x[index]
         if self.noisy:
             x = x + 0.1 * (torch.rand(6) + random.random() + float(np.random.rand()))
         return {"x": x, "y": self.y[index], "id": torch.tensor(index)}
 
 
-class InBlocks(Sampler[int]):
-    """A user's sampler: blocks of four in an order that follows from the epoch."""
+class BlockSampler(Sampler[int]):
+    """A user's sampler: blocks of four, in an order that depends on the epoch."""
 
     epoch = 0
 
@@ -103,8 +103,8 @@ class InBlocks(Sampler[int]):
         yield from (i for block in order for i in range(4 * block, min(4 * block + 4, SIZE)))
 
 
-class Stateful:
-    """A loader that knows its place: batches in an order drawn from a generator of its own."""
+class StatefulLoader:
+    """A loader that saves its position; it draws the order of its samples from a private generator."""
 
     def __init__(self) -> None:
         self.data = Samples()
@@ -134,7 +134,7 @@ class Stateful:
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable without a length that knows its place; each pass is a little longer than the one before."""
+    """An unsized iterable that saves its position; each pass is a little longer than the one before."""
 
     def __init__(self) -> None:
         self.data = Samples()
@@ -154,7 +154,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Net(TrainModule):
-    """Dropout and batch norm; logs every kind of metric; keeps the order of its samples as state of the user."""
+    """Has dropout and batch norm, logs every kind of metric, and saves the order of its samples as user state."""
 
     def __init__(self, scheduler: str = "step", lr: float = 0.02) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Net(TrainModule):
         self.order: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        fate.reach("training_step")
+        plan.reach("training_step")
         self.order.append([self.current_epoch, batch_idx, *batch["id"].tolist()])
         scores = self.net(batch["x"])
         loss = cross_entropy(scores, batch["y"])
@@ -188,12 +188,12 @@ class Net(TrainModule):
         self.log("starts", 1.0, reduce_fx="sum")
 
     def on_train_epoch_end(self) -> None:
-        fate.reach("train_epoch_end")
+        plan.reach("train_epoch_end")
         self.log("mean_of_losses", self.confusion.compute())
         self.confusion.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        fate.reach("validation_step")
+        plan.reach("validation_step")
         scores = self.net(batch["x"])
         self.val_accuracy.update(scores, batch["y"])
         self.log("val_loss", cross_entropy(scores, batch["y"]))
@@ -214,7 +214,7 @@ class Net(TrainModule):
         else:
             scheduler = ExponentialLR(optimizer, 0.95)
         interval = "step" if kind == "plateau" else kind
-        # 3 does not divide the number of steps of an epoch, so that it is counted over epochs.
+        # 2 does not divide the number of steps in an epoch, so the count continues across epochs.
         frequency = 1 if kind == "epoch" else 2
         return {
             "optimizer": optimizer,
@@ -228,15 +228,15 @@ class Net(TrainModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        fate.reach("save")
+        plan.reach("save")
         checkpoint["order"] = self.order
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.order = checkpoint["order"]
 
 
-class Duel(Net):
-    """Manual optimization: two optimizers, one of which steps every other batch."""
+class ManualNet(Net):
+    """Manual optimization with two optimizers, one of which steps every other batch."""
 
     def __init__(self) -> None:
         super().__init__("step")
@@ -261,16 +261,16 @@ class Duel(Net):
         return [first, SGD(self.other.parameters(), 0.1, momentum=0.9)], [ExponentialLR(first, 0.97)]
 
 
-class Pair(Net):
-    """Its batches come from two loaders, of which the shorter one begins again."""
+class CombinedNet(Net):
+    """Trains on batches from two loaders, of which the shorter one starts over."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = {key: torch.cat([batch["long"][key], batch["short"][key]]) for key in ("x", "y", "id")}
         return super().training_step(batch, batch_idx)
 
 
-class Watcher(Callback):
-    """Meets its fate in the hooks of a callback: before the checkpoints' turn, or right after it."""
+class HookReporter(Callback):
+    """Reports hooks to the signal plan, before or right after the callbacks that save checkpoints."""
 
     def __init__(self, order: int) -> None:
         self.order = order  # type: ignore[misc]
@@ -278,68 +278,70 @@ class Watcher(Callback):
 
     @property
     def state_key(self) -> str:
-        return f"Watcher {self.when}"
+        return f"HookReporter {self.when}"
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_train_epoch_start")
+        plan.reach(f"{self.when}_train_epoch_start")
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        fate.reach(f"{self.when}_train_batch_start")
+        plan.reach(f"{self.when}_train_batch_start")
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_after_backward")
+        plan.reach(f"{self.when}_after_backward")
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        fate.reach(f"{self.when}_optimizer_step")
+        plan.reach(f"{self.when}_optimizer_step")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        fate.reach(f"{self.when}_train_batch_end")
+        plan.reach(f"{self.when}_train_batch_end")
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_validation_start")
+        plan.reach(f"{self.when}_validation_start")
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_validation_end")
+        plan.reach(f"{self.when}_validation_end")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_train_epoch_end")
+        plan.reach(f"{self.when}_train_epoch_end")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_train_end")
+        plan.reach(f"{self.when}_train_end")
 
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
-        fate.reach(f"{self.when}_sanity_check_start")
+        plan.reach(f"{self.when}_sanity_check_start")
 
 
-def every(steps: int) -> ModelCheckpoint:
+def save_every(steps: int) -> ModelCheckpoint:
     return ModelCheckpoint(every_n_train_steps=steps, save_top_k=2)
 
 
-class Watched(CheckpointWriter):
-    """Tells how far the thread has come that writes a checkpoint beside the run."""
+class ReportingWriter(CheckpointWriter):
+    """Reports the progress of the thread that writes a checkpoint to the signal plan."""
 
     def write(self) -> None:
-        fate.reach("before_write")
+        plan.reach("before_write")
         super().write()
-        fate.reach("after_write")
+        plan.reach("after_write")
 
     def commit(self, **facts: Any) -> Path:
-        fate.reach("before_commit")
+        plan.reach("before_commit")
         path = super().commit(**facts)
-        fate.reach("after_commit")
+        plan.reach("after_commit")
         return path
 
 
-def beside(**given: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
-    """A run of a shuffled loader whose checkpoints a thread writes."""
-    saving.CheckpointWriter = Watched  # type: ignore[misc]
+def asynchronous(**arguments: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
+    """Returns a function that makes a run whose checkpoints are written by a thread."""
+    saving.CheckpointWriter = ReportingWriter  # type: ignore[misc]
     checkpoint = ModelCheckpoint(every_n_train_steps=1, save_top_k=2, asynchronous=True)
-    return run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[checkpoint], **given)
+    return run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[checkpoint], **arguments)
 
 
 def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
+    """Returns a function from a folder to a Trainer, the module and its training data."""
+
     def make(folder: Path) -> tuple[Trainer, TrainModule, Any]:
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "max_epochs": 3,
             "accumulate_grad_batches": 4,
             "gradient_clip_val": 0.5,
@@ -347,14 +349,14 @@ def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path]
             "digest_every_n_steps": 1,
             **arguments,
         }
-        callbacks = [Watcher(0), *given.pop("callbacks", [every(1)]), Watcher(300)]
+        callbacks = [HookReporter(0), *settings.pop("callbacks", [save_every(1)]), HookReporter(300)]
         trainer = Trainer(
             accelerator="cpu",
             default_root_dir=folder,
             logger=CSVLogger(folder),
             enable_progress_bar=False,
             callbacks=callbacks,
-            **given,
+            **settings,
         )
         return trainer, module, train
 
@@ -363,10 +365,12 @@ def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path]
 
 SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, Any]]]] = {
     "shuffle": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True)),
-    "saved beside": lambda: beside(),
-    "saved beside, often": lambda: beside(accumulate_grad_batches=1),
-    "seldom saved": lambda: run_of(Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[every(2)]),
-    "saved by epoch": lambda: run_of(
+    "asynchronous": lambda: asynchronous(),
+    "asynchronous, every batch": lambda: asynchronous(accumulate_grad_batches=1),
+    "infrequent saves": lambda: run_of(
+        Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[save_every(2)]
+    ),
+    "saved every epoch": lambda: run_of(
         Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[ModelCheckpoint(save_last=True)]
     ),
     "workers": lambda: run_of(Net(), DataLoader(Samples(noisy=False), BATCH, shuffle=True, num_workers=2)),
@@ -376,11 +380,11 @@ SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, A
     "seeded samples in workers": lambda: run_of(
         Net(), DataLoader(Samples(), BATCH, shuffle=True, num_workers=2), sample_rng=True
     ),
-    "sampler": lambda: run_of(Net(), DataLoader(Samples(), BATCH, sampler=InBlocks())),
+    "sampler": lambda: run_of(Net(), DataLoader(Samples(), BATCH, sampler=BlockSampler())),
     "generator": lambda: run_of(
         Net(), DataLoader(Samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
     ),
-    "stateful loader": lambda: run_of(Net(), Stateful()),
+    "stateful loader": lambda: run_of(Net(), StatefulLoader()),
     "stream": lambda: run_of(Net(), DataLoader(Stream(), BATCH)),
     "limited stream": lambda: run_of(Net(), DataLoader(Stream(), BATCH), limit_train_batches=6),
     "limited": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), limit_train_batches=7),
@@ -405,7 +409,7 @@ SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, A
         Net("plateau"), DataLoader(Samples(), BATCH, shuffle=True), val_check_interval=4, check_val_every_n_epoch=None
     ),
     "combined": lambda: run_of(
-        Pair(),
+        CombinedNet(),
         {
             "long": DataLoader(Samples(), BATCH, shuffle=True),
             "short": DataLoader(Samples(14), BATCH, shuffle=True, generator=torch.Generator().manual_seed(2)),
@@ -416,10 +420,10 @@ SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, A
         Net(),
         DataLoader(Samples(), BATCH, shuffle=True),
         accumulate_grad_batches=1,
-        callbacks=[GradientAccumulation({0: 1, 1: 4, 2: 3}), every(1)],
+        callbacks=[GradientAccumulation({0: 1, 1: 4, 2: 3}), save_every(1)],
     ),
     "manual": lambda: run_of(
-        Duel(), DataLoader(Samples(), BATCH, shuffle=True), accumulate_grad_batches=1, gradient_clip_val=None
+        ManualNet(), DataLoader(Samples(), BATCH, shuffle=True), accumulate_grad_batches=1, gradient_clip_val=None
     ),
     "steps": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), max_epochs=-1, max_steps=7),
     "stream, steps": lambda: run_of(Net("plateau"), DataLoader(Stream(), BATCH), max_epochs=-1, max_steps=6),
@@ -427,7 +431,7 @@ SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, A
 
 
 def plain(value: Any) -> Any:
-    """A nest that torch.load(weights_only=True) reads back."""
+    """Returns a copy of nested values that torch.load(weights_only=True) can read."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -437,7 +441,8 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, bytes)) or value is None else repr(value)
 
 
-def books(checkpoint: ModelCheckpoint) -> dict[str, Any]:
+def kept_checkpoints(checkpoint: ModelCheckpoint) -> dict[str, Any]:
+    """Returns which checkpoints a ModelCheckpoint has recorded, and which are on disk."""
     names = {os.path.basename(path): float(score) for path, score in checkpoint.best_k_models.items()}
     folder = Path(checkpoint.dirpath or "")
     return {
@@ -462,21 +467,21 @@ def result_of(trainer: Trainer, module: Any) -> dict[str, Any]:
         "digests": csv.with_name("digests.jsonl").read_text(),
         "order": module.order,
         "progress": {name: value for name, value in progress.items() if not name.startswith("seconds")},
-        "checkpoints": [books(callback) for callback in trainer.checkpoint_callbacks],
+        "checkpoints": [kept_checkpoints(callback) for callback in trainer.checkpoint_callbacks],
         "stopping": None if stopping is None else stopping.state_dict(),
         "random": [float(torch.rand(())), random.random(), float(np.random.rand())],
     }
 
 
 def run(scenario: str, folder: Path, point: str, name: str) -> None:
-    """One run of a scenario, from the last checkpoint where there is one."""
-    global fate
+    """Runs a scenario, from its last checkpoint if there is one."""
+    global plan
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)
     make = SCENARIOS[scenario]()
-    # Not left from the process that this one was forked from.
-    fate = Fate(point)
+    # A forked process would inherit the plan of its parent.
+    plan = SignalPlan(point)
     trainer, module, train = make(folder)
     ended = "success"
     try:
@@ -487,14 +492,14 @@ def run(scenario: str, folder: Path, point: str, name: str) -> None:
     result = {
         **result_of(trainer, module),
         "ended": ended,
-        "events": dict(fate.seen),
-        "named": last is not None and last.is_dir(),
+        "events": dict(plan.counts),
+        "last_checkpoint_exists": last is not None and last.is_dir(),
     }
     torch.save(plain(result), folder / f"{name}.pt")
 
 
-def in_a_process(work: Callable[[], None]) -> int:
-    """Does the work in a forked process; returns its exit code, or the negative number of the signal that ended it."""
+def in_fork(work: Callable[[], None]) -> int:
+    """Runs a function in a forked process; returns its exit code, or the negative number of a fatal signal."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -509,19 +514,19 @@ def in_a_process(work: Callable[[], None]) -> int:
 
 
 def chain(scenario: str, root: Path, point: str) -> list[int]:
-    """Runs, each of which meets its fate, and one that is left alone; returns their exit codes."""
+    """Runs a point's runs one after another, then one without signals; returns their exit codes."""
     folder = root / point.translate(str.maketrans("@:+>", "----"))
     folder.mkdir()
-    fates = point.split(">")
+    points = point.split(">")
     if point != "none":
-        fates.append("none")
-    return [in_a_process(functools.partial(run, scenario, folder, fate, str(i))) for i, fate in enumerate(fates)]
+        points.append("none")
+    return [in_fork(functools.partial(run, scenario, folder, each, str(i))) for i, each in enumerate(points)]
 
 
 def main() -> None:
     scenario, root, *points = sys.argv[1:]
     torch.set_num_threads(1)
-    # The first optimizer imports 800 modules of torch: once for all, before the forks.
+    # The first optimizer imports 800 modules of torch: import them once, before the forks.
     AdamW([torch.zeros(1)])
     codes = {point: chain(scenario, Path(root), point) for point in points}
     Path(root, "codes.json").write_text(json.dumps(codes))

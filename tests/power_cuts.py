@@ -1,12 +1,12 @@
-"""A disk that loses power while a run saves: what test_power_cuts.py plays back, and what prints the figures.
+"""Simulates power cuts while a run saves, for test_power_cuts.py and for the figures in benchmarks/RESULTS.md.
 
     python tests/power_cuts.py [SCENARIO …] [--random 40]
 
-A program that trains and saves is run under strace, which records every operation on its folder. A disk may forget
-what was not flushed, and may write it in any order: a change of a folder's entries lasts for certain once that folder
-was fsynced, and bytes of a file once that file was. For a cut after each operation this makes states of the disk, by
-leaving out some of what was not flushed, and looks at what a run would resume from. Pillai et al. find bugs in
-databases and version control in this way: "All File Systems Are Not Created Equal", OSDI 2014.
+A program trains and saves under strace, which records every operation on its folder. A disk may lose operations that
+were not flushed, and may write them in any order: a change to a folder's entries is durable once that folder is
+fsynced, and bytes of a file once that file is. For a cut after each operation, this builds possible states of the disk
+by leaving out some unflushed operations, and checks which checkpoint a run would resume from. Pillai et al. found bugs
+in databases and version control systems this way: "All File Systems Are Not Created Equal", OSDI 2014.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS = 3
 
 
 class Net(TrainModule):
-    """Few weights, so that a checkpoint is a few kilobytes."""
+    """Has few weights, so that a checkpoint takes a few kilobytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(TrainModule):
 
 
 class SavesInPlace(Callback):
-    """Replaces one checkpoint by the next."""
+    """Overwrites one checkpoint with the next."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "only"
@@ -63,8 +63,8 @@ class SavesInPlace(Callback):
         trainer.save_checkpoint(self.path)
 
 
-class Marked(CheckpointWriter):
-    """Leaves a mark in the record when a checkpoint is said to be safe."""
+class MarkingWriter(CheckpointWriter):
+    """Marks in the record when a checkpoint is reported as saved."""
 
     def commit(self, **facts: Any) -> Path:
         path = super().commit(**facts)
@@ -80,8 +80,8 @@ SCENARIOS: dict[str, Callable[[Path], Callback]] = {
 }
 
 
-def train(scenario: str, folder: Path, **how: Any) -> dict[str, Tensor]:
-    """Trains in `folder`, which is there, and saves each of the steps below `folder/run`; returns the weights."""
+def train(scenario: str, folder: Path, **arguments: Any) -> dict[str, Tensor]:
+    """Trains in the existing `folder` and saves every step below `folder/run`; returns the weights."""
     torch.manual_seed(0)
     module, samples, callback = Net(), torch.randn(4 * STEPS, 4), SCENARIOS[scenario](folder / "run")
     trainer = Trainer(
@@ -94,7 +94,7 @@ def train(scenario: str, folder: Path, **how: Any) -> dict[str, Tensor]:
         max_epochs=1,
         callbacks=[callback],
     )
-    trainer.fit(module, torch.utils.data.DataLoader(samples, 4, shuffle=True), **how)
+    trainer.fit(module, torch.utils.data.DataLoader(samples, 4, shuffle=True), **arguments)
     return dict(module.state_dict())
 
 
@@ -115,8 +115,8 @@ class State:
     def key(self) -> frozenset[tuple[str, bytes | str | None]]:
         return frozenset(self.paths.items())
 
-    def put(self, folder: Path) -> None:
-        """Writes it into a new folder."""
+    def write(self, folder: Path) -> None:
+        """Writes the state into a new folder."""
         folder.mkdir()
         for path, content in sorted(self.paths.items()):
             place = folder / path
@@ -129,7 +129,7 @@ class State:
 
 
 def state_of(record: Record, chosen: dict[int, Form]) -> State:
-    """Returns what the operations leave whose numbers were chosen; data may have arrived in part."""
+    """Returns the state of the disk after the operations with the chosen numbers; data may be written in part."""
     entries: dict[Inode, dict[str, Inode]] = {}
     contents: dict[Inode, bytearray] = {}
     for number in sorted(chosen):
@@ -167,12 +167,13 @@ def state_of(record: Record, chosen: dict[int, Form]) -> State:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut after so many operations.
+    """A power cut.
 
     Attributes:
-        durable: the operations that were flushed before it.
-        pending: those that were not, of which the disk holds any.
-        safe: the step of the last checkpoint that was said to be safe; 0 for none.
+        after: the number of operations before the cut.
+        durable: those that were flushed before the cut.
+        pending: those that were not; the disk may hold any of them.
+        safe: the step of the last checkpoint that was reported as saved; 0 for none.
     """
 
     after: int
@@ -182,7 +183,7 @@ class Cut:
 
 
 def cuts(record: Record, without: int | None = None) -> Iterator[Cut]:
-    """Yields a cut after each operation; `without` is the number of an fsync that is not done."""
+    """Yields a cut after each operation; `without` is the number of an fsync to leave out."""
     durable: set[int] = set()
     pending: list[int] = []
     safe = 0
@@ -207,7 +208,7 @@ def _inode(operation: Operation) -> Inode | None:
 
 
 def choices(record: Record, cut: Cut, at_random: int, generator: random.Random) -> Iterator[dict[int, Form]]:
-    """Yields which of the pending operations the disk holds: none, all, one, all but one, and at random."""
+    """Yields sets of operations that the disk may hold: of the pending ones none, all, one, all but one, and random."""
     base: dict[int, Form] = dict.fromkeys(cut.durable, "whole")
     full: dict[int, Form] = {**base, **dict.fromkeys(cut.pending, "whole")}
     yield base
@@ -230,11 +231,11 @@ def choices(record: Record, cut: Cut, at_random: int, generator: random.Random) 
 
 
 class Playback:
-    """Tries states of the disk.
+    """Checks states of the disk.
 
     Attributes:
-        tried: the number of different states.
-        problems: what was wrong with some of them.
+        tried: the number of different states that were checked.
+        problems: what is wrong with some of them.
     """
 
     def __init__(self, record: Record, folder: Path) -> None:
@@ -249,12 +250,12 @@ class Playback:
         return len(self._outcomes)
 
     def run(self, at_random: int, *, without: int | None = None, step: int | None = None) -> None:
-        """Tries cuts after each operation.
+        """Checks the states after a cut at each operation.
 
         Args:
-            at_random: the number of random states per cut, beside those that are tried of each.
-            without: leave out the fsync of this number, and stop at the first harm that it does.
-            step: only cuts within the save of this step.
+            at_random: the number of random states per cut, in addition to the systematic ones.
+            without: leave out the fsync with this number, and stop at the first problem.
+            step: check only cuts within the save of this step.
         """
         generator = random.Random(0)
         for cut in cuts(self.record, without):
@@ -266,16 +267,16 @@ class Playback:
                     self.problems.append(f"after operation {cut.after}: {problem}")
                     if without is not None:
                         return
-                    # One wrong state says enough of a cut.
+                    # One problem per cut is enough.
                     break
 
     def resume(self, scenario: str, count: int) -> list[dict[str, Tensor]]:
-        """Runs the program again on so many of the states that can be, and returns the weights it ends with."""
+        """Resumes the program on `count` random states; returns the final weights of each run."""
         generator = random.Random(0)
         found = []
         for cut in generator.choices(list(cuts(self.record)), k=count):
             place = self._folder / "disk"
-            state_of(self.record, generator.choice(list(choices(self.record, cut, 5, generator)))).put(place)
+            state_of(self.record, generator.choice(list(choices(self.record, cut, 5, generator)))).write(place)
             found.append(train(scenario, place, ckpt_path="auto"))
             shutil.rmtree(place)
         return found
@@ -288,14 +289,14 @@ class Playback:
         if isinstance(found, str):
             return found
         if not cut.safe <= found <= cut.safe + 1:
-            return f"a run resumes from step {found}, and step {cut.safe} was safe"
+            return f"a run resumes from step {found}, though step {cut.safe} was reported as saved"
         return None
 
     def _outcome(self, state: State) -> int | str:
-        """Returns the step that a run would resume from, 0 for none; or what is wrong."""
+        """Returns the step that a run would resume from (0 for none), or a problem."""
         place = self._folder / "disk"
         try:
-            state.put(place)
+            state.write(place)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 found = newest(place / "run")
@@ -307,7 +308,7 @@ class Playback:
         finally:
             shutil.rmtree(place, ignore_errors=True)
         same = [step for step, saved in self._saved.items() if saved == files]
-        return same[0] if same else f"{found.name} is none of the checkpoints that were saved"
+        return same[0] if same else f"{found.name} equals none of the saved checkpoints"
 
     def _checkpoints(self) -> dict[int, dict[str, bytes]]:
         """Returns the files of each checkpoint, as they were when it was committed."""
@@ -315,7 +316,7 @@ class Playback:
         for number, operation in enumerate(self.record.operations):
             if isinstance(operation, Committed):
                 place = self._folder / "saved"
-                state_of(self.record, dict.fromkeys(range(number), "whole")).put(place)
+                state_of(self.record, dict.fromkeys(range(number), "whole")).write(place)
                 found = newest(place / "run")
                 assert found is not None
                 saved[operation.step] = {path.name: path.read_bytes() for path in found.iterdir()}
@@ -332,14 +333,14 @@ def fsyncs(record: Record, step: int) -> list[int]:
 
 
 def name_of(record: Record, number: int) -> str:
-    """Returns the names that the inode of an fsync has had."""
+    """Returns the names that the fsynced inode has had."""
     inode = record.operations[number].inode  # type: ignore[union-attr]
     names = {
         re.sub(r"\.(tmp|old|del)-.*", r".\1", name)
         for each in record.operations
         if isinstance(each, Entries)
-        for name, its in each.names.items()
-        if its == inode
+        for name, target in each.names.items()
+        if target == inode
     }
     return " or ".join(sorted(names)) or "the root"
 
@@ -351,7 +352,7 @@ def main() -> None:
     parser.add_argument("--train-in", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train_in is not None:
-        saving.CheckpointWriter = Marked  # type: ignore[misc]
+        saving.CheckpointWriter = MarkingWriter  # type: ignore[misc]
         train(args.scenarios[0], args.train_in)
         return
     for scenario in args.scenarios:

@@ -1,4 +1,4 @@
-"""What a program does to a folder, recorded by strace as operations on inodes."""
+"""Records what a program does to a folder, by strace, as operations on inodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT: Inode = 0
 
 @dataclass(frozen=True)
 class Entries:
-    """Changes of a folder that happen together: name → inode, or None where a name is gone."""
+    """Changes to a folder's entries that happen together: name → inode, or None for a removed name."""
 
     folder: Inode
     names: dict[str, Inode | None]
@@ -44,7 +44,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Committed:
-    """The moment at which the checkpoint of a step was said to be safe."""
+    """The point at which the checkpoint of a step was reported as saved."""
 
     step: int
 
@@ -68,21 +68,21 @@ _CALLS = (
 
 
 def record(program: Sequence[str], folder: Path) -> Record:
-    """Runs a program that works in the empty `folder`, under strace."""
+    """Runs a program under strace; records its operations on `folder`, which is empty at first."""
     with tempfile.TemporaryDirectory() as traces:
         command = ["strace", "-f", "-ff", "-ttt", "-T", "-qq", "-xx", "-s", str(2**24), "--seccomp-bpf"]
         command += ["-o", f"{traces}/trace", "-e", f"trace={_CALLS}", *program]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the recorded run failed: {done.stdout}{done.stderr}")
-        reading = _Reading(folder)
+        tracker = _Tracker(folder)
         for call in sorted(itertools.chain(*map(_calls, sorted(Path(traces).iterdir()))), key=lambda call: call.at):
-            reading.take(call)
-    return reading.record
+            tracker.take(call)
+    return tracker.record
 
 
 def mark(step: int) -> None:
-    """Leaves a mark in the record: the checkpoint of a step is said to be safe."""
+    """Marks in the record that the checkpoint of a step is reported as saved."""
     os.access(f"{_MARK}{step}", os.F_OK)
 
 
@@ -106,21 +106,21 @@ _LINE = re.compile(r"(?P<time>[\d.]+) (?P<name>\w+)\((?P<arguments>.*)\) += (?P<
 def _calls(trace: Path) -> Iterator[_Call]:
     for line in trace.read_text().splitlines():
         found = _LINE.match(line)
-        # A call that the end of the process broke off has no result, and a signal is no call.
+        # A call cut off by the end of the process has no result. A failed call changes nothing; a mark always fails.
         if found is None or (int(found["result"]) < 0 and _MARK.encode().hex(" ").replace(" ", "\\x") not in line):
             continue
-        # A descriptor is free for another thread while close() still runs.
+        # Another thread may get the descriptor while close() still runs.
         at = float(found["time"]) + (0.0 if found["name"] == "close" else float(found["took"]))
         yield _Call(at, found["name"], tuple(_split(found["arguments"])), int(found["result"]))
 
 
 def _split(arguments: str) -> list[str]:
-    # Strings are in hexadecimal, so that every comma outside brackets ends an argument.
+    # Strings are in hexadecimal, so every comma outside brackets ends an argument.
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", arguments.replace(", ", ","))
 
 
-class _Reading:
-    """Follows descriptors and names, as the system did, to say which inode each call was about."""
+class _Tracker:
+    """Tracks descriptors and names, to determine the inode of each call."""
 
     def __init__(self, root: Path) -> None:
         self.record = Record()
@@ -131,7 +131,7 @@ class _Reading:
         self._sizes: dict[Inode, int] = {}
 
     def take(self, call: _Call) -> None:
-        """Adds what a call did to the folder."""
+        """Records what a call did to the folder."""
         name = call.name.removesuffix("at2").removesuffix("at") if call.name != "creat" else call.name
         at = call.name.endswith(("at", "at2")) and call.name != "creat"
         if name == "access" or name == "facces":
@@ -154,7 +154,7 @@ class _Reading:
         elif name in ("mkdir", "rename", "unlink", "rmdir", "symlink"):
             self._renamed(name, call, at)
         elif self._touches(call):
-            raise NotImplementedError(f"{call.name} changes the folder, and no playback knows how")
+            raise NotImplementedError(f"{call.name} changes the folder in a way that is not supported")
 
     def _add(self, operation: Operation) -> None:
         self.record.operations.append(operation)
@@ -184,12 +184,12 @@ class _Reading:
         flags = call.arguments[index + 1]
         if inode is None:
             if "O_CREAT" not in flags:
-                raise NotImplementedError(f"{name} was opened, and nothing had made it")
+                raise NotImplementedError(f"{name} was opened, but no recorded call created it")
             inode = self._new("file")
             self._sizes[inode] = 0
             self._add(Entries(folder, {name: inode}))
         elif "O_TRUNC" in flags or "O_TMPFILE" in flags:
-            raise NotImplementedError(f"{name} was cut short, and no playback knows how")
+            raise NotImplementedError(f"{name} was truncated, which is not supported")
         self._open[call.result] = inode
         self._positions[call.result] = self._sizes.get(inode, 0) if "O_APPEND" in flags else 0
 
@@ -217,14 +217,14 @@ class _Reading:
             if place is None and target is None:
                 return
             if place is None or target is None or place[0] != target[0]:
-                raise NotImplementedError("a rename from one folder to another is two changes")
+                raise NotImplementedError("a rename from one folder to another is not supported")
             inode = self._tree[place[0]][place[1]]
             self._add(Entries(place[0], {place[1]: None, target[1]: inode}))
         elif place is not None:
             self._add(Entries(place[0], {place[1]: self._new("folder") if name == "mkdir" else None}))
 
     def _place(self, call: _Call, index: int) -> tuple[Inode, str] | None:
-        """Returns the folder and the name that a path argument means; None for one outside."""
+        """Returns the folder and the name that a path argument refers to; None for a path outside."""
         path = call.text(index)
         folder = ROOT
         if path.startswith(self._root + b"/") or path == self._root:

@@ -1,4 +1,4 @@
-"""What the documents show runs, and what they name exists: examples, import lines, links, files and functions."""
+"""The documentation is correct: its examples run, and the classes, links, files and functions that it names exist."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def recipes() -> tuple[str, list[tuple[str, str]]]:
-    """The first block of docs/recipes.md, and the question and the answer of each recipe."""
+    """Returns the setup code of docs/recipes.md, and each recipe's question and answer."""
     preamble, *parts = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("\n### ")
     pairs = [part.split("\n## ")[0].partition("\n")[::2] for part in parts]
     return re.findall(r"```python\n(.*?)```", preamble, re.DOTALL)[0], [
@@ -74,16 +74,16 @@ def recipes() -> tuple[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("question, answer", recipes()[1], ids=[question for question, _ in recipes()[1]])
-def test_each_recipe_runs_by_itself(
+def test_each_recipe_runs_standalone(
     question: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = re.findall(r"```python\n(.*?)```", answer, re.DOTALL)
     assert question.startswith("How do I ") and question.endswith("?") and len(code) == 1
     assert len([line for line in code[0].splitlines() if line.strip()]) <= 20
-    assert re.search(r"\]\([\w-]+\.md", answer)  # A page that has more.
+    assert re.search(r"\]\([\w-]+\.md", answer)  # A link to a page with more.
     if "import optuna" in code[0]:
-        pytest.importorskip("optuna")  # No other recipe needs more than the extra `test`.
+        pytest.importorskip("optuna")  # Every other recipe runs with the extra `test`.
     module = types.ModuleType("recipe")
     monkeypatch.setitem(sys.modules, "recipe", module)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -91,13 +91,13 @@ def test_each_recipe_runs_by_itself(
         exec(compile(block, "docs/recipes.md", "exec"), vars(module))
 
 
-def test_there_are_thirty_recipes() -> None:
+def test_there_are_at_least_thirty_recipes() -> None:
     questions = [question for question, _ in recipes()[1]]
     assert len(questions) == len(set(questions)) >= 30
 
 
 def public_classes() -> set[str]:
-    """The names of the classes in callbacks/ and strategies/ that `leyden` itself does not export."""
+    """Returns the names of the classes in callbacks/ and strategies/ that `leyden` itself does not export."""
     files = [path for room in ("callbacks", "strategies") for path in (ROOT / room).rglob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in files]
     return {name for text in texts for name in re.findall(r"^class ([A-Z]\w+)", text, re.MULTILINE)} - set(
@@ -108,7 +108,7 @@ def public_classes() -> set[str]:
 @pytest.mark.parametrize(
     "document", [path for path in DOCUMENTS if path.stem != "CONTRIBUTING"], ids=lambda path: path.name
 )
-def test_every_class_that_a_document_names_has_its_import_line(document: Path) -> None:
+def test_documents_show_an_import_for_every_class_they_name(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
     imported: dict[str, str] = {}
@@ -120,13 +120,13 @@ def test_every_class_that_a_document_names_has_its_import_line(document: Path) -
     assert sorted(named - set(imported)) == []
 
 
-def test_no_name_of_lightning_that_is_here_is_called_missing() -> None:
-    """docs/lightning-reference.md: a name that has come since belongs to those that are the same, or differ."""
+def test_the_lightning_reference_calls_no_available_name_missing() -> None:
+    """A name that Leyden has gained belongs to those that are the same, or differ."""
     for name, section in SECTIONS.items():
         found = same(name)
-        missing = [one for one, text in rows(section).items() if text.startswith("not ")]
-        for one in missing:
-            assert any(one in SURFACE[name][kind] and one not in found[kind] for kind in found), (name, one)
+        missing = [member for member, text in rows(section).items() if text.startswith("not ")]
+        for member in missing:
+            assert any(member in SURFACE[name][kind] and member not in found[kind] for kind in found), (name, member)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -136,7 +136,7 @@ def test_links_between_documents_resolve(document: Path) -> None:
 
 
 def headings(document: Path) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
+    """Returns the anchors that GitHub makes of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -148,39 +148,39 @@ def test_links_to_headings_resolve(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_dotted_name_that_a_document_gives_can_be_imported(document: Path) -> None:
+def test_every_dotted_name_in_a_document_can_be_imported(document: Path) -> None:
     for name in re.findall(r"`(leyden(?:\.\w+)+)(?:\(\))?`", document.read_text(encoding="utf-8")):
         parent, _, last = name.rpartition(".")
         assert hasattr(importlib.import_module(parent), last) or importlib.util.find_spec(name) is not None, name
 
 
 def message(error: ast.Call) -> str:
-    """The text of an error, with "…" for what is filled in."""
+    """Returns the message of an error, with "…" for each placeholder."""
     [text] = error.args
     parts = text.values if isinstance(text, ast.JoinedStr) else [text]
     return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)  # type: ignore[misc]
 
 
-def test_every_refusal_of_the_mesh_has_a_row_of_its_page_and_every_row_is_raised() -> None:
+def test_the_docs_list_exactly_the_errors_that_the_mesh_raises() -> None:
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").partition("## Errors")[2]
-    begun = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    prefixes = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     files = [*(ROOT / "strategies" / "mesh").rglob("*.py"), ROOT / "strategies" / "micro_batches.py"]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     calls = [node.exc for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-    # "…" alone repeats the error of another rank.
+    # A message of only "…" repeats another rank's error.
     errors = [text for call in calls if isinstance(call, ast.Call) and (text := message(call)) != "…"]
-    assert len(begun) == len(set(begun)) > 20
-    assert [text for text in errors if sum(text.startswith(words) for words in begun) != 1] == []
-    assert [words for words in begun if not any(text.startswith(words) for text in errors)] == []
+    assert len(prefixes) == len(set(prefixes)) > 20
+    assert [text for text in errors if sum(text.startswith(words) for words in prefixes) != 1] == []
+    assert [words for words in prefixes if not any(text.startswith(words) for text in errors)] == []
 
 
-# What CONTRIBUTING names ----------------------------------------------------------------------------------------------
+# what CONTRIBUTING.md names -------------------------------------------------------------------------------------------
 GUIDE = ROOT / "CONTRIBUTING.md"
 CALLBACK_BASE = "leyden.callbacks.base"
 
 
 def members(node: ast.AST) -> set[str]:
-    """The names that a module or a class defines: functions, classes, constants, and attributes set on `self`."""
+    """Returns the names that a module or class defines: functions, classes, constants, and attributes set on `self`."""
     names: set[str] = set()
     for item in ast.walk(node) if isinstance(node, ast.ClassDef) else ast.iter_child_nodes(node):
         if item is not node and isinstance(item, (ast.FunctionDef, ast.ClassDef)):
@@ -193,7 +193,7 @@ def members(node: ast.AST) -> set[str]:
 
 
 def defines(path: Path, name: str) -> bool:
-    """True if a file defines `function` (at the top or in a class) or `Class.member`."""
+    """Returns True if a file defines `function` (at the top level or in a class) or `Class.member`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     owner, _, member = name.partition(".")
     if not member:
@@ -201,8 +201,8 @@ def defines(path: Path, name: str) -> bool:
     return any(isinstance(node, ast.ClassDef) and node.name == owner and member in members(node) for node in tree.body)
 
 
-def steps() -> list[tuple[list[str], list[str]]]:
-    """The files that each paragraph, list item or table row of CONTRIBUTING names, with its functions and methods."""
+def references() -> list[tuple[list[str], list[str]]]:
+    """Returns the files and functions that each paragraph, list item and table row of CONTRIBUTING names."""
     text = re.sub(r"```.*?```", "", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
     items = re.split(r"\n(?=\s*(?:[-*|]|\d+\.) ?)|\n\n", text)
     found = []
@@ -214,14 +214,14 @@ def steps() -> list[tuple[list[str], list[str]]]:
 
 
 def test_every_file_that_contributing_names_exists() -> None:
-    named = [file for files, _ in steps() for file in files]
+    named = [file for files, _ in references() for file in files]
     assert len(named) > 20
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
-def test_every_function_that_contributing_names_is_defined_in_a_file_beside_it() -> None:
+def test_every_function_that_contributing_names_is_defined_in_a_file_it_names_alongside() -> None:
     checked = 0
-    for files, names in steps():
+    for files, names in references():
         sources = [ROOT / file for file in files if file.endswith(".py")]
         for name in names:
             assert any(defines(path, name) for path in sources), (name, files)
@@ -236,7 +236,7 @@ def test_files_that_docstrings_name_exist() -> None:
             if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
                 continue
             for name in re.findall(r"`([\w./]+\.py)`", str(node.value.value)):
-                # One of the user's.
+                # A script of the user's.
                 if name == "train.py":
                     continue
                 assert any((folder / name).exists() for folder in (ROOT, *path.parents)), f"{path}: {name}"
@@ -244,7 +244,7 @@ def test_files_that_docstrings_name_exist() -> None:
     assert checked > 20
 
 
-def test_contributing_lists_every_room_from_the_top_floor_to_the_ground() -> None:
+def test_contributing_lists_every_room_from_the_top_floor_down() -> None:
     floors = {
         prefix: number for number, prefixes in enumerate(FLOORS) for prefix in prefixes if prefix != CALLBACK_BASE
     }

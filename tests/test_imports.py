@@ -1,4 +1,4 @@
-"""The house: who may import whom, what is imported only where it is used, and how long a file may be."""
+"""The structure of the package: which rooms may import which, which packages load lazily, how long files may be."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import leyden
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
 
-# The rooms, from the ground up. A module belongs to the room with the longest prefix that fits, and imports from its
-# own room and from those below.
+# The rooms, from the ground up. A module belongs to the room with the longest matching prefix, and imports from its own
+# room and from those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    # The base class of callbacks imports nothing. It stands down here because `events` calls its hooks.
+    # The base class of callbacks imports nothing. It is on the ground floor because `events` calls its hooks.
     ("leyden.strategies", "leyden.callbacks.base"),
     ("leyden.trainer.format",),
     ("leyden.trainer.data",),
@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.logging",),
     ("leyden.trainer.engine",),
     ("leyden.trainer.checkpoint",),
-    # Callbacks check arguments and name those that were meant, too; the rest of that room reads callbacks.
+    # Callbacks check arguments and suggest similar names, too; the rest of `arguments` imports callbacks.
     (
         *("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.exporting"),
         *("leyden.trainer.arguments.given", "leyden.trainer.arguments.checks"),
@@ -46,9 +46,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.cli.launch",),
     ("leyden.trainer.cli",),
 )
-# What users subclass and what hooks are handed: annotations may name these from anywhere.
+# Base classes of user code and arguments of hooks, which annotations may name anywhere.
 NAMED_ANYWHERE = {"TrainModule", "DataModule", "Callback", "Trainer"}
-# `import leyden` must cost nothing beyond torch: these come in where they are used.
+# `import leyden` must load nothing beyond torch: these are imported where they are used.
 LAZY = {
     *(
         "numpy",
@@ -76,25 +76,25 @@ LAZY = {
         "torch.distributed.checkpoint",
     ),
 }
-# A room that is imported only where its library is used: when a command is run, or layers are converted.
+# Modules that are imported only when a command runs or layers are converted, so their library may load with them.
 OWNERS = {
     "leyden.trainer.cli": "click",
     "leyden.trainer.cli.configuration.argument_parser": "jsonargparse",
     "leyden.strategies.precision.float8_linear": "torchao",
 }
-# Loading what these wrote runs code. Files of other trainers are pickles, and need `trust=True`.
+# Loading their files can run code. Checkpoints of other trainers are pickles, and need `trust=True`.
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
 MAX_LINES = 600
 # Accelerate's Accelerator has about ninety public methods; ours has them in one class, with their arguments described.
 MAY_BE_LONGER = {"leyden.trainer.accelerator.accelerator": 1000}
-# Modules of Accelerate's names: they hold names, and nothing else.
+# Modules named as in Accelerate, which only re-export.
 THIN = {name: ROOT / "leyden" / name.replace(".", "/") for name in leyden._MODULES}
 THIN = {name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for name, path in THIN.items()}
 
 
 def sources() -> dict[str, Path]:
-    """Every module of the package, by the name that it is imported by."""
+    """Returns the file of every module of the package, by the name it is imported as."""
     found = {"leyden": ROOT / "leyden" / "__init__.py"}
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
@@ -107,12 +107,12 @@ SOURCES = sources()
 
 
 def imports(tree: ast.AST, deep: bool, typing: bool, package: str = "") -> Iterator[tuple[str, int]]:
-    """Names that a module imports, with their lines.
+    """Yields the names that a module imports, with their lines.
 
     Args:
         deep: include imports inside functions.
-        typing: include imports under TYPE_CHECKING, but for those of `NAMED_ANYWHERE`.
-        package: of the module, for relative imports.
+        typing: include imports under TYPE_CHECKING, except those of `NAMED_ANYWHERE`.
+        package: the module's package, for relative imports.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -149,7 +149,7 @@ def floor(module: str) -> int:
     fits = [
         (len(prefix), number) for number, prefixes in enumerate(FLOORS) for prefix in prefixes if within(module, prefix)
     ]
-    assert fits, f"{module} stands on no floor"
+    assert fits, f"{module} is in no room of FLOORS"
     return max(fits)[1]
 
 
@@ -159,8 +159,8 @@ def test_every_module_is_found() -> None:
     )
 
 
-def test_imports_go_down() -> None:
-    """A room imports from the rooms below it, annotations included, so there is no circle among rooms."""
+def test_rooms_import_only_from_rooms_below() -> None:
+    """Annotations included, so rooms have no import cycles."""
     wrong = [
         f"{module}, line {line}: {name}"
         for module in SOURCES
@@ -171,8 +171,8 @@ def test_imports_go_down() -> None:
     assert not wrong
 
 
-def test_inside_only_the_package_name_is_used() -> None:
-    """`from trainer.x import y` would make a second copy of every class."""
+def test_the_package_imports_itself_only_as_leyden() -> None:
+    """`from trainer.x import y` would create a second copy of every class."""
     wrong = [
         f"{module}, line {line}: {name}"
         for module in SOURCES
@@ -182,7 +182,7 @@ def test_inside_only_the_package_name_is_used() -> None:
     assert not wrong
 
 
-def test_nothing_is_imported_in_a_circle() -> None:
+def test_modules_have_no_import_cycles() -> None:
     graph = {
         module: {name for name, _ in imports_of(module, deep=False) if name in SOURCES and name != module}
         for module in SOURCES
@@ -190,10 +190,10 @@ def test_nothing_is_imported_in_a_circle() -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(f"a circle of imports: {' → '.join(reversed(error.args[1]))}")
+        pytest.fail(f"an import cycle: {' → '.join(reversed(error.args[1]))}")
 
 
-def test_optional_packages_are_imported_where_they_are_used() -> None:
+def test_optional_packages_are_imported_lazily() -> None:
     wrong = [
         f"{module}, line {line}: {name}"
         for module in SOURCES
@@ -204,7 +204,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
     assert not wrong
 
 
-def test_nothing_is_pickled() -> None:
+def test_only_foreign_checkpoints_are_unpickled() -> None:
     wrong = [
         f"{module}, line {line}: {name}"
         for module in SOURCES
@@ -214,19 +214,17 @@ def test_nothing_is_pickled() -> None:
     assert not wrong
 
 
-def test_files_can_be_read() -> None:
+def test_files_are_short_documented_and_clearly_named() -> None:
     for module, path in SOURCES.items():
         text, name = path.read_text(), path.relative_to(ROOT)
-        assert text.count("\n") <= MAY_BE_LONGER.get(module, MAX_LINES), (
-            f"{name} is too long: cut it where it has two subjects"
-        )
-        assert ast.get_docstring(ast.parse(text)), f"{name} does not say what it is"
+        assert text.count("\n") <= MAY_BE_LONGER.get(module, MAX_LINES), f"{name} is too long: split it by subject"
+        assert ast.get_docstring(ast.parse(text)), f"{name} has no module docstring"
         assert path.stem not in ("utils", "helpers", "manager", "common", "misc"), (
-            f"{name}: a name that says what is in it"
+            f"{name}: choose a name that says what is in the file"
         )
 
 
-def test_a_class_has_its_name_alone() -> None:
+def test_public_class_names_are_unique() -> None:
     found: dict[str, list[str]] = {}
     for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -236,7 +234,7 @@ def test_a_class_has_its_name_alone() -> None:
 
 
 def test_no_line_is_too_long() -> None:
-    """ruff leaves out what a comment such as `# type: ignore` adds."""
+    """ruff does not count a trailing comment such as `# type: ignore`."""
     folders = (*ROOMS, "tests", "examples", "benchmarks", "scripts")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     wrong = [
@@ -248,7 +246,7 @@ def test_no_line_is_too_long() -> None:
     assert not wrong
 
 
-def test_the_package_folder_holds_nothing_else() -> None:
+def test_the_package_folder_holds_only_links_to_rooms_and_thin_modules() -> None:
     package = ROOT / "leyden"
     found = {path for folder in (package, package / "utils") for path in folder.iterdir() if path.name != "__pycache__"}
     own = {package / name for name in ("__init__.py", "__main__.py", "py.typed", "utils", *ROOMS)}
@@ -261,14 +259,14 @@ def test_the_package_folder_holds_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", THIN)
-def test_a_module_of_accelerates_names_holds_names_alone(name: str) -> None:
+def test_modules_named_as_in_accelerate_only_re_export(name: str) -> None:
     tree = ast.parse(THIN[name].read_text())
     assert {type(node) for node in tree.body} <= {ast.Expr, ast.ImportFrom, ast.Assign}
     assigned = [ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     assert assigned in (["__getattr__"], ["__all__", "__getattr__"])
 
 
-def test_names_of_accelerate_cost_no_optional_package() -> None:
+def test_modules_named_as_in_accelerate_load_no_optional_package() -> None:
     loaded = run(
         "import importlib, sys, torch; before = set(sys.modules); "
         f"[importlib.import_module('leyden.' + name) for name in {list(THIN)!r}]; "
@@ -285,7 +283,7 @@ def run(program: str) -> str:
     ).stdout.strip()
 
 
-def test_importing_loads_no_optional_package() -> None:
+def test_importing_leyden_loads_no_optional_package() -> None:
     loaded = run(
         "import sys, torch; before = set(sys.modules); import leyden; from leyden import Trainer, TrainModule; "
         "print(*(name for name in sys.modules if name not in before))"
@@ -295,7 +293,7 @@ def test_importing_loads_no_optional_package() -> None:
 
 
 def test_importing_the_trainer_loads_only_leyden_and_the_standard_library() -> None:
-    """Neither another package, nor a part of torch that `import torch` leaves out: some take half a second."""
+    """Nor any part of torch that `import torch` leaves out; some take half a second."""
     loaded = run(
         "import sys, torch; before = set(sys.modules); from leyden import Trainer, TrainModule; "
         "print(*(name for name in sys.modules if name not in before))"
@@ -306,14 +304,14 @@ def test_importing_the_trainer_loads_only_leyden_and_the_standard_library() -> N
     assert not {name for name in loaded if any(within(name, f"leyden.trainer.{room}") for room in rooms)}
 
 
-def test_importing_leyden_alone_loads_no_trainer() -> None:
+def test_import_leyden_loads_neither_torch_nor_the_trainer() -> None:
     loaded = run("import sys, leyden; print(*sys.modules)").split()
     assert "leyden" in loaded
     assert not {name for name in loaded if name.startswith("leyden.")}
     assert "torch" not in loaded
 
 
-def test_importing_the_strategies_loads_none_that_needs_several_ranks() -> None:
+def test_importing_strategies_loads_no_multi_rank_strategy() -> None:
     loaded = run("import sys; from leyden.strategies import Strategy, MixedPrecision; print(*sys.modules)").split()
     late = ("ddp", "fsdp", "deepspeed", "xla", "process_group")
     assert [name for name in late if f"leyden.strategies.{name}" in loaded] == []
@@ -333,5 +331,5 @@ def test_every_public_name_can_be_imported(package: str) -> None:
     [("callbacks", "ModelCheckpoint"), ("strategies", "Strategy"), ("trainer.run.starting.build", "Callback")],
 )
 def test_a_room_imported_by_its_folder_gives_the_same_classes(room: str, name: str) -> None:
-    """In the checkout the rooms can be imported by themselves, and what they import inside is `leyden.…`."""
+    """In a checkout, a room can be imported as a top-level package, but its modules import each other as `leyden.…`."""
     assert run(f"from {room} import {name} as a; from leyden.{room} import {name} as b; print(a is b)") == "True"

@@ -1,4 +1,4 @@
-"""docs/lightning-reference.md: every name of Lightning's classes is there, and what it calls the same is the same."""
+"""docs/lightning-reference.md covers every name of Lightning's classes, and those it calls the same are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = ("arguments", "methods", "properties")
 
 
 def listed(section: str, kind: str) -> list[str]:
-    """What a section calls the same."""
+    """Returns the names that a section calls the same."""
     found = re.search(rf"^{kind.capitalize()}, the same: (.*?)\.$", section, re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`]+)`", found[1]) if found else []
 
@@ -22,16 +22,16 @@ def test_every_class_has_a_section() -> None:
 
 
 @pytest.mark.parametrize("name", SURFACE)
-def test_every_name_of_a_class_is_there_and_what_is_the_same_has_the_same_default(name: str) -> None:
+def test_every_name_is_covered_and_those_called_the_same_have_the_same_default(name: str) -> None:
     if name in ("LightningCLI", "LightningArgumentParser", "SaveConfigCallback"):
         pytest.importorskip("jsonargparse")
     section, found = SECTIONS[name], same(name)
     others = rows(section)
     for kind in KINDS:
-        names = [one for one in SURFACE[name][kind] if not one.startswith("*")]
+        names = [member for member in SURFACE[name][kind] if not member.startswith("*")]
         assert set(listed(section, kind)) <= set(found[kind]), kind
         assert set(names) <= set(listed(section, kind)) | set(others), kind
-    known = {one for kind in KINDS for one in SURFACE[name][kind]}
+    known = {member for kind in KINDS for member in SURFACE[name][kind]}
     assert set(others) <= known
-    for one, text in others.items():
-        assert re.match(r"(the same|differs: |not here|not in this version: |as a property differs: )", text), one
+    for member, text in others.items():
+        assert re.match(r"(the same|differs: |not here|not in this version: |as a property differs: )", text), member

@@ -1,4 +1,4 @@
-"""What is shipped: every module is in the wheel and in the source distribution, and works from there."""
+"""Distributions: the wheel and the source distribution hold every module, and an installed wheel works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOMS = ("trainer", "callbacks", "strategies")
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
-    """Runs a command that must succeed; returns what it printed."""
+    """Runs a command that must succeed; returns its output."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env={**clean, **environment}, capture_output=True, text=True
@@ -32,7 +32,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution, and the wheel that was built from it, as an index would hold them."""
+    """A folder with the source distribution and the wheel built from it."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
     # A copy, since a build leaves build/ and *.egg-info behind.
     names = ("leyden", *ROOMS, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
@@ -42,7 +42,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules() -> set[str]:
-    """Files that must be shipped, by their path in the package."""
+    """Returns the files that every distribution must hold, by their path in the package."""
     inside = {f"leyden/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     own = {
         str(path.relative_to(ROOT)) for pattern in ("*.py", "utils/*.py") for path in (ROOT / "leyden").glob(pattern)
@@ -64,7 +64,7 @@ def test_the_source_distribution_holds_every_module_as_a_file(dist: Path) -> Non
         missing = modules() - {name for name, member in entries.items() if member.isfile()}
         assert not missing
         assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} <= set(entries)
-        # Where links cannot be made, an archive with one could not be unpacked.
+        # An archive with links could not be unpacked where links cannot be created.
         assert not [name for name, member in entries.items() if member.issym() or member.islnk()]
 
 
@@ -90,22 +90,22 @@ def test_the_metadata_of_the_wheel_is_complete(dist: Path) -> None:
 
 
 def test_an_installed_wheel_works(dist: Path, tmp_path: Path) -> None:
-    """Beside a user's own trainer.py and callbacks.py, far from the checkout."""
+    """Even next to a user's own trainer.py and callbacks.py, outside the checkout."""
     [wheel] = dist.glob("*.whl")
     home = tmp_path / "venv"
     venv.create(home, system_site_packages=True, with_pip=True)
     python = home / ("Scripts" if os.name == "nt" else "bin") / "python"
-    # The environment of the tests is not the system's if it is one of its own; its packages are lent by a path file.
+    # The tests may run in a virtual environment, whose packages the new one does not see: a path file adds them.
     [site] = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).splitlines()
     [ours] = run(
         sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
     ).splitlines()
     run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", wheel, cwd=tmp_path)
-    Path(site, "zz_lent.pth").write_text(ours)
+    Path(site, "zz_packages_of_tests.pth").write_text(ours)
     work = tmp_path / "work"
     work.mkdir()
     for name in ROOMS:
-        (work / f"{name}.py").write_text("raise RuntimeError('a file of the user was taken for a part of Leyden')")
+        (work / f"{name}.py").write_text("raise RuntimeError('Leyden imported a file of the user')")
     program = """
 import leyden
 from leyden import Trainer, TrainModule
@@ -128,8 +128,8 @@ print(leyden.__file__)
     assert (work / "checkpoints" / "epoch=0-step=3" / "manifest.json").is_file()
 
 
-def test_constraints_hold_what_setup_asks_for() -> None:
-    """torch stands first, and nothing that is asked for is left open."""
+def test_constraints_pin_every_requirement() -> None:
+    """torch comes first."""
     pins = [
         line.split(";")[0].strip()
         for line in (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The same seed gives the weights of a plain PyTorch loop bit for bit, and leaves the random numbers where it does."""
+"""With the same seed, fits give the same weights and random numbers as plain PyTorch loops, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPOCHS = 3
 BATCH = 4
 SIZE = 38
 BATCHES = 10
-"""The last of them holds 2 samples; in windows of 4 the last window holds 2 batches."""
+"""The last batch holds 2 samples; with windows of 4, the last window holds 2 batches."""
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -62,7 +62,7 @@ class Case:
     workers: int = 0
     drop_last: bool = False
     val_every: int | None = None
-    """Validates after so many batches, counted in each epoch; None for its end."""
+    """Validates after every so many batches of an epoch; None: at the end of each epoch."""
 
     def loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
         train = DataLoader(
@@ -106,12 +106,12 @@ def seed() -> None:
 
 
 def draws() -> list[float]:
-    """The next number of each generator: equal only if all that came before drew the same numbers."""
+    """Returns the next number of each generator, which depends on everything drawn before."""
     return [float(torch.rand(())), random.random(), float(np.random.rand())]
 
 
 def plain_loop(case: Case) -> tuple[nn.Module, list[float], int]:
-    """The loop as one writes it by hand; returns how many steps the scaler skipped, too."""
+    """Trains by hand; returns the network, the next random numbers, and how many steps the scaler skipped."""
     seed()
     net = network()
     optimizer = case.optimizer(net.parameters())
@@ -167,9 +167,9 @@ def trainer_in(folder: Path, **arguments: Any) -> Trainer:
 
 
 def with_trainer(
-    case: Case, folder: Path, lengths: bool = True, **arguments: Any
+    case: Case, folder: Path, sized: bool = True, **arguments: Any
 ) -> tuple[nn.Module, list[float], Trainer]:
-    """The network, the next random numbers and the Trainer after a fit; without `lengths` its loader has none."""
+    """Fits; returns the network, the next random numbers and the Trainer. Without `sized` the loader has no length."""
     seed()
     module = Classifier(case)
     precision: Any = case.precision
@@ -186,7 +186,7 @@ def with_trainer(
         **arguments,
     )
     train, val = case.loaders()
-    trainer.fit(module, train if lengths else Unsized(train), val)
+    trainer.fit(module, train if sized else Unsized(train), val)
     return module.net, draws(), trainer
 
 
@@ -211,7 +211,7 @@ def step_lr(optimizer: Optimizer) -> Any:
 
 CASES = {
     "sgd": Case(),
-    "sgd, in order": Case(shuffle=False),
+    "sgd, unshuffled": Case(shuffle=False),
     "adamw, scheduler by epoch": Case(adamw, step_lr),
     "adamw, scheduler by step": Case(adamw, one_cycle, "step"),
     "clipping by norm": Case(clip=(0.5, "norm")),
@@ -222,9 +222,9 @@ CASES = {
         adamw, lambda o: ExponentialLR(o, 0.9), "step", accumulation=4, clip=(0.5, "norm")
     ),
     "a window longer than the epoch": Case(accumulation=16),
-    "a data set that draws": Case(noisy=True, accumulation=4),
+    "a dataset that draws random numbers": Case(noisy=True, accumulation=4),
     "workers": Case(workers=2, noisy=True),
-    "validation inside the epoch": Case(adamw, noisy=True, val_every=3),
+    "validation within the epoch": Case(adamw, noisy=True, val_every=3),
     "bf16": Case(adamw, one_cycle, "step", precision="bf16-mixed", accumulation=4, clip=(0.5, "norm")),
     "fp16": Case(
         adamw, one_cycle, "step", precision="16-mixed", init_scale=2.0**10, accumulation=4, clip=(0.5, "norm")
@@ -234,7 +234,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_random_numbers_equal_those_of_the_plain_loop(name: str, tmp_path: Path) -> None:
+def test_weights_and_random_numbers_match_the_plain_loop(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     plain, plain_draws, skipped = plain_loop(case)
     ours, our_draws, trainer = with_trainer(case, tmp_path)
@@ -244,7 +244,9 @@ def test_weights_and_random_numbers_equal_those_of_the_plain_loop(name: str, tmp
     assert (skipped > 0) == ("skipped" in name)
 
 
-def test_every_default_callback_leaves_the_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_callbacks_change_neither_weights_nor_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     case = Case(adamw, step_lr, accumulation=4, clip=(0.5, "norm"), noisy=True)
     plain, plain_draws, _ = plain_loop(case)
@@ -255,17 +257,17 @@ def test_every_default_callback_leaves_the_numbers_alone(tmp_path: Path, monkeyp
     assert trainer.checkpoint_callback is not None and Path(trainer.checkpoint_callback.best_model_path).is_dir()
 
 
-def test_a_loader_without_a_length_closes_its_last_window_at_its_true_length(tmp_path: Path) -> None:
+def test_the_last_window_of_an_unsized_loader_is_scaled_by_its_true_length(tmp_path: Path) -> None:
     case = Case(adamw, step_lr, accumulation=4, clip=(0.5, "norm"))
     plain, plain_draws, _ = plain_loop(case)
-    ours, our_draws, _ = with_trainer(case, tmp_path, lengths=False)
-    # 2 / 4 is exact in floating point, so that the correction leaves no trace.
+    ours, our_draws, _ = with_trainer(case, tmp_path, sized=False)
+    # 2 / 4 is exact in floating point, so the correction rounds nothing.
     assert_same(ours, plain)
     assert our_draws == plain_draws
 
 
 @pytest.mark.parametrize("sanity", [0, 2, -1])
-def test_the_sanity_check_draws_nothing(sanity: int, tmp_path: Path) -> None:
+def test_the_sanity_check_does_not_advance_random_numbers(sanity: int, tmp_path: Path) -> None:
     case = Case(noisy=True)
     plain, plain_draws, _ = plain_loop(case)
     ours, our_draws, _ = with_trainer(case, tmp_path, num_sanity_val_steps=sanity, logger=CSVLogger(tmp_path))
@@ -273,8 +275,8 @@ def test_the_sanity_check_draws_nothing(sanity: int, tmp_path: Path) -> None:
     assert our_draws == plain_draws
 
 
-def test_without_the_true_length_of_the_last_window_the_weights_would_differ() -> None:
-    # What makes the accumulation cases able to fail.
+def test_scaling_a_short_last_window_by_the_full_length_changes_the_weights() -> None:
+    """So the accumulation cases above can fail."""
     plain, _, _ = plain_loop(Case(accumulation=4))
     seed()
     net = network()
@@ -291,8 +293,8 @@ def test_without_the_true_length_of_the_last_window_the_weights_would_differ() -
 
 
 # items ----------------------------------------------------------------------------------------------------------------
-class Items(TrainModule):
-    """Its loss is a sum over those samples that count, of which each batch has another number."""
+class SummedLoss(TrainModule):
+    """Returns a loss summed over the samples that count, and their number, which differs between batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,10 +313,10 @@ class Items(TrainModule):
         return SGD(self.parameters(), 0.3, momentum=0.9)
 
 
-def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
+def test_a_window_with_num_items_matches_one_big_batch(tmp_path: Path) -> None:
     data = Samples()
     seed()
-    module = Items()
+    module = SummedLoss()
     start = {name: value.clone() for name, value in module.net.state_dict().items()}
     trainer_in(tmp_path, accumulate_grad_batches=4).fit(module, DataLoader(data, BATCH))
 
@@ -328,7 +330,7 @@ def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
             optimizer.step()
     for ours, theirs in zip(module.net.parameters(), big.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-    # Hooks see the user's own loss: a sum.
+    # Hooks get the loss that the user returned: a sum.
     first = cross_entropy(
         nn.functional.linear(data.x[:4].double(), start["weight"], start["bias"]),
         data.y[:4],
@@ -339,11 +341,11 @@ def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_first_batch_without_items_spoils_nothing(accumulation: int, tmp_path: Path) -> None:
+def test_a_first_batch_without_items_keeps_the_weights_finite(accumulation: int, tmp_path: Path) -> None:
     data = Samples()
     data.y[:4] = 0
     seed()
-    module = Items()
+    module = SummedLoss()
     start = module.net.weight.detach().clone()
     trainer = trainer_in(tmp_path, max_epochs=1, accumulate_grad_batches=accumulation, limit_train_batches=accumulation)
     trainer.fit(module, DataLoader(data, BATCH))
@@ -351,10 +353,10 @@ def test_a_first_batch_without_items_spoils_nothing(accumulation: int, tmp_path:
     assert torch.equal(module.net.weight, start) == (accumulation == 1)
 
 
-def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path) -> None:
-    """Bit for bit: backward by the first batch's count, then one correction (DECISIONS.md 3)."""
+def test_a_window_with_num_items_matches_the_plain_loop(tmp_path: Path) -> None:
+    """Bit for bit: each loss is divided by the first batch's count, and the gradients are corrected once."""
     seed()
-    module = Items()
+    module = SummedLoss()
     plain = nn.Linear(6, 3).double()
     plain.load_state_dict(module.net.state_dict())
     trainer = trainer_in(tmp_path, max_epochs=1, accumulate_grad_batches=4, gradient_clip_val=0.1)
@@ -381,7 +383,7 @@ def lbfgs(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_lbfgs_has_the_weights_of_the_plain_loop(clip: float | None, tmp_path: Path) -> None:
+def test_lbfgs_weights_match_the_plain_loop(clip: float | None, tmp_path: Path) -> None:
     case = Case(lbfgs, step_lr, clip=None if clip is None else (clip, "norm"))
     seed()
     net = network()
@@ -414,7 +416,7 @@ def test_lbfgs_has_the_weights_of_the_plain_loop(clip: float | None, tmp_path: P
 
 
 class GAN(TrainModule):
-    """Two networks, two optimizers, each stepped by hand."""
+    """Two networks, each with an optimizer that is stepped manually."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,7 +458,7 @@ class GAN(TrainModule):
         return optimizers, [step_lr(optimizers[0]), ExponentialLR(optimizers[1], 0.9)]
 
 
-def test_manual_optimization_of_a_gan_has_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
+def test_the_weights_of_a_manually_optimized_gan_match_the_plain_loop(tmp_path: Path) -> None:
     seed()
     plain = GAN()
     of_generator, of_critic = Adam(plain.generator.parameters(), 0.01), SGD(plain.critic.parameters(), 0.1)
@@ -490,8 +492,8 @@ def test_manual_optimization_of_a_gan_has_the_weights_of_the_plain_loop(tmp_path
     assert trainer.global_step == EPOCHS * BATCHES
 
 
-class TwoInTurn(TrainModule):
-    """Several optimizers in automatic mode: each steps once per window."""
+class TwoOptimizers(TrainModule):
+    """Automatic optimization with two optimizers, each of which steps once per window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,9 +507,9 @@ class TwoInTurn(TrainModule):
         return [SGD(self.body.parameters(), 0.1), AdamW(self.head.parameters(), 0.01)]
 
 
-def test_several_optimizers_in_automatic_mode_have_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
+def test_weights_with_several_automatic_optimizers_match_the_plain_loop(tmp_path: Path) -> None:
     seed()
-    plain = TwoInTurn()
+    plain = TwoOptimizers()
     optimizers = plain.configure_optimizers()
     train, _ = Case().loaders()
     for _ in range(EPOCHS):
@@ -522,15 +524,15 @@ def test_several_optimizers_in_automatic_mode_have_the_weights_of_the_plain_loop
                     nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.2)
                     optimizer.step()
     seed()
-    module = TwoInTurn()
+    module = TwoOptimizers()
     trainer = trainer_in(tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.2)
     trainer.fit(module, Case().loaders()[0])
     assert_same(module, plain)
     assert trainer.global_step == 9
 
 
-def test_a_second_fit_begins_anew_with_the_weights_as_they_are(tmp_path: Path) -> None:
-    """New optimizer, scheduler and scaler, as a second plain loop would make."""
+def test_a_second_fit_keeps_the_weights_and_resets_everything_else(tmp_path: Path) -> None:
+    """The optimizer, scheduler and scaler are new, as in a second plain loop."""
     case = Case(adamw, one_cycle, "step", precision="16-mixed", init_scale=2.0**19)
     seed()
     net = network()

@@ -28,31 +28,31 @@ def playback(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Playback(record(request.param, folder / "recorded"), folder)
 
 
-ONE = pytest.mark.parametrize("playback", ["one kept"], indirect=True)
-ALL = pytest.mark.parametrize("playback", SCENARIOS, indirect=True)
+ONE_SCENARIO = pytest.mark.parametrize("playback", ["one kept"], indirect=True)
+ALL_SCENARIOS = pytest.mark.parametrize("playback", SCENARIOS, indirect=True)
 
 
-def weights_of_all_steps(scenario: str, folder: Path) -> dict[str, torch.Tensor]:
+def uninterrupted_weights(scenario: str, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     return power_cuts.train(scenario, folder)
 
 
-@ONE
-def test_whatever_the_disk_kept_a_run_resumes_from_a_checkpoint_that_was_saved(playback: Playback) -> None:
+@ONE_SCENARIO
+def test_a_run_resumes_from_a_saved_checkpoint_whatever_the_disk_kept(playback: Playback) -> None:
     playback.run(at_random=0, step=2)
     assert playback.problems == []
     assert playback.tried > 200
 
 
-@ONE
-def test_a_run_goes_on_after_a_power_cut_to_the_same_weights(playback: Playback, tmp_path: Path) -> None:
-    straight = weights_of_all_steps("one kept", tmp_path / "straight")
+@ONE_SCENARIO
+def test_a_run_resumed_after_a_power_cut_ends_with_the_same_weights(playback: Playback, tmp_path: Path) -> None:
+    expected = uninterrupted_weights("one kept", tmp_path / "uninterrupted")
     for weights in playback.resume("one kept", 5):
-        assert all(torch.equal(weights[name], straight[name]) for name in straight)
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@ONE
-def test_a_save_that_does_not_flush_its_weights_is_found_out(playback: Playback) -> None:
+@ONE_SCENARIO
+def test_a_save_that_does_not_flush_its_weights_is_detected(playback: Playback) -> None:
     number = next(n for n in power_cuts.fsyncs(playback.record, 2) if "model" in power_cuts.name_of(playback.record, n))
     playback.problems.clear()
     playback.run(at_random=0, without=number)
@@ -60,14 +60,14 @@ def test_a_save_that_does_not_flush_its_weights_is_found_out(playback: Playback)
 
 
 @pytest.mark.full
-@ALL
-def test_states_at_random_resume_from_a_checkpoint_that_was_saved(playback: Playback) -> None:
+@ALL_SCENARIOS
+def test_a_run_resumes_from_a_saved_checkpoint_in_random_disk_states(playback: Playback) -> None:
     playback.run(at_random=20)
     assert playback.problems == []
 
 
 @pytest.mark.full
-@ALL
+@ALL_SCENARIOS
 def test_every_fsync_of_a_save_is_needed(playback: Playback) -> None:
     unneeded = []
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""A run that was killed, signalled or broken off, and goes on, ends bit for bit as one that was not."""
+"""A run that is killed, signaled or interrupted, and then resumed, ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from leyden.trainer.format.errors import CheckpointError
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")
 
-# Ten batches an epoch in windows of 4, 4 and 2, mostly; validation after each epoch; a save after each step.
+# Most scenarios have ten batches an epoch in accumulation windows of 4, 4 and 2, validate after each epoch and save
+# after each step.
 KILLS = (
     "KILL@training_step:1",  # before anything was saved
     "KILL@after_train_batch_end:4",  # right after the first save
     "KILL@training_step:7",  # in the middle of a window
     "KILL@getitem:50",  # while a batch is loaded
     "KILL@before_train_batch_end:10",  # the last step of an epoch, before its save
-    "KILL@after_train_batch_end:10",  # and after it, before the validation
+    "KILL@after_train_batch_end:10",  # after that save, before the validation
     "KILL@validation_step:6",
     "KILL@after_validation_end:2",
     "KILL@before_train_epoch_end:1",
@@ -50,25 +51,25 @@ KILLS = (
     "KILL@before_train_epoch_start:2",  # between two epochs
     "KILL@after_after_backward:13",
     "KILL@before_optimizer_step:5",
-    "KILL@save:6",  # while it is saved
+    "KILL@save:6",  # during a save
     "KILL@after_train_batch_end:18",
     "KILL@after_train_end:1",
-    "KILL@training_step:13>KILL@after_train_batch_end:3>KILL@validation_step:2",  # again and again
+    "KILL@training_step:13>KILL@after_train_batch_end:3>KILL@validation_step:2",  # three kills in a row
 )
 SCENARIOS = (
-    *("shuffle", "seldom saved", "saved by epoch", "workers", "persistent workers", "seeded samples in workers"),
+    *("shuffle", "infrequent saves", "saved every epoch", "workers", "persistent workers", "seeded samples in workers"),
     *("sampler", "generator", "stateful loader", "stream", "limited stream", "limited", "16-mixed", "monitored"),
     *("plateau by epoch", "manual", "steps", "stream, steps", "combined", "reloaded", "growing windows"),
 )
-BESIDE = (
-    "KILL@before_write:2",  # in the thread that saves
+ASYNCHRONOUS_KILLS = (
+    "KILL@before_write:2",  # in the thread that writes
     "KILL@after_write:3",
     "KILL@after_commit:4",
-    "KILL@training_step:9",  # in a step, beside the thread
+    "KILL@training_step:9",  # in a step, while the thread writes
     "KILL@before_optimizer_step:5",
     "KILL@before_commit:2>KILL@before_write:2>KILL@after_commit:1",
 )
-STOPS = (
+SIGNALS = (
     "TERM@training_step:14",
     "INT@training_step:1",
     "TERM@validation_step:7",
@@ -81,13 +82,13 @@ STOPS = (
 
 
 def run(scenario: str, folder: Path, *points: str) -> tuple[dict[str, list[int]], str]:
-    """Runs the program; returns the exit codes of each point's runs, and all that was printed."""
+    """Runs the program; returns the exit codes of each point's runs, and everything that was printed."""
     printed = folder / "printed.txt"
     process = start_program([PROGRAM, scenario, folder, "none", *points], folder, printed, printed)
     try:
         process.join(280)
     finally:
-        # A worker whose parent is killed before it has learned of it waits for ever: torch asks who it is too late.
+        # A loader worker whose parent is killed before the worker has looked up the parent's id waits forever.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
@@ -105,7 +106,7 @@ def result(folder: Path, point: str, number: int = 0) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any, place: str = "") -> list[str]:
-    """Where two nests differ in any bit, dtype or key."""
+    """Returns the places where two nested results differ in any bit, dtype or key."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = sorted(a.keys() | b.keys())
         return [found for key in keys for found in differences(a.get(key, "—"), b.get(key, "—"), f"{place}/{key}")]
@@ -117,106 +118,110 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{place}: {a!r} and {b!r}"]
 
 
-def compare(ours: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """All that a run ended with, except the record of how it got there."""
-    about = {"events", "ended", "named"}
-    return differences(*({key: value for key, value in run.items() if key not in about} for run in (ours, whole)))
+def compare(ours: dict[str, Any], uninterrupted: dict[str, Any]) -> list[str]:
+    """Returns the differences between two results, except in how the runs got there."""
+    ignored = {"events", "ended", "last_checkpoint_exists"}
+    return differences(
+        *({key: value for key, value in run.items() if key not in ignored} for run in (ours, uninterrupted))
+    )
 
 
 def check_kills(scenario: str, folder: Path, points: tuple[str, ...]) -> None:
     codes, _ = run(scenario, folder, *points)
-    whole = result(folder, "none")
-    assert len(whole["order"]) == whole["progress"]["batches"] == whole["events"]["training_step"]
+    uninterrupted = result(folder, "none")
+    assert (
+        len(uninterrupted["order"]) == uninterrupted["progress"]["batches"] == uninterrupted["events"]["training_step"]
+    )
     killed = 0
     for point in points:
         event, _, count = point.split(">")[0].removeprefix("KILL@").partition(":")
         # Workers load samples elsewhere, and some scenarios are shorter than others.
-        if whole["events"].get(event, 0) < int(count):
+        if uninterrupted["events"].get(event, 0) < int(count):
             continue
         assert codes[point][0] == -9
         killed += 1
-        assert compare(result(folder, point, len(codes[point]) - 1), whole) == [], point
+        assert compare(result(folder, point, len(codes[point]) - 1), uninterrupted) == [], point
     assert killed >= 2
 
 
-def diagonal(scenario: str) -> tuple[str, ...]:
-    """Every fifth point, from another one on for each scenario."""
+def every_fifth_kill(scenario: str) -> tuple[str, ...]:
+    """Returns every fifth point, starting at a different one for each scenario."""
     return KILLS[SCENARIOS.index(scenario) % 5 :: 5]
 
 
 def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
     check_kills("shuffle", tmp_path, KILLS)
-    # It went on, it did not begin anew.
-    whole = result(tmp_path, "none")
+    # The runs resumed, they did not start over.
+    uninterrupted = result(tmp_path, "none")
     for point in KILLS[1:-1]:
-        assert 0 < result(tmp_path, point, 1)["events"].get("getitem", 1) < whole["events"]["getitem"]
+        assert 0 < result(tmp_path, point, 1)["events"].get("getitem", 1) < uninterrupted["events"]["getitem"]
     assert result(tmp_path, "KILL@after_train_batch_end:18", 1)["events"]["training_step"] == 30 - 18
     # A kill inside a window repeats that window: batches 12 and 13.
     assert result(tmp_path, "KILL@after_after_backward:13", 1)["events"]["training_step"] == 30 - 10
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS[1:])
-def test_a_killed_run_resumes_exactly_with(scenario: str, tmp_path: Path) -> None:
-    check_kills(scenario, tmp_path, diagonal(scenario))
+def test_killed_runs_of_other_scenarios_resume_exactly(scenario: str, tmp_path: Path) -> None:
+    check_kills(scenario, tmp_path, every_fifth_kill(scenario))
 
 
-def test_a_run_whose_checkpoints_are_written_beside_it_resumes_exactly_after_a_kill(tmp_path: Path) -> None:
-    check_kills("saved beside", tmp_path, BESIDE)
+def test_a_killed_run_with_asynchronous_checkpoints_resumes_exactly(tmp_path: Path) -> None:
+    check_kills("asynchronous", tmp_path, ASYNCHRONOUS_KILLS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
-def test_it_resumes_exactly_after_a_kill_anywhere(seed: int, tmp_path: Path) -> None:
-    """At places of the run and of the thread that are drawn at random, as its own progress is."""
+def test_a_run_killed_at_random_points_resumes_exactly(seed: int, tmp_path: Path) -> None:
+    """The points lie in the run, and in the thread that writes its checkpoints."""
     chosen = random.Random(seed)
     places = ("training_step", "getitem", "save", "after_train_batch_end", "before_optimizer_step", "validation_step")
     threads = ("before_write", "after_write", "before_commit", "after_commit")
     points = {f"KILL@{chosen.choice(places + threads)}:{chosen.randint(1, 30)}" for _ in range(12)}
-    check_kills("saved beside, often", tmp_path, tuple(sorted(points)))
+    check_kills("asynchronous, every batch", tmp_path, tuple(sorted(points)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("scenario", SCENARIOS[1:])
-def test_a_run_killed_anywhere_resumes_exactly_with(scenario: str, tmp_path: Path) -> None:
+def test_other_scenarios_resume_exactly_after_every_kill(scenario: str, tmp_path: Path) -> None:
     check_kills(scenario, tmp_path, KILLS)
 
 
-def test_the_program_would_notice_a_run_that_does_not_go_on_exactly(tmp_path: Path) -> None:
-    """What makes the tests above able to fail: two runs of other scenarios differ in each kind of result."""
-    for scenario in ("shuffle", "seldom saved"):
+def test_the_comparison_detects_different_runs(tmp_path: Path) -> None:
+    """The tests above can fail: runs of two scenarios differ in every kind of result."""
+    for scenario in ("shuffle", "infrequent saves"):
         (tmp_path / scenario).mkdir()
         run(scenario, tmp_path / scenario)
-    one, other = (result(tmp_path / scenario, "none") for scenario in ("shuffle", "seldom saved"))
+    one, other = (result(tmp_path / scenario, "none") for scenario in ("shuffle", "infrequent saves"))
     different = {place.strip("/").replace("[", "/").replace(":", "/").split("/")[0] for place in compare(one, other)}
     assert {"weights", "optimizers", "schedulers", "metrics", "csv", "digests", "checkpoints"} <= different
 
 
 # signals --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("scenario, points", [("saved by epoch", STOPS), ("monitored", STOPS[:5:2])])
-def test_a_signal_ends_the_run_in_order_and_it_resumes_exactly(
+@pytest.mark.parametrize("scenario, points", [("saved every epoch", SIGNALS), ("monitored", SIGNALS[:5:2])])
+def test_a_signaled_run_saves_a_checkpoint_and_resumes_exactly(
     scenario: str, points: tuple[str, ...], tmp_path: Path
 ) -> None:
     codes, printed = run(scenario, tmp_path, *points)
-    whole = result(tmp_path, "none")
+    uninterrupted = result(tmp_path, "none")
     for point in points:
         assert codes[point] == [0, 0]
         stopped, ended = result(tmp_path, point, 0), result(tmp_path, point, 1)
         assert stopped["ended"] == ("KeyboardInterrupt()" if "INT" in point else "SystemExit(143)")
-        assert compare(ended, whole) == [], point
-        # The window was finished and saved: nothing is done twice.
-        steps = [run["events"].get("training_step", 0) for run in (stopped, ended, whole)]
+        assert compare(ended, uninterrupted) == [], point
+        # The window was finished and saved, so no step is repeated.
+        steps = [run["events"].get("training_step", 0) for run in (stopped, ended, uninterrupted)]
         assert steps[0] + steps[1] == steps[2], point
         assert f"the last checkpoint is {tmp_path}" in printed
-        assert stopped["named"]
+        assert stopped["last_checkpoint_exists"]
 
 
-def test_the_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_the_run_immediately(tmp_path: Path) -> None:
     point = "INT@training_step:5+INT@training_step:6"
-    codes, _ = run("saved by epoch", tmp_path, point)
+    codes, _ = run("saved every epoch", tmp_path, point)
     stopped, ended = result(tmp_path, point, 0), result(tmp_path, point, 1)
     assert codes[point] == [0, 0]
     assert stopped["ended"] == "KeyboardInterrupt()"
-    # In the middle of a window, which is not finished.
+    # The window it interrupts is not finished.
     assert stopped["events"]["training_step"] == 6
     assert stopped["progress"]["global_step"] == 1
     assert compare(ended, result(tmp_path, "none")) == []
@@ -227,7 +232,7 @@ class Classifier(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
-        self.began_at: list[int] = []
+        self.start_steps: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = cross_entropy(self.net(batch[0]), batch[1])
@@ -238,7 +243,7 @@ class Classifier(TrainModule):
         self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]))
 
     def on_train_start(self) -> None:
-        self.began_at.append(self.global_step)
+        self.start_steps.append(self.global_step)
 
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(self.parameters(), 0.02)
@@ -270,16 +275,16 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run of three epochs ends with."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of an uninterrupted run of three epochs."""
     torch.manual_seed(3)
-    trainer = trainer_in(tmp_path_factory.mktemp("whole"))
+    trainer = trainer_in(tmp_path_factory.mktemp("uninterrupted"))
     trainer.fit(Classifier(), *loaders())
     return outcome(trainer)
 
 
-def begun(folder: Path, **limits: Any) -> Trainer:
-    """The first part of that run."""
+def first_part(folder: Path, **limits: Any) -> Trainer:
+    """Trains the first part of that run."""
     torch.manual_seed(3)
     trainer = trainer_in(folder, **limits)
     trainer.fit(Classifier(), *loaders())
@@ -287,20 +292,20 @@ def begun(folder: Path, **limits: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("form", ["path", "str", "last", "auto", "best"])
-def test_every_form_of_ckpt_path_resumes(form: str, tmp_path: Path, whole: dict[str, Any]) -> None:
-    first = begun(tmp_path, max_epochs=2)
+def test_every_form_of_ckpt_path_resumes(form: str, tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    first = first_part(tmp_path, max_epochs=2)
     assert first.last_checkpoint is not None
     path: Any = {"path": first.last_checkpoint, "str": str(first.last_checkpoint)}.get(form, form)
-    # "best" is known to the Trainer that saved it; without a monitor it is the newest.
+    # "best" needs the Trainer that saved it; without a monitor it is the newest checkpoint.
     trainer = first if form == "best" else trainer_in(tmp_path)
     torch.manual_seed(99)
     module = Classifier()
     trainer.fit(module, *loaders(), ckpt_path=path, max_epochs=3)
-    assert module.began_at == [6]
-    assert differences(outcome(trainer), whole) == []
+    assert module.start_steps == [6]
+    assert differences(outcome(trainer), uninterrupted) == []
 
 
-def test_best_is_the_best_and_not_the_last(tmp_path: Path) -> None:
+def test_ckpt_path_best_resumes_the_best_checkpoint_not_the_last(tmp_path: Path) -> None:
     class Worse(Classifier):
         def on_train_epoch_end(self) -> None:
             self.log("score", float(self.current_epoch))
@@ -309,20 +314,20 @@ def test_best_is_the_best_and_not_the_last(tmp_path: Path) -> None:
     trainer.fit(Worse(), *loaders())
     module = Worse()
     trainer.fit(module, *loaders(), ckpt_path="best", max_epochs=2)
-    assert module.began_at == [3]
+    assert module.start_steps == [3]
 
 
-def test_last_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
+def test_ckpt_path_last_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
     module = Classifier()
     with pytest.raises(CheckpointError, match="holds no complete checkpoint.*Use 'auto'"):
         trainer_in(tmp_path).fit(module, *loaders(), ckpt_path="last")
-    assert module.began_at == []
+    assert module.start_steps == []
     trainer_in(tmp_path, max_epochs=1).fit(module, *loaders(), ckpt_path="auto")
     trainer_in(tmp_path, max_epochs=2).fit(module, *loaders(), ckpt_path="auto")
-    assert module.began_at == [0, 3]
+    assert module.start_steps == [0, 3]
 
 
-def test_best_needs_one_that_was_saved(tmp_path: Path) -> None:
+def test_ckpt_path_best_needs_a_saved_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no ModelCheckpoint of this Trainer has saved a best checkpoint yet"):
         trainer_in(tmp_path).fit(Classifier(), *loaders(), ckpt_path="best")
 
@@ -335,11 +340,11 @@ def test_best_needs_one_that_was_saved(tmp_path: Path) -> None:
         [{"max_steps": 3, "max_epochs": -1}, {"max_steps": 8, "max_epochs": -1}, {"max_steps": 9, "max_epochs": -1}],
         [{"max_epochs": 0}, {"max_epochs": 3}],
     ],
-    ids=["epochs", "inside epochs", "steps", "from nothing"],
+    ids=["epochs", "within epochs", "steps", "after zero epochs"],
 )
-@pytest.mark.parametrize("between", [False, True], ids=["at once", "validated in between"])
-def test_fits_that_go_on_equal_one_longer_fit(
-    limits: list[dict[str, int]], between: bool, tmp_path: Path, whole: dict[str, Any]
+@pytest.mark.parametrize("between", [False, True], ids=["consecutive", "validation in between"])
+def test_fits_with_ckpt_path_current_equal_one_longer_fit(
+    limits: list[dict[str, int]], between: bool, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     torch.manual_seed(3)
     module = Classifier()
@@ -349,10 +354,10 @@ def test_fits_that_go_on_equal_one_longer_fit(
         if between and number < len(limits) - 1:
             trainer.validate(module, loaders()[1], verbose=False)
             torch.rand(7)
-    assert differences(outcome(trainer), whole) == []
+    assert differences(outcome(trainer), uninterrupted) == []
 
 
-def test_current_needs_a_fit_of_the_same_module(tmp_path: Path) -> None:
+def test_ckpt_path_current_needs_an_earlier_fit_of_the_same_module(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1)
     with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit the module first"):
         trainer.fit(Classifier(), *loaders(), ckpt_path="current")
@@ -361,8 +366,8 @@ def test_current_needs_a_fit_of_the_same_module(tmp_path: Path) -> None:
         trainer.fit(Classifier(), *loaders(), ckpt_path="current")
 
 
-def test_current_is_refused_after_a_fit_that_failed(tmp_path: Path) -> None:
-    """Its weights are further than what was kept of the fit before."""
+def test_ckpt_path_current_raises_after_a_failed_fit(tmp_path: Path) -> None:
+    """The weights are ahead of the state that was kept from the fit before."""
 
     class Failing(Classifier):
         fails = False
@@ -381,7 +386,7 @@ def test_current_is_refused_after_a_fit_that_failed(tmp_path: Path) -> None:
         trainer.fit(module, *loaders(), ckpt_path="current", max_epochs=2)
 
 
-def test_current_resumes_after_an_interrupt(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_ckpt_path_current_resumes_after_an_interrupt(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     class Interrupting(Classifier):
         at = 6
 
@@ -399,12 +404,12 @@ def test_current_resumes_after_an_interrupt(tmp_path: Path, whole: dict[str, Any
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     module.at = -1
     trainer.fit(module, *loaders(), ckpt_path="current")
-    assert differences(outcome(trainer), whole) == []
+    assert differences(outcome(trainer), uninterrupted) == []
 
 
 @pytest.mark.parametrize("place", ["validation_step", "on_train_epoch_end"])
-def test_a_run_that_failed_outside_of_a_window_resumes_exactly(
-    place: str, tmp_path: Path, whole: dict[str, Any]
+def test_a_run_that_fails_between_windows_resumes_exactly(
+    place: str, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     class Failing(Classifier):
         fails = True
@@ -429,12 +434,12 @@ def test_a_run_that_failed_outside_of_a_window_resumes_exactly(
     module, trainer = Failing(), trainer_in(tmp_path)
     module.fails = False
     trainer.fit(module, *loaders(), ckpt_path=tmp_path / "saved" / "on_exception")
-    assert module.began_at == [6]
-    assert differences(outcome(trainer), whole) == []
+    assert module.start_steps == [6]
+    assert differences(outcome(trainer), uninterrupted) == []
 
 
-class Measuring(Classifier):
-    """Validates with a metric whose state a pass builds up, and with random numbers."""
+class RandomValidation(Classifier):
+    """A classifier that validates with random numbers and a metric that accumulates over the pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,8 +451,8 @@ class Measuring(Classifier):
         self.log("mean", self.mean)
 
 
-class SavesInside(Callback):
-    """Saves at the first call of a hook, in the sanity check where there is one, else in the second validation."""
+class SaveInValidation(Callback):
+    """Saves at the first call of a hook: in the sanity check if there is one, else in the second validation."""
 
     def __init__(self, hook: str, path: Path) -> None:
         self.path = path
@@ -463,20 +468,20 @@ class SavesInside(Callback):
 @pytest.mark.parametrize(
     "hook", ["on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"]
 )
-def test_what_is_saved_inside_a_validation_runs_it_again(hook: str, sanity: int, tmp_path: Path) -> None:
+def test_resuming_from_within_a_validation_repeats_that_validation(hook: str, sanity: int, tmp_path: Path) -> None:
     def run(*callbacks: Callback, seed: int = 3, **arguments: Any) -> dict[str, Any]:
         torch.manual_seed(seed)
         trainer = trainer_in(tmp_path, *callbacks, enable_checkpointing=False, num_sanity_val_steps=sanity)
-        trainer.fit(Measuring(), *loaders(), **arguments)
+        trainer.fit(RandomValidation(), *loaders(), **arguments)
         return outcome(trainer)
 
-    whole = run(SavesInside(hook, tmp_path / "inside"))
-    assert differences(run(Counting(), seed=77, ckpt_path=tmp_path / "inside"), whole) == []
+    uninterrupted = run(SaveInValidation(hook, tmp_path / "inside"))
+    assert differences(run(EpochCounter(), seed=77, ckpt_path=tmp_path / "inside"), uninterrupted) == []
 
 
 # parts ----------------------------------------------------------------------------------------------------------------
-class Counting(Callback):
-    """Has state of its own."""
+class EpochCounter(Callback):
+    """Counts epochs, and saves the count."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -491,21 +496,21 @@ class Counting(Callback):
         self.epochs = state["epochs"]
 
 
-class Looking(Callback):
-    """Notes what a run has when its first batch comes, and ends it there."""
+class StateProbe(Callback):
+    """Records a run's state at its first batch, and stops the run."""
 
     order = 50
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> int:
         [optimizer] = trainer.optimizers
-        counting = next(callback for callback in trainer.callbacks if isinstance(callback, Counting))
+        counter = next(callback for callback in trainer.callbacks if isinstance(callback, EpochCounter))
         state = optimizer.state
         self.seen = {
             "weights": module.net[0].weight[0, 0].item(),  # type: ignore[index, union-attr]
             "optimizers": next(iter(state.values()))["step"].item() if state else 0,
             "schedulers": trainer.lr_scheduler_configs[0].scheduler.last_epoch,
             "progress": (trainer.current_epoch, trainer.global_step, batch_idx),
-            "callbacks": counting.epochs,
+            "callbacks": counter.epochs,
             "rng": torch.get_rng_state(),
             "loaders": batch[0][0, 0].item(),
         }
@@ -530,30 +535,30 @@ PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
     ],
     ids=str,
 )
-def test_parts_are_restored_as_asked(restore: Any, tmp_path: Path) -> None:
-    def look(**arguments: Any) -> dict[str, Any]:
-        looking = Looking()
+def test_only_the_requested_parts_are_restored(restore: Any, tmp_path: Path) -> None:
+    def probed(**arguments: Any) -> dict[str, Any]:
+        probe = StateProbe()
         torch.manual_seed(11)
-        trainer = trainer_in(tmp_path, Counting(), looking, enable_checkpointing=False, num_sanity_val_steps=0)
+        trainer = trainer_in(tmp_path, EpochCounter(), probe, enable_checkpointing=False, num_sanity_val_steps=0)
         trainer.fit(Classifier(), *loaders(), **arguments)
-        return looking.seen
+        return probe.seen
 
     torch.manual_seed(3)
-    saving = trainer_in(tmp_path, Counting(), ModelCheckpoint(every_n_train_steps=5, filename="five"), max_epochs=2)
+    saving = trainer_in(tmp_path, EpochCounter(), ModelCheckpoint(every_n_train_steps=5, filename="five"), max_epochs=2)
     saving.fit(Classifier(), *loaders())
     path = tmp_path / "checkpoints" / "five"
-    saved, fresh = look(ckpt_path=path), look()
+    saved, fresh = probed(ckpt_path=path), probed()
     assert saved["progress"] == (1, 5, 8) and fresh["progress"] == (0, 0, 0)
     assert differences(saved["rng"], fresh["rng"]) and saved["weights"] != fresh["weights"]
     parts = PARTS if restore == "all" else (restore,) if isinstance(restore, str) else restore
-    seen = look(ckpt_path=path, restore=restore if isinstance(restore, str) else set(restore))
+    seen = probed(ckpt_path=path, restore=restore if isinstance(restore, str) else set(restore))
     for part in ("weights", "optimizers", "callbacks"):
         assert seen[part] == (saved if part in parts else fresh)[part], part
     assert seen["schedulers"] == (saved if "optimizers" in parts else fresh)["schedulers"]
     if "progress" not in parts:
         assert seen["progress"] == (0, 0, 0)
     else:
-        # Without its loaders' place, the epoch begins anew.
+        # Without the loaders' position, the epoch starts over.
         assert seen["progress"] == ((1, 5, 8) if "loaders" in parts else (1, 5, 0))
     if {"progress", "loaders", "rng"} <= set(parts):
         assert differences(seen["rng"], saved["rng"]) == []
@@ -563,7 +568,7 @@ def test_parts_are_restored_as_asked(restore: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "left"), [(4, 10), (5, 5), (6, 5)])
-def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: int, tmp_path: Path) -> None:
+def test_without_loader_positions_only_an_unfinished_epoch_starts_over(step: int, left: int, tmp_path: Path) -> None:
     saving = trainer_in(
         tmp_path,
         ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}", auto_insert_metric_name=False),
@@ -571,28 +576,28 @@ def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: in
         accumulate_grad_batches=2,
     )
     saving.fit(Classifier(), *loaders())
-    trainer = trainer_in(tmp_path, Counting(), enable_checkpointing=False, max_epochs=2, accumulate_grad_batches=2)
+    trainer = trainer_in(tmp_path, EpochCounter(), enable_checkpointing=False, max_epochs=2, accumulate_grad_batches=2)
     parts = {"weights", "optimizers", "progress", "rng"}
     trainer.fit(Classifier(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
-    # Each epoch has five steps: one that is not done begins anew, one that is done ends.
+    # Each epoch has five steps: an unfinished one starts over, a finished one is not repeated.
     assert (trainer.current_epoch, trainer.global_step) == (2, step + left)
 
 
-def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None:
     class Other(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), 0.1)
             return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.9)}
 
-    begun(tmp_path, max_epochs=1)
+    first_part(tmp_path, max_epochs=1)
     with pytest.raises(ConfigurationError, match="of another class than SGD: it has no dampening, momentum"):
         trainer_in(tmp_path).fit(Other(), *loaders(), ckpt_path="last")
     parts = {"weights", "progress", "rng", "loaders"}
     trainer_in(tmp_path, max_epochs=2).fit(Other(), *loaders(), ckpt_path="last", restore=parts)
 
 
-def test_weights_alone_are_no_resume(tmp_path: Path) -> None:
-    first = begun(tmp_path, max_epochs=1)
+def test_restoring_only_weights_starts_a_new_run(tmp_path: Path) -> None:
+    first = first_part(tmp_path, max_epochs=1)
     module = Classifier()
     trainer = trainer_in(tmp_path, max_epochs=0)
     trainer.fit(module, *loaders(), ckpt_path="last", restore="weights")
@@ -600,12 +605,12 @@ def test_weights_alone_are_no_resume(tmp_path: Path) -> None:
     assert trainer.global_step == 0 and not trainer.optimizers[0].state
 
 
-# where it runs --------------------------------------------------------------------------------------------------------
-def test_fit_works_in_a_thread_that_is_not_the_main_one(tmp_path: Path, whole: dict[str, Any]) -> None:
+# threads, long epochs and checkpoints ---------------------------------------------------------------------------------
+def test_fit_works_outside_the_main_thread(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     results: list[dict[str, Any]] = []
 
     def work() -> None:
-        begun(tmp_path, max_epochs=2)
+        first_part(tmp_path, max_epochs=2)
         trainer = trainer_in(tmp_path)
         trainer.fit(Classifier(), *loaders(), ckpt_path="auto")
         results.append(outcome(trainer))
@@ -613,11 +618,11 @@ def test_fit_works_in_a_thread_that_is_not_the_main_one(tmp_path: Path, whole: d
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert results and differences(results[0], whole) == []
+    assert results and differences(results[0], uninterrupted) == []
 
 
-class Million(Dataset[Tensor]):
-    """More samples than could be loaded in a test; counts those that are."""
+class HugeDataset(Dataset[Tensor]):
+    """More samples than a test could load; records the indices that are loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -642,8 +647,8 @@ class OneNumber(TrainModule):
         return torch.optim.SGD(self.parameters(), 1e-9)
 
 
-class Leap(Callback):
-    """Saves as if a million batches had been done: the steps themselves are not what is looked at."""
+class SaveAtBatchMillion(Callback):
+    """Saves a checkpoint that counts a million batches as done, and stops the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -656,11 +661,13 @@ class Leap(Callback):
         trainer.should_stop = True
 
 
-def test_a_resume_at_batch_one_million_loads_nothing_before_it(tmp_path: Path) -> None:
+def test_resuming_at_batch_one_million_loads_no_earlier_samples(tmp_path: Path) -> None:
     torch.manual_seed(5)
-    data = Million()
+    data = HugeDataset()
     quiet = {"accumulate_grad_batches": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
-    trainer_in(tmp_path, Leap(tmp_path / "far"), **quiet).fit(OneNumber(), DataLoader(data, 2, shuffle=True))
+    trainer_in(tmp_path, SaveAtBatchMillion(tmp_path / "far"), **quiet).fit(
+        OneNumber(), DataLoader(data, 2, shuffle=True)
+    )
     first = data.loaded
 
     torch.manual_seed(5)
@@ -670,21 +677,23 @@ def test_a_resume_at_batch_one_million_loads_nothing_before_it(tmp_path: Path) -
     )
     assert first == order[:2].tolist()
     data.loaded = []
-    trainer = trainer_in(tmp_path, Counting(), max_steps=4, max_epochs=-1, **quiet)
+    trainer = trainer_in(tmp_path, EpochCounter(), max_steps=4, max_epochs=-1, **quiet)
     trainer.fit(OneNumber(), DataLoader(data, 2, shuffle=True), ckpt_path=tmp_path / "far")
     assert data.loaded == order[2_000_000:2_000_006].tolist()
     assert trainer.global_step == 4 and trainer.progress.batch == 1_000_003
 
 
-def test_the_checkpoint_of_a_resumed_run_is_that_of_the_whole_one(tmp_path: Path) -> None:
-    """Not only what the run ends with: also what the next resume would begin with."""
+def test_a_resumed_run_saves_the_same_checkpoint_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    """So the next resume, too, starts from the same state."""
     torch.manual_seed(3)
     module = Classifier()
-    trainer_in(tmp_path / "whole", logger=CSVLogger(tmp_path / "whole")).fit(module, *loaders())
-    begun(tmp_path / "parts", max_epochs=2, logger=CSVLogger(tmp_path / "parts"))
+    trainer_in(tmp_path / "uninterrupted", logger=CSVLogger(tmp_path / "uninterrupted")).fit(module, *loaders())
+    first_part(tmp_path / "parts", max_epochs=2, logger=CSVLogger(tmp_path / "parts"))
     resumed = trainer_in(tmp_path / "parts", logger=CSVLogger(tmp_path / "parts"))
     resumed.fit(Classifier(), *loaders(), ckpt_path="last")
-    one, other = (CheckpointReader(tmp_path / name / "checkpoints" / "epoch=2-step=9") for name in ("whole", "parts"))
+    one, other = (
+        CheckpointReader(tmp_path / name / "checkpoints" / "epoch=2-step=9") for name in ("uninterrupted", "parts")
+    )
     assert differences(one.model(), other.model()) == []
     assert differences(one.optimizers(), other.optimizers()) == []
     for name in ("rank-0", "schedulers", "user"):

@@ -1,4 +1,4 @@
-"""The benchmark of simulated worlds: a rank's share falls as the world grows, and its checkpoint's plan covers it."""
+"""The benchmark of simulated worlds: a rank's share shrinks as the world grows, and its checkpoint covers the share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "simulated_world.py"
 
 
 @pytest.mark.full
-def test_a_rank_of_a_larger_world_has_less_and_writes_what_it_has() -> None:
+def test_a_rank_holds_less_in_a_larger_world_and_writes_exactly_its_share() -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, str(SCRIPT), "--worlds", "8,32", "--layers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
