@@ -1,4 +1,4 @@
-"""examples/llama.py as a user runs it: on a mesh of four ranks it prints the loss of one process."""
+"""examples/llama.py as a user runs it: a mesh of four ranks prints the same loss as one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mean_loss(*command: str) -> float:
     [("--tp", "2"), ("--tp", "2", "--sequence", "--dp_replicate", "2"), ("--pp", "2"), ("--pp", "2", "--tp", "2")],
     ids=str,
 )
-def test_a_llama_on_four_ranks_has_the_loss_of_one_process(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_llama_on_four_ranks_has_the_same_loss_as_in_one_process(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("transformers", minversion="5")
     single = mean_loss(SCRIPT, *SMALL, "--root", str(tmp_path / "single"))
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "4")

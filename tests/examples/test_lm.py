@@ -1,4 +1,4 @@
-"""examples/lm.py as a user runs it: it starts its own ranks, is killed, and goes on as if it had not been."""
+"""examples/lm.py as a user runs it: it starts its own ranks, and resumes exactly after a kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = ("--width", "16", "--depth", "2", "--length", "64", "--batch-size", "64"
 
 
 def start(root: Path, strategy: str, *arguments: str, steps: int = 8) -> subprocess.Popen[str]:
-    """One run of two ranks; a session of its own, so that nothing else gets the signals meant for it."""
+    """Starts a run of two ranks in a new session, so that signals to it reach nothing else."""
     command = [sys.executable, str(EXAMPLE), *SMALL, "--strategy", strategy, "--devices", "2", "--precision", "bf16"]
     return subprocess.Popen(
         [*command, "--steps", str(steps), "--root", str(root), *arguments],
@@ -32,7 +32,8 @@ def start(root: Path, strategy: str, *arguments: str, steps: int = 8) -> subproc
     )
 
 
-def finished(process: subprocess.Popen[str]) -> str:
+def output_of(process: subprocess.Popen[str]) -> str:
+    """Waits for a run to succeed; returns its output."""
     try:
         output, _ = process.communicate(timeout=200)
     finally:
@@ -51,10 +52,10 @@ def weights(root: Path) -> dict[str, list[float]]:
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_run_of_two_ranks_resumes_exactly(tmp_path: Path, strategy: str) -> None:
-    straight = finished(start(tmp_path / "straight", strategy))
-    assert "2 × cpu, 2 ranks" in straight
-    loss = re.findall(r"validation loss (\d\.\d{3})", straight)
-    # Rank 0 alone prints.
+    uninterrupted = output_of(start(tmp_path / "uninterrupted", strategy))
+    assert "2 × cpu, 2 ranks" in uninterrupted
+    loss = re.findall(r"validation loss (\d\.\d{3})", uninterrupted)
+    # Only rank 0 prints.
     assert len(loss) == 1
 
     first = start(tmp_path / "killed", strategy, steps=100_000)
@@ -65,21 +66,21 @@ def test_a_killed_run_of_two_ranks_resumes_exactly(tmp_path: Path, strategy: str
     first.kill()
     output, _ = first.communicate(timeout=60)
     assert first.returncode == -signal.SIGKILL, output
-    stood = newest(folder)
-    assert stood is not None
-    done = CheckpointReader(stood).progress()["global_step"]
+    last = newest(folder)
+    assert last is not None
+    done = CheckpointReader(last).progress()["global_step"]
 
     total = max(8, done + 2)
-    resumed = finished(start(tmp_path / "killed", strategy, "--resume", steps=total))
+    resumed = output_of(start(tmp_path / "killed", strategy, "--resume", steps=total))
     assert f"step {done})" in resumed
     if total != 8:
-        # The machine let it come further before it was killed: the straight run goes as far.
-        finished(start(tmp_path / "straight", strategy, "--resume", steps=total))
-    assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
+        # The run got further before it was killed: the uninterrupted run must get as far.
+        output_of(start(tmp_path / "uninterrupted", strategy, "--resume", steps=total))
+    assert weights(tmp_path / "killed") == weights(tmp_path / "uninterrupted")
 
 
 @pytest.mark.full
 def test_lm_trains_in_fp8(tmp_path: Path) -> None:
-    output = finished(start(tmp_path, "fsdp", "--precision", "fp8", "--width", "32", steps=4))
+    output = output_of(start(tmp_path, "fsdp", "--precision", "fp8", "--width", "32", steps=4))
     assert "precision fp8: 2 Block + root over 2 ranks" in output and "tensorwise in 7 of 9 Linear layers" in output
     assert len(re.findall(r"validation loss \d\.\d{3}", output)) == 1

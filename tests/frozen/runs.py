@@ -1,7 +1,7 @@
-"""The runs whose checkpoints are frozen in this folder, in arithmetic that has no rounding before the optimizer.
+"""The runs whose checkpoints are frozen in this folder; nothing is rounded before the optimizer step.
 
-The loss is linear in the weights, and samples and drawn numbers are small integers: a batch's gradient is the same
-number on every machine, in whatever order it is summed. So `continued` can say what AdamW must make of a checkpoint.
+The loss is linear in the weights, and samples and random numbers are small integers: a batch's gradient is the same
+on every machine, in whatever order it is summed. So `continued` can compute the weights that AdamW must reach.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from leyden.callbacks.early_stopping import EarlyStopping
 from leyden.callbacks.loggers.csv_logger import CSVLogger
 
 STRATEGIES = {"single": ("single_device", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
-"""Of each frozen run of the Trainer: strategy and number of ranks."""
+"""The strategy and the number of ranks of each frozen run of the Trainer."""
 SAVED, STEPS, LENGTH = 3, 9, 26
-"""Optimizer steps before the checkpoint and in all, and samples: the checkpoint lies within the first epoch."""
+"""Optimizer steps before the checkpoint, total steps, and samples: the checkpoint is within the first epoch."""
 BATCHES = 17
-"""Of the loop of its own: an epoch of 13, and two windows more."""
+"""The batches of the user's own loop: an epoch of 13, and two more windows."""
 LR, WIDTH = 0.125, 6
 
 Batches: TypeAlias = list[dict[str, Any]]
 
 
 def samples() -> TensorDataset:
-    """x of small integers, shape (26, 6), and the number of each sample."""
+    """Returns x of small integers, with shape (26, 6), and the number of each sample."""
     numbers = torch.arange(LENGTH)
     x = torch.stack([(numbers * (2 * column + 1) + column) % 7 - 3 for column in range(WIDTH)], dim=1)
     return TensorDataset(x.float(), numbers)
 
 
 class Branches(nn.Module):
-    """Two linear layers, of which the second counts twice; its loss has gradients that do not depend on the weights."""
+    """Two linear layers, of which the second counts twice; gradients do not depend on the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Branches(nn.Module):
 
 
 def drawn() -> tuple[int, int, int]:
-    """A number of each global generator."""
+    """Returns a number from each global generator."""
     return int(torch.randint(-3, 4, ())), random.randint(-3, 3), int(np.random.randint(-3, 4))
 
 
 def loss_of(out: Tensor, numbers: Sequence[int]) -> Tensor:
-    """The mean over the batch of a weighted sum of the outputs; `numbers` are what was drawn."""
+    """Returns the mean over the batch of the outputs, weighted by the random `numbers`."""
     weights = torch.tensor([*numbers, 1.0])
     return (out * weights).sum(dim=1).mean()
 
@@ -72,7 +72,7 @@ def seed(rank: int = 0) -> None:
 
 
 class Net(TrainModule):
-    """Draws numbers for each batch, and notes them with its samples."""
+    """Draws random numbers for each batch, and records them with its samples."""
 
     def __init__(self, lr: float = LR) -> None:
         super().__init__()
@@ -108,12 +108,12 @@ class Net(TrainModule):
 
 
 def fit(kind: str, root: str, ckpt_path: str | None) -> dict[str, Any]:
-    """What a run did, on this rank.
+    """Runs the Trainer on this rank; returns what it did.
 
     Args:
         kind: "single", "ddp" or "fsdp".
         root: the run's folder; checkpoints go into `root/saved`.
-        ckpt_path: the checkpoint that it resumes.
+        ckpt_path: the checkpoint to resume from.
     """
     strategy, _ = STRATEGIES[kind]
     seed()
@@ -142,7 +142,7 @@ def fit(kind: str, root: str, ckpt_path: str | None) -> dict[str, Any]:
 
 
 class Counter:
-    """An object with a state of its own."""
+    """A user's object with state."""
 
     def __init__(self) -> None:
         self.count, self.odd = 0, {1}
@@ -155,7 +155,7 @@ class Counter:
 
 
 def own_loop(folder: str, ckpt_path: str | None) -> dict[str, Any]:
-    """A loop over the Accelerator; saves its state once in `folder`, or resumes from `ckpt_path`."""
+    """Runs a loop with the Accelerator that saves its state once in `folder`, or resumes from `ckpt_path`."""
     seed()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, counter = Branches(), Counter()
@@ -192,19 +192,19 @@ def own_loop(folder: str, ckpt_path: str | None) -> dict[str, Any]:
 
 
 def continued(checkpoint: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Weights after the steps that follow a checkpoint: plain AdamW, from the checkpoint's files themselves.
+    """Continues from a checkpoint's files with plain AdamW.
 
     Args:
-        checkpoint: its folder.
+        checkpoint: the checkpoint's folder.
         ranks: what each rank did after it, as `fit` returns it.
 
     Returns:
-        The weights by name, as nested lists.
+        The final weights by name, as nested lists.
     """
     layout = json.loads((checkpoint / "layout.json").read_text())["tensors"]
-    weights = {name: _whole(checkpoint, entry["parts"][""]) for name, entry in layout.items()}
+    weights = {name: _full_tensor(checkpoint, entry["parts"][""]) for name, entry in layout.items()}
     state = json.loads((checkpoint / "optimizer.json").read_text())["optimizers"][0]["tensors"]
-    moments = {name: _whole(checkpoint, entry) for name, entry in state.items()}
+    moments = {name: _full_tensor(checkpoint, entry) for name, entry in state.items()}
     prefix = "net." if "net.left.weight" in weights else ""
     model = Branches()
     model.load_state_dict({name: weights[prefix + name] for name in model.state_dict()})
@@ -231,7 +231,7 @@ def continued(checkpoint: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _windows(batches: Sequence[Any], batch_size: int) -> Iterator[Sequence[Any]]:
-    """The global batches after the checkpoint in accumulation windows of two, which end with their epoch."""
+    """Yields the global batches after the checkpoint in accumulation windows of two, or fewer at an epoch's end."""
     per_epoch = -(-LENGTH // batch_size)
     start, done = 0, 2 * SAVED
     while start < len(batches):
@@ -240,10 +240,10 @@ def _windows(batches: Sequence[Any], batch_size: int) -> Iterator[Sequence[Any]]
         start, done = start + length, done + length
 
 
-def _whole(checkpoint: Path, entry: Mapping[str, Any]) -> Tensor:
-    """A tensor of a checkpoint, put together from its shards."""
-    whole = torch.full(entry["shape"], torch.nan)
+def _full_tensor(checkpoint: Path, entry: Mapping[str, Any]) -> Tensor:
+    """Returns a full tensor of a checkpoint, assembled from its shards."""
+    full = torch.full(entry["shape"], torch.nan)
     for file, key, offsets, *_ in entry["shards"]:
         part = load_file(checkpoint / file)[key]
-        whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
-    return whole
+        full[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+    return full

@@ -1,6 +1,6 @@
-"""Public names and signatures as JSON: `python tests/frozen/signatures.py` writes them to signatures.json.
+"""Records public names and signatures: `python tests/frozen/signatures.py` writes them to signatures.json.
 
-Public is what `leyden` and its three rooms export, and whatever the docs and examples import from them.
+Public names are those that `leyden` and its three rooms export, and those that the docs and examples import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SNAPSHOT = Path(__file__).with_name("signatures.json")
 
 
 def public_names() -> list[str]:
-    """Such as "leyden.trainer:Trainer", sorted."""
+    """Returns names such as "leyden.trainer:Trainer", sorted."""
     found = set()
     for room in ("leyden", "leyden.trainer", "leyden.callbacks", "leyden.strategies"):
         module = importlib.import_module(room)
@@ -38,13 +38,13 @@ def public_names() -> list[str]:
 
 
 def described(name: str) -> dict[str, str]:
-    """The signatures behind a public name: its own under "", its public methods', and "property" for a property.
+    """Returns the signatures of a public name: its own under "", its public methods', and "property" for a property.
 
-    A method of a strategy is no entry: the contract that strategies fulfil has a conformance test of its own.
+    Methods of strategies are left out: the contract of strategies has its own conformance tests.
 
     Raises:
-        ImportError: the name is not there.
-        AttributeError: the same.
+        ImportError: the module does not exist.
+        AttributeError: the module has no such name.
     """
     module, _, attribute = name.partition(":")
     value = getattr(importlib.import_module(module), attribute)
@@ -55,7 +55,7 @@ def described(name: str) -> dict[str, str]:
 
 
 def members(cls: type) -> Iterator[tuple[str, str]]:
-    """Public methods and properties of a class and of its bases in Leyden."""
+    """Yields the public methods and properties of a class and of its bases in Leyden."""
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("leyden"):
             continue
@@ -69,7 +69,7 @@ def members(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def signature_of(function: Any) -> str:
-    """Such as "(self, path, *, exact=True)": without annotations, and with ... for a default that is no plain value."""
+    """Returns text such as "(self, path, *, exact=True)", with ... for a default that is not a plain value."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
@@ -88,14 +88,14 @@ def _shown_default(parameter: inspect.Parameter) -> Any:
 
 
 class _Other:
-    """Stands for a default that is no plain value."""
+    """A placeholder for a default that is not a plain value."""
 
     def __repr__(self) -> str:
         return "..."
 
 
 def current() -> dict[str, dict[str, str]]:
-    """All of them; an object with several public names stands under the first."""
+    """Returns the signatures of all public names; an object with several names is listed under the first."""
     homes: dict[int, str] = {}
     return {name: described(name) for name in public_names() if homes.setdefault(_identity(name), name) == name}
 

@@ -1,4 +1,4 @@
-"""Checkpoints that 2a2da38 wrote are resumed by every later version, bit for bit."""
+"""Every version resumes the checkpoints written by version 2a2da38 bit for bit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HERE = Path(__file__).parent
 
 
 def expected(kind: str) -> list[dict[str, Any]]:
-    """What each rank did after the checkpoint, in the run that wrote it."""
+    """Returns what each rank did after the checkpoint, in the run that wrote it."""
     found: list[dict[str, Any]] = json.loads((HERE / kind / "after.json").read_text())
     return found
 
 
 def resumed(kind: str, folder: Path) -> list[dict[str, Any]]:
-    """What each rank does after it now, from a copy."""
+    """Resumes from a copy of the checkpoint; returns what each rank does now."""
     checkpoint = folder / "checkpoint"
     shutil.copytree(HERE / kind / "checkpoint", checkpoint)
     if kind == "own_loop":
@@ -36,22 +36,22 @@ def test_a_frozen_checkpoint_resumes_bit_for_bit(kind: str, tmp_path: Path) -> N
     now, then = resumed(kind, tmp_path), expected(kind)
     weights = runs.continued(HERE / kind / "checkpoint", then)
     for rank, (done, was) in enumerate(zip(now, then, strict=True)):
-        assert done["batches"] == was["batches"], f"rank {rank}: samples, order or random numbers"
+        assert done["batches"] == was["batches"], f"rank {rank}: other samples, order or random numbers"
         assert done["values"] == was["values"]
         assert done["end"] == was["end"]
-        # Under FSDP the first rank alone holds whole weights.
+        # Under FSDP, only rank 0 has full weights.
         assert done["weights"] == ({} if kind == "fsdp" and rank else weights)
 
 
 @pytest.mark.parametrize("kind", [*runs.STRATEGIES, "own_loop"])
-def test_plain_adamw_makes_the_weights_of_the_frozen_run(kind: str) -> None:
-    """Holds `continued` itself: the run that wrote the checkpoint ended with these weights, up to one rounding."""
+def test_plain_adamw_reproduces_the_weights_of_the_frozen_run(kind: str) -> None:
+    """Checks `continued`: the run that wrote the checkpoint ended with the same weights, up to rounding."""
     then = expected(kind)
     for name, weight in runs.continued(HERE / kind / "checkpoint", then).items():
         assert weight == [pytest.approx(row, rel=1e-6) for row in then[0]["weights"][name]], name
 
 
-def test_every_frozen_checkpoint_lies_within_an_epoch() -> None:
+def test_every_frozen_checkpoint_was_saved_within_an_epoch() -> None:
     for kind in runs.STRATEGIES:
         progress = json.loads((HERE / kind / "checkpoint" / "progress.json").read_text())
         assert (progress["epoch"], progress["batch"], progress["global_step"]) == (0, 2 * runs.SAVED, runs.SAVED)

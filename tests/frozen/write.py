@@ -1,6 +1,6 @@
 """Wrote this folder's checkpoints, and what their runs did next, with Leyden 2a2da38: tests/frozen/write.py FOLDER.
 
-Kept to show how they were made. They are not to be written anew: every later version must resume these.
+Kept as a record. Do not write the checkpoints again: every later version must resume these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ranks.world import run_world
 
 
 def after(rank: dict[str, Any]) -> dict[str, Any]:
-    """What a rank did after its checkpoint."""
+    """Returns what a rank did after its checkpoint."""
     return {**rank, "batches": rank["batches"][2 * runs.SAVED :]}
 
 
