@@ -1,4 +1,4 @@
-"""Modules, data and callbacks that configurations name, as `configured.OwnNet`."""
+"""Modules, data and callbacks that configurations name by import path, such as `configured.OwnNet`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leyden.trainer.cli import LRSchedulerCallable, OptimizerCallable, ReduceLRO
 
 
 class Bare(TrainModule):
-    """Two layers, trained towards y, without an optimizer of its own.
+    """Two layers, trained towards y, without an optimizer.
 
     Args:
         width: of the hidden layer.
@@ -45,7 +45,7 @@ class Bare(TrainModule):
 
 
 class OwnNet(Bare):
-    """The same with an optimizer.
+    """A `Bare` module with an optimizer.
 
     Args:
         width: of the hidden layer.
@@ -61,7 +61,7 @@ class OwnNet(Bare):
 
 
 class Composed(Bare):
-    """Its encoder, optimizer and scheduler are arguments."""
+    """Takes its encoder, optimizer and scheduler as arguments."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Composed(Bare):
 
 
 class Described(Bare):
-    """Its two optimizers are described by its arguments."""
+    """Takes the descriptions of its two optimizers as arguments."""
 
     def __init__(self, first: dict[str, Any], second: dict[str, Any]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ PARTS = (nn.ReLU(), 1)
 
 
 class HoldsParts(Bare):
-    """Its default holds an object."""
+    """Has a default value that contains an object."""
 
     def __init__(self, parts: Any = PARTS, width: int = 4) -> None:
         super().__init__(width)
@@ -105,19 +105,23 @@ class HoldsParts(Bare):
 
 
 class Broken(Bare):
+    """Its constructor raises."""
+
     def __init__(self) -> None:
         super().__init__()
         raise LookupError("the table of weights is missing")
 
 
 class Caused(Bare):
+    """Its constructor raises an error with a cause."""
+
     def __init__(self) -> None:
         super().__init__()
         raise RuntimeError("no table") from LookupError("the word is missing")
 
 
 class OwnCounter(torch.optim.Adam):
-    """Counts its steps."""
+    """An Adam that counts its steps."""
 
     steps = 0
 
@@ -155,7 +159,7 @@ class FewPoints(Points):
 
 
 class OwnNotes(Callback):
-    """OwnNotes what it is told."""
+    """A callback with two arguments."""
 
     def __init__(self, text: str = "nothing", often: int = 1) -> None:
         self.text, self.often = text, often

@@ -1,4 +1,4 @@
-"""What holds for the tests of every folder."""
+"""Fixtures and hooks for the tests in every folder."""
 
 import gc
 import signal
@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 
 def pytest_collection_finish() -> None:
-    """Takes torch and the collected tests, which live to the end, out of what each garbage collection visits."""
+    """Exempts torch and the collected tests, which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _leaves_process_group() -> Iterator[None]:
-    """Ends a process group that a file's tests have made in pytest itself: ranks that are forked would take it."""
+    """Ends a process group that a file's tests created in pytest's own process: forked ranks would inherit it."""
     yield
     if dist.is_initialized():
         sys.modules["leyden.strategies.process_group"]._leave()  # type: ignore[attr-defined]
@@ -25,7 +25,7 @@ def _leaves_process_group() -> Iterator[None]:
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """As in a terminal: what a shell starts in the background ignores SIGINT, these tests too."""
+    """Handles SIGINT as in a terminal: processes that a shell starts in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Forged checkpoints, as somebody who means harm writes them: a checksum is no signature."""
+"""Forges checkpoints as an attacker would: a checksum is not a signature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leyden.trainer.format.safefile import write_file
 
 
 class Bomb:
-    """Leaves a mark on the disk when it is unpickled."""
+    """Creates the folder `mark` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -24,7 +24,7 @@ class Bomb:
 
 
 def forge(folder: Path, name: str, data: bytes | None) -> None:
-    """Replaces a file of a checkpoint, or removes it (None); the manifest vouches for the change."""
+    """Replaces a file of a checkpoint, or removes it (None), and updates the manifest to match."""
     manifest = read_manifest(folder)
     files = {other: entry for other, entry in manifest.files.items() if other != name}
     (folder / name).unlink(missing_ok=True)
@@ -34,7 +34,7 @@ def forge(folder: Path, name: str, data: bytes | None) -> None:
 
 
 def forge_json(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Forges a JSON file by a function that changes its tree."""
+    """Forges a JSON file with a function that changes its parsed content in place."""
     tree = json.loads((folder / name).read_text())
     change(tree)
     forge(folder, name, json.dumps(tree).encode())

@@ -1,4 +1,4 @@
-"""A module that really runs out of memory where a test wants it, and plain loops to compare its fits with."""
+"""Modules that really run out of memory where a test wants it, and plain loops to compare their fits with."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks import AutoAccumulation
 
 Limits = Mapping[tuple[int, str], int]
-"""(optimizer step, "forward" or "backward") → the most rows that fit into memory there."""
+"""(optimizer step, "forward" or "backward") → the largest number of rows that fits into memory from that step on."""
 
 
 def parts_of(trainer: Trainer) -> int:
-    """Into how many parts an automatic accumulation cuts a batch now."""
+    """Returns the current number of micro-batches that AutoAccumulation splits a batch into."""
     [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
     return found.micro_batches
 
 
 def allocate(rows: int, limit: int) -> None:
-    """Asks the allocator for what no machine has, if there are more rows than the limit."""
+    """Requests more memory than any machine has, if there are more rows than the limit."""
     torch.empty(max(0, rows - limit), 2**50)
 
 
 class Heavy(torch.autograd.Function):
-    """Changes nothing; needs memory in its backward pass."""
+    """An identity that needs memory in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, limit: int) -> Tensor:
@@ -41,7 +41,7 @@ class Heavy(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two blocks with dropout in between, and a batch norm's statistics, which training does not use."""
+    """Two blocks with dropout in between, and running statistics, as of a batch norm, which training does not use."""
 
     def __init__(self, dtype: torch.dtype, dropout: float) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class Hungry(TrainModule):
     """Trains a net from x to y.
 
     Args:
-        limits: where it runs out of memory.
+        limits: where the module runs out of memory.
         dropout: of the net.
         dtype: of the net.
-        items: return a sum and its number of items, which are weighted by the third feature.
-        seed: of its weights.
+        items: return a summed loss and `num_items`, both weighted by the third feature.
+        seed: of the weights.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Hungry(TrainModule):
         self.rows: list[int] = []
 
     def limit(self, phase: str) -> int:
-        """The most rows that fit now."""
+        """Returns the largest number of rows that fits at the current step."""
         found = [rows for (step, where), rows in self.limits.items() if where == phase and step <= self.global_step]
         return min(found, default=2**40)
 
@@ -101,7 +101,7 @@ class Hungry(TrainModule):
 
 
 def loss_of(losses: Tensor, x: Tensor, items: bool) -> Any:
-    """What the step returns: the mean, or a weighted sum and the sum of the weights."""
+    """Returns what the step returns: the mean, or a weighted sum and the sum of the weights."""
     if not items:
         return losses.mean()
     weights = 1 + (x[:, 2:] > 0).to(losses.dtype)
@@ -120,8 +120,8 @@ def plain_loop(
     """Trains a module by hand.
 
     Args:
-        module: whose net is trained.
-        windows: of each optimizer step the micro-batches, by rank.
+        module: its net is trained.
+        windows: the micro-batches of each optimizer step, by rank.
         draw: called before each step.
     """
     net = module.net
@@ -151,17 +151,17 @@ def plain_loop(
 
 
 def in_parts(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
-    """A batch, cut by torch: the first parts are the larger ones."""
+    """Splits a batch as torch does: larger parts come first; empty ones are left out."""
     parts = [part for part in zip(x.tensor_split(count), y.tensor_split(count), strict=True) if len(part[0])]
     return parts
 
 
 class Long(Hungry):
-    """Trains on the means of series of several lengths, padded; memory goes by their numbers.
+    """Trains on the means of padded sequences of several lengths; memory use depends on the padded size.
 
     Args:
-        most: so many numbers fit.
-        **more: as of Hungry.
+        most: the largest padded size that fits: rows times length.
+        **more: arguments of `Hungry`.
     """
 
     def __init__(self, most: int = 2**40, **more: Any) -> None:
@@ -177,7 +177,7 @@ class Long(Hungry):
 
 
 def series(count: int, longest: int) -> list[tuple[Tensor, Tensor]]:
-    """Samples for it, of which the last is long."""
+    """Returns samples for `HungrySequences`, of which only the last is long."""
     x, y = samples(count)
     lengths = [*(1 + number % 3 for number in range(count - 1)), longest]
     return [(x[number].expand(length, 3), y[number]) for number, length in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Runs of a plain loop, and what Lightning 2.6 would have saved of them in a `.ckpt`."""
+"""Plain training loops, and the `.ckpt` files that Lightning 2.6 would save in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 MOMENTS = ("batch", "validation", "epoch", "end")
-"""Where a ModelCheckpoint saves: in `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`; and the Trainer
-after fit."""
+"""When a file is saved: by ModelCheckpoint in `on_train_batch_end`, `on_validation_end` or `on_train_epoch_end`, or by
+the Trainer after fit."""
 
 
 def counter(ready: int, processed: int, completed: int) -> dict[str, int]:
@@ -19,14 +19,14 @@ def counter(ready: int, processed: int, completed: int) -> dict[str, int]:
 
 
 def loops(moment: str, epoch: int, done: int, of: int, validates: bool = True) -> dict[str, Any]:
-    """What Lightning's loops save.
+    """Returns the state of Lightning's loops.
 
     Args:
         moment: one of `MOMENTS`.
         epoch: the epoch, from 0.
-        done: batches of it.
-        of: batches of an epoch.
-        validates: the fit validates at the end of an epoch.
+        done: the number of batches done in that epoch.
+        of: the number of batches in an epoch.
+        validates: True if the fit validates at the end of each epoch.
     """
     ended = {"batch": (epoch, epoch), "validation": (epoch, epoch), "epoch": (epoch + 1, epoch)}
     processed, completed = ended.get(moment, (epoch + 1, epoch + 1))
@@ -55,7 +55,7 @@ def loops(moment: str, epoch: int, done: int, of: int, validates: bool = True) -
 def entries(
     module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any], step: int, epoch: int, **more: Any
 ) -> dict[str, Any]:
-    """What a `.ckpt` holds, but for the loops."""
+    """Returns the contents of a `.ckpt`, without the loops' state."""
     return {
         "epoch": epoch,
         "global_step": step,
@@ -71,14 +71,14 @@ def entries(
 
 
 class PlainRun:
-    """A plain loop over epochs, with a step's scheduler, a plateau's by the validation loss, and files on the way.
+    """A plain loop over epochs that can write the files Lightning would.
 
     Args:
-        module: with `loss(batch)`.
-        optimizer: of it.
-        each: scheduler of every step; None for none.
-        plateau: scheduler of every epoch, by the mean of the validation losses.
-        window: batches of an accumulation window.
+        module: has `loss(batch)`.
+        optimizer: of the module.
+        each: a scheduler that steps with the optimizer; None for none.
+        plateau: a scheduler that steps every epoch, with the mean validation loss.
+        window: the number of batches in an accumulation window.
     """
 
     def __init__(self, module: Any, optimizer: Any, each: Any = None, plateau: Any = None, window: int = 1) -> None:
@@ -88,7 +88,7 @@ class PlainRun:
     def train(
         self, data: Sequence[Any], held: Sequence[Any], epochs: int, save: Callable[[str, int, int], None] | None = None
     ) -> None:
-        """Trains; calls `save(moment, epoch, done)` wherever Lightning may save."""
+        """Trains, and calls `save(moment, epoch, done)` wherever Lightning may save."""
         for epoch in range(epochs):
             for number, batch in enumerate(data):
                 (self.module.loss(batch) / self.window).backward()
@@ -114,7 +114,7 @@ class PlainRun:
         return torch.stack([self.module.loss(batch) for batch in held]).mean()
 
     def write(self, path: Path, moment: str, epoch: int, done: int, of: int, **more: Any) -> None:
-        """Writes what Lightning would save now; the epoch that it counts is over only after fit."""
+        """Writes the file that Lightning would save at a moment; `epoch` counts the last epoch only after fit."""
         schedulers = [scheduler for scheduler in (self.each, self.plateau) if scheduler is not None]
         counted = epoch + (moment == "end")
         found = entries(self.module, [self.optimizer], schedulers, self.step, counted, **more)

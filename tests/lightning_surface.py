@@ -1,4 +1,4 @@
-"""What of Lightning's public surface has the same name and the same default here, and what the page on it says."""
+"""Compares Lightning's public API with Leyden's, and reads what docs/lightning-reference.md says about it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 SURFACE: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "frozen" / "lightning.json").read_text())
-"""Arguments with their defaults, methods with theirs, and properties of the classes of Lightning 2.6."""
+"""For each class of Lightning 2.6: arguments and defaults, methods with their arguments, and properties."""
 PAGE = (Path(__file__).parents[1] / "docs" / "lightning-reference.md").read_text(encoding="utf-8")
 SECTIONS = {text.split("`")[1]: text for text in PAGE.split("\n## ")[1:]}
-"""What the page says of each class."""
+"""The section of the page about each class."""
 NAMES = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule", "LightningCLI": "LeydenCLI"}
 NAMES |= {"LightningArgumentParser": "LeydenArgumentParser"}
 PLACES = ("leyden", "leyden.callbacks", "leyden.strategies", "leyden.trainer.profilers", "leyden.trainer.cli")
-# Of hooks, which are called by position.
+# Arguments of hooks, which are called by position.
 RENAMED = {"pl_module": "module", "lightning_module": "module", "state_dict": "state", "model": "module"}
 RENAMED |= {"lightning_class": "leyden_class"}
-# The values of defaults that Lightning writes by a name of its own.
+# The values of defaults that Lightning writes as names.
 VALUES = {
     "Interval.step": "step",
     "RunningStage.TRAINING": "train",
@@ -36,7 +36,7 @@ VALUES = {
 
 
 def counterpart(name: str) -> Any:
-    """The class here; None without one."""
+    """Returns the class of Leyden with the same role; None without one."""
     for place in PLACES:
         found = getattr(importlib.import_module(place), NAMES.get(name, name), None)
         if found is not None:
@@ -45,7 +45,7 @@ def counterpart(name: str) -> Any:
 
 
 def parameters(call: Any) -> dict[str, Any]:
-    """The arguments of a class or function, with those that it passes on to its base classes, and their defaults."""
+    """Returns the arguments of a class or function with their defaults, including those passed on to base classes."""
     found: dict[str, Any] = {}
     owners = [vars(owner).get("__init__") for owner in call.__mro__] if isinstance(call, type) else [call]
     for function in owners:
@@ -59,7 +59,7 @@ def parameters(call: Any) -> dict[str, Any]:
 
 
 def is_same(theirs: dict[str, str], mine: dict[str, Any]) -> bool:
-    """True if each argument is there with its default, whatever else is there."""
+    """Returns True if each of Lightning's arguments exists here with its default; others may exist, too."""
     named = {name if name in mine else RENAMED.get(name, name): default for name, default in theirs.items()}
     return all(
         name.startswith("*") or (name in mine and _is_default(default, mine[name])) for name, default in named.items()
@@ -67,7 +67,7 @@ def is_same(theirs: dict[str, str], mine: dict[str, Any]) -> bool:
 
 
 def same(name: str) -> dict[str, list[str]]:
-    """The arguments, methods and properties of a class that are the same here."""
+    """Returns the arguments, methods and properties of a class that are the same here."""
     mine = counterpart(name)
     if mine is None:
         return {"arguments": [], "methods": [], "properties": []}
@@ -92,7 +92,7 @@ def same(name: str) -> dict[str, list[str]]:
 
 
 def rows(section: str) -> dict[str, str]:
-    """What a section says of each name that is not the same."""
+    """Returns what a section says about each name that is not the same."""
     found = re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE)
     return {name: text for names, text in found for name in re.findall(r"`([^`]+)`", names)}
 
@@ -103,7 +103,7 @@ def _default(parameter: inspect.Parameter) -> Any:
 
 def _is_default(theirs: str, mine: Any) -> bool:
     if theirs == "required":
-        # What need not be given may be given.
+        # An argument that is optional here can be passed as in Lightning.
         return True
     if theirs in VALUES:
         text = getattr(mine, "__name__", None) or str(mine)
@@ -118,5 +118,5 @@ def _is_default(theirs: str, mine: Any) -> bool:
 def _has(mine: type, name: str) -> bool:
     if hasattr(mine, name):
         return True
-    # Set by __init__.
+    # Some attributes are set in __init__.
     return mine.__name__ == "TrainModule" and hasattr(mine(), name)

@@ -1,4 +1,4 @@
-"""What tests of loggers share: the Trainer that loggers are handed, and what they have written."""
+"""Helpers for tests of loggers: set loggers up without a Trainer, and read what they have written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leyden.callbacks.loggers.logger import Logger
 
 
 class BestAtTwo(Line):
-    """Its metric `distance` is the best after the second step."""
+    """Logs a metric `distance` that is best after the second step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("distance", abs(self.trainer.global_step - 1.0))
@@ -22,13 +22,13 @@ class BestAtTwo(Line):
 
 
 def handed(root: Path, *loggers: Logger, stage: str = "fit", zero: bool = True) -> Any:
-    """What loggers read of a Trainer in `setup`, once it was called.
+    """Calls `setup` of loggers with a stand-in for a Trainer, and returns the stand-in.
 
     Args:
-        root: its `default_root_dir`.
-        *loggers: its loggers.
+        root: the Trainer's `default_root_dir`.
+        *loggers: the Trainer's loggers.
         stage: of the run.
-        zero: on the first rank.
+        zero: True on rank 0.
     """
     trainer: Any = SimpleNamespace(
         default_root_dir=str(root),
@@ -43,12 +43,12 @@ def handed(root: Path, *loggers: Logger, stage: str = "fit", zero: bool = True) 
 
 
 def events_in(folder: str | os.PathLike[str] | None) -> Any:
-    """TensorBoard's reader of the event files in a folder."""
+    """Returns TensorBoard's reader of the event files in a folder."""
     untyped: Any = EventAccumulator
     return untyped(str(folder), size_guidance={"scalars": 0}).Reload()
 
 
 def scalars_in(folder: str | os.PathLike[str] | None) -> dict[str, list[tuple[int, float]]]:
-    """All scalars of the event files in a folder: steps and values by name."""
+    """Returns all scalars of the event files in a folder: (step, value) pairs by name."""
     events = events_in(folder)
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}

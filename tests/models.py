@@ -1,13 +1,13 @@
-"""What many tests train: small modules, and the arguments of a quiet Trainer.
+"""Small modules that many tests train, and the arguments of a quiet Trainer.
 
-A test uses the first of these that serves it. It writes a class of its own where that class says what the test is
-about, as a rule by overriding one method.
+A test uses the first of these that suits it. It defines a local class only where that class shows what the test is
+about, usually by overriding one method.
 
-| name | what it trains | for tests of |
+| name | trains | for tests of |
 |---|---|---|
-| `Line` | one linear layer | anything that happens beside the step: callbacks, loggers, the command line |
-| `Tiny` | one weight per feature, all ones | which batches a run saw, and when; gradients computed by hand |
-| `Logging` | as Tiny | what one call of `self.log` does |
+| `Line` | one linear layer | anything outside the step: callbacks, loggers, the command line |
+| `Tiny` | one weight per feature, all ones | which batches a run uses, and when; gradients computed by hand |
+| `Logging` | like Tiny | a single call of `self.log` |
 | `Squares` | any net, towards zero | optimizers, schedulers, checkpoints: data needs no targets |
 | `Regression` | any net, from x to y | strategies and precisions |
 """
@@ -32,22 +32,22 @@ QUIET: dict[str, Any] = {
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a test to which it does not matter."""
+    """Returns an optimizer for tests where its kind does not matter."""
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 def sgd_with_momentum(module: nn.Module) -> torch.optim.Optimizer:
-    """The same with a state, which a checkpoint or another rank may lose."""
+    """Returns an optimizer with state, which a checkpoint or another rank may lose."""
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def input_of(batch: Any) -> Any:
-    """The batch itself, or the first of its tensors."""
+    """Returns the batch itself, or the first of its tensors."""
     return batch[0] if isinstance(batch, (list, tuple)) else batch
 
 
 class Line(TrainModule):
-    """One linear layer, whose loss is the mean of its outputs. Logs nothing."""
+    """One linear layer, with the mean of its outputs as the loss. Logs nothing."""
 
     def __init__(self, inputs: int = 2, outputs: int = 1) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class Line(TrainModule):
 
 
 class Tiny(TrainModule):
-    """One weight per feature, all ones; notes the first number of each batch, and the batches before validations.
+    """One weight per feature, all ones; records the first number of each batch, and the batch counts at validations.
 
     Args:
-        configure: returns what `configure_optimizers` returns, of this module.
+        configure: maps this module to what `configure_optimizers` returns.
     """
 
     def __init__(self, configure: Callable[[Any], Any] = sgd) -> None:
@@ -101,11 +101,11 @@ class Tiny(TrainModule):
 
 
 class Logging(Tiny):
-    """Calls a function in each training step.
+    """A `Tiny` module that calls a function in each training step.
 
     Args:
         log: called with this module and the batch.
-        configure: as of Tiny.
+        configure: as in `Tiny`.
     """
 
     def __init__(self, log: Callable[[Any, Any], Any], configure: Callable[[Any], Any] = sgd) -> None:
@@ -122,7 +122,7 @@ class Squares(TrainModule):
 
     Args:
         net: takes a batch, or the first tensor of a batch (default: a linear layer from 2 to 1).
-        configure: returns what `configure_optimizers` returns, of this module.
+        configure: maps this module to what `configure_optimizers` returns.
     """
 
     def __init__(self, net: nn.Module | None = None, configure: Callable[[Any], Any] = sgd) -> None:
@@ -160,7 +160,7 @@ class Regression(Squares):
 
 
 def result_of(module: TrainModule, loss: Tensor) -> Tensor | None:
-    """What a `training_step` for both modes returns: the loss, or None after a step in manual optimization."""
+    """Returns the loss in automatic optimization; in manual optimization, steps the optimizer and returns None."""
     if module.automatic_optimization:
         return loss
     optimizer = module.optimizers()

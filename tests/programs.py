@@ -1,7 +1,7 @@
-"""Runs Python programs in processes that have imported torch already: they fork from a server, in milliseconds.
+"""Runs Python programs in processes that have already imported torch: they fork from a server, in milliseconds.
 
-A program sees what `python COMMAND` would show it: `__main__`, `sys.argv`, `sys.path` and its environment. Tests of
-what is imported, of standard input, or of a script that starts its ranks by running anew use `subprocess`.
+`__main__`, `sys.argv`, `sys.path` and the environment are as under `python COMMAND`. Tests of imports, of standard
+input, or of a script that starts its ranks by running itself again use `subprocess` instead.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What a first optimizer step, a shard or a metric would import in each process takes seconds.
+# Imports of a first optimizer step, a shard or a metric, which would take seconds in each process.
 PRELOAD = [
     *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
     *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),
 ]
 warm = multiprocessing.get_context("forkserver")
-"""Its server imports torch once; each process is then forked from it."""
+"""Has a server that imports torch once; each process is then forked from it."""
 warm.set_forkserver_preload(PRELOAD)
 
 
 def start_program(
     command: Sequence[object], folder: Path, output: Path, errors: Path, environ: Mapping[str, str] | None = None
 ) -> BaseProcess:
-    """Starts `python COMMAND` as the leader of a session of its own.
+    """Starts `python COMMAND` as the leader of a new session.
 
     Args:
         command: a script with its arguments, or "-c" and code, or "-m" and a module.
-        folder: where it runs.
-        output: the file that gets its standard output.
-        errors: the file that gets its standard error; may be `output`.
-        environ: all of its variables (default: those of this process).
+        folder: its working folder.
+        output: the file for its standard output.
+        errors: the file for its standard error; may be `output`.
+        environ: its complete environment (default: that of this process).
     """
     words = [str(word) for word in command]
     variables = {"OMP_NUM_THREADS": "1", **(os.environ if environ is None else environ)}
@@ -54,7 +54,7 @@ def run_program(
     environ: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python COMMAND` to its end, in a folder (default: the current one)."""
+    """Runs `python COMMAND` to completion, in a folder (default: the current one)."""
     words = [str(word) for word in command]
     with tempfile.TemporaryDirectory() as printed:
         output, errors = Path(printed, "output"), Path(printed, "errors")
@@ -73,9 +73,9 @@ def run_program(
 def _become(words: list[str], folder: str, output: str, errors: str, variables: Mapping[str, str]) -> None:
     """Turns this fork of the server into the program."""
     os.setsid()
-    # Collections need not visit what the server imported.
+    # Garbage collections need not visit what the server imported.
     gc.freeze()
-    # The platform's own for what the program starts: workers of a loader would wait for a server of their own.
+    # The program's own processes use the platform's default: loader workers would wait for another fork server.
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     for name, number in ((os.devnull, 0), (output, 1), (errors, 2)):
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -86,7 +86,7 @@ def _become(words: list[str], folder: str, output: str, errors: str, variables: 
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    # Where spawned workers look for a script that was given by a relative path.
+    # Spawned workers resolve a script's relative path against this folder.
     multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
     import torch
 
@@ -102,7 +102,7 @@ def _become(words: list[str], folder: str, output: str, errors: str, variables: 
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    # multiprocessing ends its processes without them.
+    # multiprocessing ends its processes without running exit functions.
     atexit._run_exitfuncs()
     raise SystemExit(code or 0)
 

@@ -1,4 +1,4 @@
-"""Compares what came back with what was saved."""
+"""Compares states, such as saved and restored ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def differences(a: Any, b: Any, place: str = "") -> list[str]:
-    """The places where two nests of state differ in kind, order, dtype or a bit; functions count as equal."""
+    """Returns the places where two nested states differ in type, order, dtype or any bit; functions count as equal."""
     if type(a) is not type(b):
         return [f"{place}: {type(a).__name__} and {type(b).__name__}"]
     if isinstance(a, dict):
@@ -41,7 +41,7 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
     elif isinstance(a, np.ndarray):
         alike = (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
     elif isinstance(a, (float, np.floating)):
-        # By their text, in which -0.0 is not 0.0 and nan is nan.
+        # As text, -0.0 differs from 0.0, and nan equals nan.
         alike = repr(a) == repr(b)
     else:
         alike = bool(a == b) or callable(a)
@@ -49,21 +49,21 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
 
 
 def whole(tensor: Any) -> Any:
-    """The whole of a tensor that is split among ranks; any other one as it is."""
+    """Returns the full tensor of one that is sharded across ranks; any other one unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of a module's state."""
+    """Returns a copy of a module's state."""
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
 def numbers_of(module: nn.Module) -> dict[str, list[float]]:
-    """A module's whole state, every bit of it, in a form that travels between processes."""
+    """Returns a module's full state, exact to the bit, as lists that can be sent between processes."""
     return {name: whole(tensor).flatten().tolist() for name, tensor in module.state_dict().items()}
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    """True if the states of two modules are equal."""
+    """Returns True if the states of two modules are equal."""
     left, right = one.state_dict(), other.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

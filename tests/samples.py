@@ -1,4 +1,4 @@
-"""Data that many tests read: batches whose values are their numbers, random samples, datasets, samplers, streams."""
+"""Data for many tests: numbered batches, random samples, datasets, samplers and streams."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 
 
 def numbered(count: int, size: int = 1, start: int = 0) -> list[Tensor]:
-    """Batches of shape (size, 2) whose values are their numbers."""
+    """Returns batches of shape (size, 2), filled with the number of the batch."""
     return [torch.full((size, 2), float(number)) for number in range(start, start + count)]
 
 
 def pairs(count: int, inputs: int = 4, outputs: int = 1, seed: int = 0) -> TensorDataset:
-    """Samples (x, y) for a regression, the same for the same seed."""
+    """Returns random samples (x, y) for a regression, determined by the seed."""
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
         torch.randn(count, inputs, generator=generator), torch.randn(count, outputs, generator=generator)
@@ -24,7 +24,7 @@ def pairs(count: int, inputs: int = 4, outputs: int = 1, seed: int = 0) -> Tenso
 
 
 def labeled(count: int, inputs: int = 6, classes: int = 3, seed: int = 1) -> TensorDataset:
-    """Samples (x, class), the same for the same seed."""
+    """Returns random samples (x, class), determined by the seed."""
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
         torch.randn(count, inputs, generator=generator), torch.randint(0, classes, (count,), generator=generator)
@@ -32,7 +32,7 @@ def labeled(count: int, inputs: int = 6, classes: int = 3, seed: int = 1) -> Ten
 
 
 class Indices(Dataset[Tensor]):
-    """Each sample is its index."""
+    """A dataset whose samples are their indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,9 +48,9 @@ class Broken(Dataset[Any]):
     """Rows of random numbers; those with the given indices raise.
 
     Args:
-        bad: the indices.
+        bad: the indices of rows that raise.
         size: number of rows.
-        error: what they raise, with "cannot read 5".
+        error: the error that is raised, with a message such as "cannot read 5".
         width: of a row.
         dtype: of a row.
     """
@@ -76,14 +76,14 @@ class Broken(Dataset[Any]):
 
 
 class BrokenTogether(Broken):
-    """The same, a batch in one go."""
+    """A `Broken` dataset that reads a whole batch at once, by `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return [self[index] for index in indices]
 
 
 class Stream(IterableDataset[Any]):
-    """Samples without a length, and without a state."""
+    """An iterable dataset without a length or state."""
 
     def __init__(self, samples: Iterable[Any]) -> None:
         self.samples = samples
@@ -93,7 +93,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Unsized:
-    """A loader of a user's own: batches without a length, and without a sampler that could be sharded."""
+    """A user's own loader: batches without a length, and without a sampler that could be sharded."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
@@ -103,7 +103,7 @@ class Unsized:
 
 
 class LazyOrder(Sampler[int]):
-    """A user's sampler: it draws an order from torch's global generator when it is first asked for an index."""
+    """A user's sampler that draws its order from torch's global generator when the first index is requested."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -116,7 +116,7 @@ class LazyOrder(Sampler[int]):
 
 
 class EpochOrder(LazyOrder):
-    """A user's sampler whose order follows from the epoch."""
+    """A user's sampler whose order depends on the epoch."""
 
     epoch = 0
 

@@ -1,7 +1,7 @@
-"""A stand-in for a GPU where there is none: a device whose values cannot be read, and that reports copies to it.
+"""A stand-in for a GPU: a device whose values cannot be read, and a recorder of synchronous copies to it.
 
-Tensors of torch's device `meta` have no values. `.item()`, a comparison in an `if`, `.cpu()` and whatever else would
-wait for a GPU fails on them; and gloo refuses them.
+Tensors on torch's device `meta` have no values. `.item()`, a comparison in an `if`, `.cpu()` and everything else that
+would wait for a GPU fails on them, and gloo rejects them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class Waits(TorchFunctionMode):
-    """Records what waits for a GPU without reading from it: copies to the device that are not asynchronous."""
+    """Records operations that wait for a GPU without reading from it: synchronous copies to the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def is_silent(value: object) -> bool:
 
 
 class Begins(Callback):
-    """Lets `Waits` count from the first batch to the end of the training: setup may wait."""
+    """Records from the first batch to the end of training: setup may wait."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits

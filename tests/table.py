@@ -1,4 +1,4 @@
-"""The table of docs/strategies.md: each of its cells is run for a few steps of a tiny module, and checked."""
+"""Checks the table of docs/strategies.md: runs each of its cells for a few steps of a tiny module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Net(TrainModule):
-    """A regression, with the layers of its blocks split where ranks share a model."""
+    """A regression whose blocks are split where ranks share a model."""
 
     def __init__(self, manual: bool = False, optimizers: int = 1) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Net(TrainModule):
         self.log("val_loss", self.loss(batch))
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, *rest: Any) -> None:
-        # A rank without a sample runs the step again for the others' sake, and no hook.
+        # A rank without a sample runs the step only to keep pace with the others, without hooks.
         self.samples += len(batch[0])
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -93,7 +93,7 @@ class Net(TrainModule):
 
 
 class Plain(Net):
-    """Without momentum: a step is the clipped gradient times the rate."""
+    """A net trained without momentum: a step is the clipped gradient times the rate."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), RATE)
@@ -105,7 +105,7 @@ def data(count: int = 20) -> TensorDataset:
 
 
 def loader(strategy: Strategy, count: int = 20) -> DataLoader[Any]:
-    """20 samples in global batches of 4."""
+    """Returns a loader of `count` samples in global batches of 4."""
     return DataLoader(data(count), 4 // strategy.data_size)
 
 
@@ -115,9 +115,9 @@ class Row:
     """One row of the table.
 
     Attributes:
-        strategy: its name.
-        precision: its name.
-        marks: of each feature.
+        strategy: the name of the strategy.
+        precision: the name of the precision.
+        marks: the mark of each feature.
         run: "CI", "full", or "never".
     """
 
@@ -127,12 +127,12 @@ class Row:
     run: str
 
     def features(self, mark: str) -> list[str]:
-        """The features that have a mark."""
+        """Returns the features with a mark."""
         return [feature for feature, own in self.marks.items() if own.startswith(mark)]
 
 
 def rows() -> list[Row]:
-    """The table."""
+    """Returns the rows of the table."""
     lines = iter(DOCUMENT.read_text(encoding="utf-8").splitlines())
     header = next(_cells(line) for line in lines if line.startswith("| strategy | precision |"))
     next(lines)
@@ -146,17 +146,17 @@ def rows() -> list[Row]:
 
 
 def rows_of(*strategies: str, run: str) -> list[Row]:
-    """The rows of some strategies that are run by `.ci/run` ("CI"), or by `.ci/run full` alone ("full")."""
+    """Returns the rows of some strategies that `.ci/run` ("CI") or only `.ci/run full` ("full") runs."""
     return [row for row in rows() if row.strategy in strategies and row.run == run]
 
 
 def reasons() -> dict[str, str]:
-    """Letter of each refusal → words that its error has."""
+    """Returns the letter of each refusal → words of its error."""
     return dict(re.findall(r'^- \*\*(\w)\*\* "([^"]+)"', DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def other_names() -> dict[str, str]:
-    """Names of strategies that have no row → the strategy whose rows are theirs."""
+    """Returns names of strategies without a row → the strategy whose rows apply."""
     section = DOCUMENT.read_text(encoding="utf-8").partition("## Other names")[2]
     return dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", section, re.MULTILINE))
 
@@ -166,31 +166,31 @@ def _cells(line: str) -> list[str]:
 
 
 def outcomes(rows: list[Row], features: Callable[[Row], list[str]], folder: str) -> list[tuple[Row, str, str]]:
-    """Runs cells on this rank."""
+    """Runs cells on this rank; returns their outcomes."""
     return [
-        (row, feature, run(Place(row.strategy, row.precision, Path(folder) / row.strategy / row.precision), feature))
+        (row, feature, run(Cell(row.strategy, row.precision, Path(folder) / row.strategy / row.precision), feature))
         for row in rows
         for feature in features(row)
     ]
 
 
-def working(rows: list[Row], folder: str) -> list[tuple[Row, str, str]]:
-    """What works, but for what needs other ranks."""
+def run_working(rows: list[Row], folder: str) -> list[tuple[Row, str, str]]:
+    """Runs the cells that work, except those that need another number of ranks."""
     return outcomes(rows, lambda row: [name for name in row.features(WORKS) if name != OTHER_RANKS], folder)
 
 
-def resuming(rows: list[Row], folder: str) -> list[tuple[Row, str, str]]:
-    """What `working` has saved, on other ranks."""
+def run_on_other_ranks(rows: list[Row], folder: str) -> list[tuple[Row, str, str]]:
+    """Resumes what `run_working` saved, on another number of ranks."""
     return outcomes(rows, lambda row: [name for name in row.features(WORKS) if name == OTHER_RANKS], folder)
 
 
-def refused(rows: list[Row], folder: str) -> list[tuple[Row, str, str]]:
-    """What is refused."""
+def run_refused(rows: list[Row], folder: str) -> list[tuple[Row, str, str]]:
+    """Runs the cells that are refused."""
     return outcomes(rows, lambda row: row.features(REFUSED), folder)
 
 
-def wrong(found: list[tuple[Row, str, str]]) -> list[str]:
-    """The cells of which the table says something else."""
+def mismatches(found: list[tuple[Row, str, str]]) -> list[str]:
+    """Returns a line for each cell whose outcome differs from the table."""
     words = reasons()
     lines = []
     for row, feature, outcome in found:
@@ -204,53 +204,53 @@ def check(strategy: str, run: str, folder: Path, size: int, other: int | None, *
     """Runs the rows of a strategy, and compares them with the table.
 
     Args:
-        strategy: its name.
+        strategy: the name of the strategy.
         run: "CI" or "full".
         folder: for checkpoints.
-        size: number of ranks.
-        other: the number on which they are resumed; None where that has no meaning.
-        **environ: variables of the ranks that resume.
+        size: the number of ranks.
+        other: the number of ranks on which runs are resumed; None where that has no meaning.
+        **environ: environment variables of the ranks that resume.
     """
     rows = rows_of(strategy, run=run)
     assert rows
     if any(row.features(WORKS) for row in rows):
-        for found in run_world(size, working, rows, str(folder), timeout=900):
-            _agree(found)
+        for found in run_world(size, run_working, rows, str(folder), timeout=900):
+            _assert_agreement(found)
         if other is not None:
-            for found in run_world(other, resuming, rows, str(folder), environ=environ, timeout=900):
-                _agree(found)
-    # One rank alone, where that is enough: an error on one of several ends the others.
+            for found in run_world(other, run_on_other_ranks, rows, str(folder), environ=environ, timeout=900):
+                _assert_agreement(found)
+    # On a single rank where that is enough: an error on one of several ranks ends the others.
     if any(row.features(REFUSED) for row in rows):
-        for found in run_world(size if strategy in ("tp", "fsdp_tp") else 1, refused, rows, str(folder)):
-            _agree(found)
+        for found in run_world(size if strategy in ("tp", "fsdp_tp") else 1, run_refused, rows, str(folder)):
+            _assert_agreement(found)
 
 
 def check_other_names(*strategies: str, size: int, folder: Path) -> None:
     """Trains under the names that have no row of their own."""
     names = [name for name, owner in other_names().items() if owner in strategies]
-    for found in run_world(size, training, names, str(folder)):
+    for found in run_world(size, run_names, names, str(folder)):
         assert found == dict.fromkeys(names, "works"), found
 
 
-def training(names: list[str], folder: str) -> dict[str, str]:
-    """Trains under each name, on this rank."""
-    return {name: run(Place(name, "32-true", Path(folder) / name), "accumulation") for name in names}
+def run_names(names: list[str], folder: str) -> dict[str, str]:
+    """Trains under each name, on this rank; returns the outcomes."""
+    return {name: run(Cell(name, "32-true", Path(folder) / name), "accumulation") for name in names}
 
 
-def _agree(found: list[tuple[Row, str, str]]) -> None:
-    lines = wrong(found)
+def _assert_agreement(found: list[tuple[Row, str, str]]) -> None:
+    lines = mismatches(found)
     assert found and not lines, "\n".join(lines)
 
 
 # a cell ---------------------------------------------------------------------------------------------------------------
 @dataclass
-class Place:
-    """Where a cell is run.
+class Cell:
+    """The settings of a cell.
 
     Attributes:
-        strategy: its name, or a function that makes it.
-        precision: a name.
-        folder: of its files.
+        strategy: the name of the strategy, or a function that makes it.
+        precision: the name of the precision.
+        folder: for files of the cell.
     """
 
     strategy: Any
@@ -260,20 +260,20 @@ class Place:
     def trainer(self, **arguments: Any) -> Trainer:
         settings = {**QUIET, "max_epochs": 1, "default_root_dir": self.folder, **arguments}
         return Trainer(
-            strategy=self.made(),
-            precision=self.arithmetic(),
+            strategy=self.make_strategy(),
+            precision=self.make_precision(),
             devices=int(os.environ.get("TABLE_DEVICES") or os.environ.get("WORLD_SIZE", "1")),
             **settings,
         )
 
-    def arithmetic(self) -> Any:
-        """The precision. The scaler begins where no step of these is skipped, so that they can be counted."""
+    def make_precision(self) -> Any:
+        """Returns the precision. Its scale starts so low that no step is skipped, so that steps can be counted."""
         return MixedPrecision("16", init_scale=64.0) if self.precision == "16-mixed" else self.precision
 
-    def made(self, **settings: Any) -> Any:
-        """The strategy: its name, or an object, which has settings of its own."""
+    def make_strategy(self, **settings: Any) -> Any:
+        """Returns the strategy: its name, or an object if settings are given."""
         if self.strategy == "hsdp":
-            # By its name it wants four ranks; two can be replicas, too.
+            # The name needs four ranks; a mesh of two replicas needs only two.
             return FSDPStrategy(device_mesh=(2, int(os.environ["WORLD_SIZE"]) // 2), **settings)
         if settings:
             module, name, arguments = SEVERAL[self.strategy]
@@ -282,49 +282,50 @@ class Place:
 
 
 def weights(trainer: Trainer, module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors, on rank 0; elsewhere what there is."""
+    """Returns full weights on rank 0; on other ranks, those the strategy provides."""
     return {name: value.detach().clone() for name, value in trainer.strategy.full_state_dict(module).items()}
 
 
-def moved(trainer: Trainer, module: nn.Module) -> list[Tensor]:
-    """By how much each weight has moved from where it began; nothing on ranks that do not have whole ones."""
+def weight_changes(trainer: Trainer, module: nn.Module) -> list[Tensor]:
+    """Returns the change of each weight since initialization, on rank 0; on other ranks, an empty list."""
     start = Net().state_dict()
     found = weights(trainer, module)
     pairs = [(found[name].cpu(), start[name].to(found[name].dtype)) for name in start] if trainer.is_global_zero else []
     return [new.double() - old.double() for new, old in pairs]
 
 
-def trained(trainer: Trainer, module: Net, steps: int) -> None:
+def assert_trained(trainer: Trainer, module: Net, steps: int) -> None:
+    """Checks the number of steps, that losses are finite, and that every weight has changed."""
     assert trainer.global_step == steps, trainer.global_step
     assert all(bool(torch.isfinite(loss)) for loss in module.losses)
-    assert all(bool(change.abs().max() > 0) for change in moved(trainer, module))
+    assert all(bool(change.abs().max() > 0) for change in weight_changes(trainer, module))
 
 
-# one function for each column -----------------------------------------------------------------------------------------
-def accumulation(place: Place) -> None:
-    """Windows of 2, 2 and 1 batches: the last one's loss counts fully."""
-    trainer, module = place.trainer(accumulate_grad_batches=2), Net()
+# one function per column ---------------------------------------------------------------------------------------------
+def accumulation(cell: Cell) -> None:
+    """Windows of 2, 2 and 1 batches: the last window divides its loss by 1."""
+    trainer, module = cell.trainer(accumulate_grad_batches=2), Net()
     trainer.fit(module, loader(trainer.strategy))
-    trained(trainer, module, 3)
+    assert_trained(trainer, module, 3)
     assert len(module.losses) == 5
 
 
-def clip_by_norm(place: Place) -> None:
-    trainer, module = place.trainer(gradient_clip_val=0.1, max_steps=1), Plain()
+def clip_by_norm(cell: Cell) -> None:
+    trainer, module = cell.trainer(gradient_clip_val=0.1, max_steps=1), Plain()
     trainer.fit(module, loader(trainer.strategy))
-    trained(trainer, module, 1)
-    changes = moved(trainer, module)
+    assert_trained(trainer, module, 1)
+    changes = weight_changes(trainer, module)
     if changes:
         norm = float(torch.stack([change.square().sum() for change in changes]).sum().sqrt())
-        # A weight in half precision moves in steps of its own.
+        # Half precision rounds the change of a weight.
         assert 0.7 * 0.1 * RATE < norm < 1.3 * 0.1 * RATE, norm
 
 
-def clip_by_value(place: Place) -> None:
-    trainer = place.trainer(gradient_clip_val=0.01, gradient_clip_algorithm="value", max_steps=1)
+def clip_by_value(cell: Cell) -> None:
+    trainer = cell.trainer(gradient_clip_val=0.01, gradient_clip_algorithm="value", max_steps=1)
     module = Plain()
     trainer.fit(module, loader(trainer.strategy))
-    changes = moved(trainer, module)
+    changes = weight_changes(trainer, module)
     if changes:
         largest = max(float(change.abs().max()) for change in changes)
         assert 0.7 * 0.01 * RATE < largest < 1.3 * 0.01 * RATE, largest
@@ -339,32 +340,32 @@ class Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def checkpoint(place: Place) -> None:
-    """Saved after three of five steps; the run that goes on from there ends with the same weights, bit for bit."""
-    path = place.folder / "saved"
-    trainer, module = place.trainer(callbacks=[Save(path)]), Net()
+def checkpoint(cell: Cell) -> None:
+    """Saves after three of five steps; the resumed run ends with the same weights, bit for bit."""
+    path = cell.folder / "saved"
+    trainer, module = cell.trainer(callbacks=[Save(path)]), Net()
     trainer.fit(module, loader(trainer.strategy))
     expected = weights(trainer, module)
-    trainer, module = place.trainer(), Net()
+    trainer, module = cell.trainer(), Net()
     trainer.fit(module, loader(trainer.strategy), ckpt_path=path)
     assert trainer.global_step == 5 and len(module.losses) == 2
     found = weights(trainer, module)
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def other_ranks(place: Place) -> None:
-    """What `checkpoint` saved resumes on another number of ranks: as many steps, over the samples that are left."""
-    trainer, module = place.trainer(), Net()
-    trainer.fit(module, loader(trainer.strategy), ckpt_path=place.folder / "saved")
+def other_ranks(cell: Cell) -> None:
+    """Resumes what `checkpoint` saved on another number of ranks: as many steps, over the remaining samples."""
+    trainer, module = cell.trainer(), Net()
+    trainer.fit(module, loader(trainer.strategy), ckpt_path=cell.folder / "saved")
     assert trainer.global_step == 5 and len(module.losses) == 2
     assert all(bool(torch.isfinite(loss)) for loss in module.losses)
 
 
-def evaluation(place: Place) -> None:
-    """18 samples, which no number of ranks but 2 divides, once each; and predictions in the data's order."""
-    trainer, module = place.trainer(), Net()
+def evaluation(cell: Cell) -> None:
+    """Uses each of 18 samples once, even if ranks do not divide them evenly; predictions keep the data's order."""
+    trainer, module = cell.trainer(), Net()
     [metrics] = trainer.validate(module, loader(trainer.strategy, 18), verbose=False)
-    # Ranks that share a model have seen the same.
+    # Ranks that share a model have used the same samples.
     share = module.samples * trainer.strategy.data_size / trainer.world_size
     counted = trainer.strategy.ranks.reduce(torch.tensor(share, device=trainer.strategy.root_device), reduction="sum")
     assert torch.isfinite(torch.tensor(metrics["val_loss"])) and float(counted) == 18, counted
@@ -374,56 +375,56 @@ def evaluation(place: Place) -> None:
     assert abs(float(error) - metrics["val_loss"]) < 0.02
 
 
-def compiled(place: Place) -> None:
-    """By torch.compile on the module; what shards or splits its groups compiles them instead."""
+def compiled(cell: Cell) -> None:
+    """Compiles the module; strategies that shard or split groups of layers compile those instead."""
     torch._dynamo.reset()
-    if place.strategy in COMPILE_GROUPS:
-        made = place.made(auto_wrap_policy={Block}, compile={"backend": "eager"})
-        trainer, module = Place(lambda: made, place.precision, place.folder).trainer(), Net()
+    if cell.strategy in COMPILE_GROUPS:
+        strategy = cell.make_strategy(auto_wrap_policy={Block}, compile={"backend": "eager"})
+        trainer, module = Cell(lambda: strategy, cell.precision, cell.folder).trainer(), Net()
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         trainer.fit(module, loader(trainer.strategy))
     else:
-        trainer, module = place.trainer(), Net()
+        trainer, module = cell.trainer(), Net()
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         trainer.fit(torch.compile(module, backend="eager"), loader(trainer.strategy))  # type: ignore[arg-type]
-    trained(trainer, module, 5)
+    assert_trained(trainer, module, 5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
-def manual(place: Place) -> None:
-    trainer, module = place.trainer(), Net(manual=True)
+def manual(cell: Cell) -> None:
+    trainer, module = cell.trainer(), Net(manual=True)
     trainer.fit(module, loader(trainer.strategy))
-    trained(trainer, module, 5)
+    assert_trained(trainer, module, 5)
 
 
-def two_optimizers(place: Place) -> None:
-    trainer, module = place.trainer(), Net(manual=True, optimizers=2)
+def two_optimizers(cell: Cell) -> None:
+    trainer, module = cell.trainer(), Net(manual=True, optimizers=2)
     trainer.fit(module, loader(trainer.strategy))
-    trained(trainer, module, 5)
+    assert_trained(trainer, module, 5)
 
 
-def callbacks(place: Place) -> None:
-    """Those that look into the run: they stop it by a metric, save the best, watch the clock and the rate."""
-    best = ModelCheckpoint(place.folder / "best", monitor="val_loss", save_last=True)
+def callbacks(cell: Cell) -> None:
+    """Callbacks that act on metrics, time and the learning rate."""
+    best = ModelCheckpoint(cell.folder / "best", monitor="val_loss", save_last=True)
     stopper = EarlyStopping("val_loss", patience=0, min_delta=1e9)
     trainer, module = (
-        place.trainer(
+        cell.trainer(
             callbacks=[best, stopper, Timer("00:01:00:00"), LearningRateMonitor("step")],
             max_epochs=4,
-            logger=CSVLogger(place.folder),
+            logger=CSVLogger(cell.folder),
             enable_checkpointing=True,
         ),
         Net(),
     )
     trainer.fit(module, loader(trainer.strategy), loader(trainer.strategy, 8))
-    # Nothing improves on the first value by so much: the second ends it.
+    # No value improves on the first by min_delta, so the second validation stops the run.
     assert (stopper.stopped_epoch, trainer.global_step) == (1, 10)
     assert Path(best.best_model_path).is_dir() and Path(best.last_model_path).is_dir()
 
 
-def by_accelerator(place: Place) -> None:
+def accelerator_loop(cell: Cell) -> None:
     accelerator = Accelerator(
-        cpu=True, mixed_precision=place.arithmetic(), gradient_accumulation_steps=2, strategy=place.made()
+        cpu=True, mixed_precision=cell.make_precision(), gradient_accumulation_steps=2, strategy=cell.make_strategy()
     )
     module = Net()
     optimizer: Any = torch.optim.SGD(module.parameters(), RATE)
@@ -438,11 +439,11 @@ def by_accelerator(place: Place) -> None:
             optimizer.zero_grad()
     assert accelerator.steps == 3 and bool(torch.isfinite(loss.detach()))
     assert all(not torch.equal(old, new.detach()) for old, new in zip(start, model.parameters(), strict=True))
-    accelerator.save_state(place.folder / "state")
-    accelerator.load_state(place.folder / "state")
+    accelerator.save_state(cell.folder / "state")
+    accelerator.load_state(cell.folder / "state")
 
 
-FEATURES: dict[str, Callable[[Place], None]] = {
+FEATURES: dict[str, Callable[[Cell], None]] = {
     "accumulation": accumulation,
     "clip by norm": clip_by_norm,
     "clip by value": clip_by_value,
@@ -453,17 +454,17 @@ FEATURES: dict[str, Callable[[Place], None]] = {
     "manual optimization": manual,
     "several optimizers": two_optimizers,
     "callbacks": callbacks,
-    "Accelerator": by_accelerator,
+    "Accelerator": accelerator_loop,
 }
 
 
-def run(place: Place, feature: str) -> str:
-    """Runs one cell; returns "works", or the error."""
-    place.folder.mkdir(parents=True, exist_ok=True)
+def run(cell: Cell, feature: str) -> str:
+    """Runs a cell; returns "works", or the error."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            FEATURES[feature](place)
+            FEATURES[feature](cell)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return "works"

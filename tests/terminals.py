@@ -1,4 +1,4 @@
-"""A pseudo-terminal, and runs whose progress is shown on it."""
+"""A pseudo-terminal, and runs that show their progress on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.trainer.trainer import Trainer
 
 
 class Net(Line):
-    """Shows a value in every stage."""
+    """Logs a value in every stage."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -49,18 +49,18 @@ def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
 
 
 END = b"\0"
-"""Ends the output of a Terminal. Linux may drop what is still unread when the writing end of a terminal closes, so the
+"""Marks the end of a Terminal's output: Linux may drop unread output when the writing end of a terminal closes, so the
 reader waits for this mark instead."""
 
 
 class Terminal:
-    """A pseudo-terminal of 40 lines by 140 columns in place of streams, which keeps what is written to it."""
+    """A pseudo-terminal of 40 lines by 140 columns that replaces streams and records what is written to them."""
 
     def __init__(self, *streams: str) -> None:
         self.names = streams or ("stderr",)
 
     def __enter__(self) -> Terminal:
-        # Not in a fixture: pytest sets sys.stderr anew before the test itself.
+        # Not in a fixture: pytest replaces sys.stderr again before the test itself.
         self.reading, writing = pty.openpty()
         fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
         self.before = {name: getattr(sys, name) for name in self.names}
@@ -89,12 +89,12 @@ class Terminal:
         self.bytes = self.bytes.removesuffix(END)
 
     def drawn(self) -> list[str]:
-        """Everything that was drawn, a line each, without colours and movements of the cursor."""
+        """Returns everything that was drawn, one line each, without colors and cursor movements."""
         lines = re.split(r"[\r\n]|\x1b\[\d*A", self.bytes.decode())
         return [line for text in lines if (line := re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", text).strip())]
 
     def screen(self) -> list[str]:
-        """The lines that are seen at the end: carriage returns and movements of the cursor have done what they do."""
+        """Returns the lines visible at the end, with carriage returns and cursor movements applied."""
         rows, row, column = [""], 0, 0
         for text in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|[^\x1b]", self.bytes.decode()):
             number = int(match[1]) if (match := re.match(r"\x1b\[(\d+)", text)) else None

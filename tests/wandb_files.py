@@ -1,4 +1,4 @@
-"""W&B's offline file, read back."""
+"""Reads W&B's offline files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The protocol buffers of a .wandb file: a LevelDB log of 32 KiB blocks after 7 bytes of header."""
+    """Yields the protocol buffers of a .wandb file: a LevelDB log of 32 KiB blocks after 7 bytes of header."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -30,7 +30,7 @@ def records(path: Path) -> Iterator[Any]:
 def files(root: Path) -> list[Path]:
     import wandb
 
-    # A run that is finished may still be on its way from wandb's own process to the disk.
+    # wandb's own process may still be writing a finished run.
     wandb.teardown()
     return sorted(root.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
 
