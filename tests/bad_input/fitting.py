@@ -1,4 +1,4 @@
-"""Mistakes in what fit is given, in optimizers and in what training_step returns."""
+"""Mistakes in the arguments of fit, in optimizers, and in the return values of training_step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from leyden import CombinedLoader, LeydenError, TrainModule
 
 
-# what fit is given ----------------------------------------------------------------------------------------------------
+# arguments of fit -----------------------------------------------------------------------------------------------------
 @mistake(r"fit needs a TrainModule and training data: trainer\.fit\(module, train_loader\)")
 def fit_without_arguments(ground: Ground) -> None:
     ground.trainer().fit()
@@ -38,7 +38,7 @@ def a_class_for_a_module(ground: Ground) -> None:
 
 
 @mistake(r"not a Linear: subclass leyden\.TrainModule")
-def a_module_that_is_no_train_module(ground: Ground) -> None:
+def a_module_that_is_not_a_train_module(ground: Ground) -> None:
     ground.trainer().fit(nn.Linear(4, 2), loader())
 
 
@@ -116,22 +116,22 @@ def a_validation_interval_of_an_unsized_loader(ground: Ground) -> None:
 
 
 @mistake(r"there are 2 validation loaders: validation_step must take a dataloader_idx")
-def several_loaders_without_their_index(ground: Ground) -> None:
+def several_validation_loaders_without_dataloader_idx(ground: Ground) -> None:
     ground.fit(None, loader(), [loader(), loader()])
 
 
 @mistake(r"CombinedLoader has no mode 'max'\. Did you mean 'max_size'\?")
-def a_mode_of_combined_loaders(ground: Ground) -> None:
+def an_unknown_mode_of_combined_loader(ground: Ground) -> None:
     CombinedLoader([loader()], mode="max")  # type: ignore[arg-type]
 
 
 @mistake(r"fit\(max_epochs='3'\): use a whole number")
-def max_epochs_of_fit(ground: Ground) -> None:
+def max_epochs_as_a_string(ground: Ground) -> None:
     ground.trainer().fit(ground.module(), loader(), max_epochs="3")  # type: ignore[arg-type]
 
 
 @mistake(r"fit\(max_steps=True\): use a whole number")
-def max_steps_of_fit(ground: Ground) -> None:
+def max_steps_as_a_bool(ground: Ground) -> None:
     ground.trainer().fit(ground.module(), loader(), max_steps=True)
 
 
@@ -143,27 +143,27 @@ def a_module_on_the_meta_device(ground: Ground) -> None:
 
 
 @mistake(r"configure_callbacks returned a str: return callbacks")
-def no_callbacks_configured(ground: Ground) -> None:
+def configure_callbacks_that_returns_a_string(ground: Ground) -> None:
     ground.fit(ground.module(configure_callbacks=lambda self: "none"))
 
 
 @mistake(r"test needs a TrainModule: trainer\.test\(module, loader\)")
-def a_test_of_nothing(ground: Ground) -> None:
+def testing_without_a_module(ground: Ground) -> None:
     ground.trainer().test()
 
 
 @mistake(r"Broken has no test_step: define one")
-def a_test_without_its_step(ground: Ground) -> None:
+def testing_without_a_test_step(ground: Ground) -> None:
     ground.trainer().test(ground.module(), loader())
 
 
 @mistake(r"there is no val loader: pass one to Trainer\.validate")
-def a_validation_without_a_loader(ground: Ground) -> None:
+def validating_without_a_loader(ground: Ground) -> None:
     ground.trainer().validate(ground.module())
 
 
 @mistake(r"Plain has no predict_step and no forward: write one of them")
-def a_prediction_without_forward(ground: Ground) -> None:
+def predicting_without_predict_step_and_forward(ground: Ground) -> None:
     class Plain(TrainModule):
         pass
 
@@ -180,20 +180,32 @@ def scheduled(module: nn.Module, make: Callable[[Any], Any] = lambda o: StepLR(o
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **options}}
 
 
-optimizers("configure_optimizers of no form", r"returned an int\. It may return an optimizer", lambda self: 3)
-optimizers("a list of no optimizers", r"returned a str in place of an optimizer", lambda self: ["adam"])
+optimizers(
+    "configure_optimizers that returns a number", r"returned an int\. It may return an optimizer", lambda self: 3
+)
+optimizers("a list of strings for optimizers", r"returned a str in place of an optimizer", lambda self: ["adam"])
 optimizers("a dict without optimizer", r"a dict without the key 'optimizer'", lambda self: {"optim": sgd(self)})
 optimizers(
     "a dict with a wrong key",
     r"the key 'lr_schedular'\. Did you mean 'lr_scheduler'\?",
     lambda self: {"optimizer": sgd(self), "lr_schedular": None},
 )
-optimizers("a scheduler's key", r"the unknown key 'intervall'\. Did you mean", lambda s: scheduled(s, intervall="step"))
 optimizers(
-    "a scheduler's interval", r"interval='batch': use 'epoch' or 'step'", lambda s: scheduled(s, interval="batch")
+    "an unknown scheduler key", r"the unknown key 'intervall'\. Did you mean", lambda s: scheduled(s, intervall="step")
 )
-optimizers("a scheduler's frequency", r"frequency=0: use a whole number from 1", lambda s: scheduled(s, frequency=0))
-optimizers("no scheduler", r"is a str, not a scheduler\. Use one of torch", lambda s: scheduled(s, lambda o: "step"))
+optimizers(
+    "an invalid scheduler interval",
+    r"interval='batch': use 'epoch' or 'step'",
+    lambda s: scheduled(s, interval="batch"),
+)
+optimizers(
+    "an invalid scheduler frequency", r"frequency=0: use a whole number from 1", lambda s: scheduled(s, frequency=0)
+)
+optimizers(
+    "a string for a scheduler",
+    r"is a str, not a scheduler\. Use one of torch",
+    lambda s: scheduled(s, lambda o: "step"),
+)
 optimizers(
     "plateau without monitor",
     r"needs a value to monitor.*'monitor': 'val_loss'",
@@ -221,20 +233,20 @@ optimizers(
     accumulate_grad_batches=2,
 )
 optimizers(
-    "LBFGS and a scaler",
+    "LBFGS and a gradient scaler",
     r"LBFGS evaluates the loss several times.*use precision='bf16-mixed' or '32-true'",
     lambda self: torch.optim.LBFGS(self.parameters()),
     precision="16-mixed",
 )
 optimizers(
-    "LBFGS and another",
+    "LBFGS and another optimizer",
     r"LBFGS evaluates the loss several times.*use manual optimization",
     lambda self: [torch.optim.LBFGS(self.parameters()), sgd(self)],
 )
 
 
 @mistake(r"monitors 'val_lost', which was not logged\. Did you mean 'val_loss'\?", when=DURING)
-def a_plateau_scheduler_that_watches_nothing(ground: Ground) -> None:
+def a_plateau_scheduler_that_monitors_an_unlogged_metric(ground: Ground) -> None:
     module = ground.module(configure_optimizers=lambda self: scheduled(self, ReduceLROnPlateau, monitor="val_lost"))
     ground.fit(module, loader(), loader())
 
@@ -263,7 +275,7 @@ def manual_backward_in_automatic_optimization(ground: Ground) -> None:
     ground.fit(ground.module(training_step=training_step))
 
 
-# what training_step returns -------------------------------------------------------------------------------------------
+# return values of training_step ---------------------------------------------------------------------------------------
 returns("a loss that is a number", r"returned a float, not a loss\. Return a scalar tensor", lambda s, b: 0.5)
 returns("a loss that is None", r"returned None, not a loss\. Return a scalar tensor", lambda s, b: None)
 returns("a dict without loss", r"without 'loss'\. Return \{'loss': loss", lambda s, b: {"los": s.loss(b)})
@@ -281,7 +293,7 @@ returns(
     lambda s, b: s(b[0]).sum(1),
 )
 returns(
-    "num_items that is a word",
+    "num_items that is a string",
     r"num_items is a str\. Return a number",
     lambda s, b: {"loss": s.loss(b), "num_items": "two"},
 )
@@ -293,7 +305,7 @@ returns(
 
 
 @mistake(r"num_items for some batches .* and not for others\. Return it always or never", when=DURING)
-def num_items_now_and_then(ground: Ground) -> None:
+def num_items_for_some_batches_only(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         return {"loss": self.loss(batch), **({"num_items": 2} if batch_idx else {})}
 
@@ -317,7 +329,7 @@ def a_batch_on_another_device(ground: Ground) -> None:
 
 
 @mistake(r"MemoryError|out of memory on cpu in step 0.*smaller batch_size", torch.OutOfMemoryError, DURING)
-def a_batch_that_does_not_fit(ground: Ground) -> None:
+def a_batch_that_exceeds_memory(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         raise torch.OutOfMemoryError("tried to allocate")
 

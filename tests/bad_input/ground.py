@@ -1,4 +1,4 @@
-"""What the cases of bad input share: a module without a mistake, and the table of mistakes."""
+"""Shared by the cases of bad input: a correct module, and the tables of mistakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUIET = {**models.QUIET, "max_epochs": 1}
 
 
 class Module(TrainModule):
-    """A module without a mistake, in which each case makes one."""
+    """A correct module, to which each case adds one mistake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Numbers(DataModule):
 
 @dataclass
 class Ground:
-    """What a case works with: modules whose training steps are counted, and Trainers that write to one folder."""
+    """Makes a case's modules, whose training steps are counted, and its Trainers, which write to one folder."""
 
     folder: Path
     modules: list[Module] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Ground:
         return trainer
 
     def saved(self) -> Path:
-        """A checkpoint of a whole run."""
+        """Returns a checkpoint of a complete run."""
         trainer = self.fit()
         path = trainer.save_checkpoint(self.folder / "saved")
         self.modules.clear()
@@ -108,7 +108,7 @@ DURING: list[Case] = []
 def mistake(
     match: str, error: type[Exception] = ConfigurationError, when: list[Case] = BEFORE
 ) -> Callable[[Callable[[Ground], Any]], Callable[[Ground], Any]]:
-    """Adds the function to the table: what it raises, and whether training may have begun by then."""
+    """Adds the function, and the error it raises, to the mistakes found before training or during it."""
 
     def add(function: Callable[[Ground], Any]) -> Callable[[Ground], Any]:
         when.append((function.__name__, error, match, function))
@@ -118,7 +118,7 @@ def mistake(
 
 
 def returns(name: str, match: str, wrong: Callable[[Module, Any], Any], **arguments: Any) -> None:
-    """A mistake in what training_step returns, which no one can know before."""
+    """Adds a mistake in the return value of training_step, which only training can reveal."""
 
     def run(ground: Ground) -> None:
         def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
@@ -131,7 +131,7 @@ def returns(name: str, match: str, wrong: Callable[[Module, Any], Any], **argume
 
 
 def optimizers(name: str, match: str, configured: Callable[[Module], Any], **arguments: Any) -> None:
-    """A mistake in what configure_optimizers returns."""
+    """Adds a mistake in the return value of configure_optimizers."""
     BEFORE.append(
         (
             name,
@@ -143,7 +143,7 @@ def optimizers(name: str, match: str, configured: Callable[[Module], Any], **arg
 
 
 def logs(name: str, match: str, call: Callable[[Module], Any]) -> None:
-    """A mistake in a call of self.log."""
+    """Adds a mistake in a call of self.log."""
 
     def run(ground: Ground) -> None:
         def training_step(self: Module, batch: Any, batch_idx: int) -> Any:

@@ -14,7 +14,7 @@ from leyden.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 
 # logging --------------------------------------------------------------------------------------------------------------
-def log_with_other_arguments(module: Module) -> None:
+def log_with_different_arguments(module: Module) -> None:
     module.log("x", 1.0)
     module.log("x", 1.0, prog_bar=True)
 
@@ -24,18 +24,18 @@ logs(
     r"of shape \(3,\)\. Log one number, such as value\.mean\(\)",
     lambda s: s.log("x", torch.ones(3)),
 )
-logs("a word for a value", r"called with a str\. Log a number", lambda s: s.log("x", "high"))
+logs("a string for a value", r"called with a str\. Log a number", lambda s: s.log("x", "high"))
 logs("a dict for a value", r"For a dict, call self\.log_dict", lambda s: s.log("x", {"a": 1.0}))
 NUMBER: Any = 3
 logs(
-    "a name that is no word",
+    "a number for a name",
     r"must be a name, not an int\. Call self\.log\('loss', loss\)",
     lambda s: s.log(NUMBER, 1.0),
 )
-logs("other arguments", r"was called with different arguments before", log_with_other_arguments)
+logs("different arguments for one name", r"was called with different arguments before", log_with_different_arguments)
 logs("nothing to log", r"would log nothing\. Set one of them", lambda s: s.log("x", 1.0, on_step=False, on_epoch=False))
 logs(
-    "a reduction",
+    "an unknown reduction",
     r"reduce_fx='men'\): unknown reduction\. Did you mean 'mean'\?",
     lambda s: s.log("x", 1.0, reduce_fx="men"),
 )
@@ -50,12 +50,12 @@ def a_log_in_configure_optimizers(ground: Ground) -> None:
 
 
 @mistake(r"self\.log cannot be called in on_fit_start")
-def a_log_before_training(ground: Ground) -> None:
+def a_log_in_on_fit_start(ground: Ground) -> None:
     ground.fit(ground.module(on_fit_start=lambda self: self.log("x", 1.0)))
 
 
 @mistake(r"self\.log cannot be called in predict_step")
-def a_log_in_prediction(ground: Ground) -> None:
+def a_log_in_predict_step(ground: Ground) -> None:
     def predict_step(self: Module, batch: Any, batch_idx: int) -> Any:
         self.log("x", 1.0)
 
@@ -63,12 +63,12 @@ def a_log_in_prediction(ground: Ground) -> None:
 
 
 @mistake(r"on_step=True\) in on_train_epoch_end: this hook runs outside of steps", when=DURING)
-def a_step_value_of_an_epoch(ground: Ground) -> None:
+def on_step_in_an_epoch_hook(ground: Ground) -> None:
     ground.fit(ground.module(on_train_epoch_end=lambda self: self.log("x", 1.0, on_step=True)))
 
 
 @mistake(r"weights values by batch size.*Pass batch_size=", when=DURING)
-def a_batch_whose_size_is_unknown(ground: Ground) -> None:
+def a_batch_of_unknown_size(ground: Ground) -> None:
     def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
         self.log("x", 1.0, on_epoch=True)
         return self.net.weight.sum()
@@ -77,12 +77,12 @@ def a_batch_whose_size_is_unknown(ground: Ground) -> None:
 
 
 @mistake(r"EarlyStopping monitors 'val_lss', which was not logged\. Did you mean 'val_loss'\?", when=DURING)
-def an_early_stopping_that_watches_nothing(ground: Ground) -> None:
+def an_early_stopping_that_monitors_an_unlogged_metric(ground: Ground) -> None:
     ground.fit(None, loader(), loader(), callbacks=EarlyStopping("val_lss"))
 
 
 @mistake(r"'val_lss'.*Did you mean 'val_loss'\?", when=DURING)
-def a_checkpoint_that_watches_nothing(ground: Ground) -> None:
+def a_model_checkpoint_that_monitors_an_unlogged_metric(ground: Ground) -> None:
     ground.fit(None, loader(), loader(), callbacks=ModelCheckpoint(monitor="val_lss"), enable_checkpointing=True)
 
 
@@ -92,7 +92,7 @@ def a_learning_rate_monitor_without_loggers(ground: Ground) -> None:
 
 
 @mistake(r"is not attached to a Trainer: pass it to Trainer\.fit first", LeydenError)
-def a_module_that_no_trainer_runs(ground: Ground) -> None:
+def a_module_without_a_trainer(ground: Ground) -> None:
     ground.module().print("hello")
 
 
@@ -102,37 +102,37 @@ def from_path(ground: Ground, path: Any, module: Module | None = None, **options
 
 
 @mistake(r"besst: does not exist, and is not a special value of ckpt_path\. Did you mean 'best'\?", CheckpointError)
-def a_misspelled_word_for_a_checkpoint(ground: Ground) -> None:
+def a_misspelled_ckpt_path(ground: Ground) -> None:
     from_path(ground, "besst")
 
 
 @mistake(r"holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto'", CheckpointError)
-def the_last_checkpoint_of_none(ground: Ground) -> None:
+def last_without_a_checkpoint(ground: Ground) -> None:
     from_path(ground, "last")
 
 
 @mistake(r"no ModelCheckpoint of this Trainer has saved a best checkpoint yet: pass a path, or 'last'")
-def the_best_checkpoint_of_none(ground: Ground) -> None:
+def best_without_a_checkpoint(ground: Ground) -> None:
     from_path(ground, "best")
 
 
 @mistake(r"fit the module first")
-def a_current_run_before_the_first(ground: Ground) -> None:
+def current_before_the_first_fit(ground: Ground) -> None:
     from_path(ground, "current")
 
 
 @mistake(r"nowhere.*(not there|no checkpoint|does not exist)", CheckpointError)
-def a_checkpoint_that_is_not_there(ground: Ground) -> None:
+def a_missing_checkpoint(ground: Ground) -> None:
     from_path(ground, ground.folder / "nowhere")
 
 
 @mistake(r"there is no part 'optimizer'\. Did you mean 'optimizers'\?")
-def a_part_that_is_not_there(ground: Ground) -> None:
+def an_unknown_part_in_restore(ground: Ground) -> None:
     from_path(ground, None, restore=["weights", "optimizer"])
 
 
 @mistake(r"restore=3.*'all', 'weights'")
-def parts_that_are_a_number(ground: Ground) -> None:
+def restore_as_a_number(ground: Ground) -> None:
     from_path(ground, None, restore=3)
 
 
@@ -151,13 +151,13 @@ def weights_that_do_not_fit(ground: Ground) -> None:
 
 
 @mistake(r"has 1 optimizers, and configure_optimizers made 2.*leave 'optimizers' out of restore")
-def another_number_of_optimizers(ground: Ground) -> None:
+def a_different_number_of_optimizers(ground: Ground) -> None:
     path = ground.saved()
     from_path(ground, path, ground.module(configure_optimizers=lambda self: [sgd(self), sgd(self)]))
 
 
 @mistake(r"saved with weights_only=True and cannot be resumed\. .*restore='weights'", CheckpointError)
-def a_resume_from_weights_alone(ground: Ground) -> None:
+def a_resume_from_a_weights_only_checkpoint(ground: Ground) -> None:
     trainer = ground.fit()
     path = trainer.save_checkpoint(ground.folder / "weights", weights_only=True)
     ground.modules.clear()
@@ -165,7 +165,7 @@ def a_resume_from_weights_alone(ground: Ground) -> None:
 
 
 @mistake(r"save_checkpoint has no module to save: call fit first", LeydenError)
-def a_checkpoint_of_nothing(ground: Ground) -> None:
+def save_checkpoint_before_a_fit(ground: Ground) -> None:
     ground.trainer().save_checkpoint(ground.folder / "nothing")
 
 
@@ -188,7 +188,7 @@ def a_hyperparameter_that_cannot_be_saved(ground: Ground) -> None:
 
 
 @mistake(r"'widht' is not an argument\. Did you mean 'width'\?")
-def a_hyperparameter_that_is_not_there(ground: Ground) -> None:
+def an_unknown_hyperparameter(ground: Ground) -> None:
     class Kept(TrainModule):
         def __init__(self, width: int = 1) -> None:
             super().__init__()
@@ -215,7 +215,7 @@ def a_module_whose_state_cannot_be_saved(ground: Ground) -> None:
 
 
 @mistake(r"two callbacks have the same state_key.*override state_key in one of them")
-def two_callbacks_with_one_key(ground: Ground) -> None:
+def two_callbacks_with_one_state_key(ground: Ground) -> None:
     ground.fit(None, loader(), loader(), callbacks=[EarlyStopping("val_loss"), EarlyStopping("val_loss", patience=9)])
 
 

@@ -52,8 +52,8 @@ def fit(callbacks: Any = (), samples: int = 9, size: int = 2, path: str | None =
     module = Squares(Blocks(), lambda module: torch.optim.AdamW(module.parameters(), 0.01))
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "callbacks": callbacks, **arguments})
     data = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
-    given = torch.compile(module, backend="aot_eager") if compiled else module
-    trainer.fit(given, DataLoader(data, size), ckpt_path=path)
+    fitted = torch.compile(module, backend="aot_eager") if compiled else module
+    trainer.fit(fitted, DataLoader(data, size), ckpt_path=path)
     return module
 
 
@@ -71,22 +71,22 @@ def passes(module: Squares) -> list[int]:
         (lambda module: isinstance(module, Block), 1, [0, 1, 2, 3]),
     ],
 )
-def test_blocks_run_twice_and_the_numbers_stay(modules: Any, every: int, twice: list[int]) -> None:
+def test_blocks_run_twice_with_identical_results(modules: Any, every: int, twice: list[int]) -> None:
     plain, again = fit(), fit(ActivationCheckpointing(modules, every))
     assert numbers_of(again) == numbers_of(plain) and passes(plain) == [5] * 4
     assert passes(again) == [10 if number in twice else 5 for number in range(4)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_numbers_stay_where_the_inputs_are_kept_on_the_host(compiled: bool) -> None:
+def test_offloading_gives_identical_results(compiled: bool) -> None:
     plain = fit()
     again = fit(ActivationCheckpointing(Block, offload=True), compiled=compiled)
     assert numbers_of(again) == numbers_of(plain)
     assert compiled or passes(again) == [10] * 4
 
 
-def test_what_is_kept_on_the_host_are_the_inputs_alone() -> None:
-    """Runs on the meta device, whose tensors have no values, and records which of them would be copied to the host."""
+def test_offloading_copies_only_block_inputs_to_the_host() -> None:
+    """Runs on the meta device, whose tensors have no values, and records which tensors would be copied to the host."""
     block = Block().to("meta")
     recompute([block], offloads=True)
     copied: list[Any] = []
@@ -105,7 +105,7 @@ def test_what_is_kept_on_the_host_are_the_inputs_alone() -> None:
     assert inputs.grad is not None and inputs.grad.device.type == "meta"
 
 
-def test_after_fit_the_module_is_as_it_was() -> None:
+def test_the_module_is_restored_after_fit() -> None:
     callback = ActivationCheckpointing(Block)
     module = fit(callback)
     before = passes(module)
@@ -115,7 +115,7 @@ def test_after_fit_the_module_is_as_it_was() -> None:
 
 
 class Copied(ActivationCheckpointing):
-    """Copies the module during fit, as averages of weights do."""
+    """Copies the module during fit, as weight averaging does."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         blocks = copy.deepcopy(module.net).blocks
@@ -123,25 +123,25 @@ class Copied(ActivationCheckpointing):
         self.copied = blocks[0].passes, module.net.blocks[0].passes
 
 
-def test_a_copy_of_the_module_runs_by_itself() -> None:
+def test_a_copy_of_the_module_recomputes_independently() -> None:
     callback = Copied(Block)
     with torch.random.fork_rng():
         fit(callback)
     assert callback.copied == (2, 0)
 
 
-def test_a_compiled_module_has_the_same_numbers() -> None:
+def test_a_compiled_module_gives_identical_results() -> None:
     assert numbers_of(fit(ActivationCheckpointing(Block), compiled=True)) == numbers_of(fit())
 
 
-def test_a_resume_and_a_checkpoint_know_nothing_of_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_plain_run_resumes_with_identical_results(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     plain = fit([keeper], enable_checkpointing=True)
     assert numbers_of(fit(ActivationCheckpointing(Block), path=str(tmp_path / "step=2"))) == numbers_of(plain)
 
 
-def test_a_search_recomputes_too() -> None:
-    """A search for a batch size, for instance, depends on it."""
+def test_lr_find_recomputes_blocks() -> None:
+    """The batch size finder, for instance, depends on it."""
     seen: list[Any] = []
     callback = ActivationCheckpointing(lambda module: isinstance(module, Block) and not seen.append(module))
     trainer = Trainer(**QUIET, callbacks=callback, max_epochs=1)
@@ -167,7 +167,7 @@ def test_a_search_recomputes_too() -> None:
         (lambda: ActivationCheckpointing(Block, offload="cpu"), "offload='cpu'.: use True or False"),  # type: ignore
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_invalid_arguments_raise(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
 
@@ -186,7 +186,7 @@ def on_ranks() -> dict[str, Any]:
     return found
 
 
-def test_ranks_have_the_same_numbers() -> None:
+def test_ranks_give_identical_results() -> None:
     for rank in run_world(2, on_ranks):
         for strategy, ((plain, again), (once, twice)) in rank.items():
             assert again == plain, strategy

@@ -16,7 +16,7 @@ from leyden.trainer.format.staging import is_staging
 
 
 def test_tasks_run_in_order_in_the_background() -> None:
-    uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
+    uploads, go, done = BackgroundUploads("MyLogger"), threading.Event(), []
 
     def first() -> None:
         assert go.wait(60)
@@ -28,7 +28,7 @@ def test_tasks_run_in_order_in_the_background() -> None:
     go.set()
     uploads.wait()
     assert done == [("first", "leyden-uploads"), "end", "second"]
-    # The thread has ended, and another one begins.
+    # The thread has ended; the next task starts another.
     uploads.put(Task("third", lambda: done.append("third")))
     uploads.wait()
     uploads.report(raises=True)
@@ -40,7 +40,7 @@ def test_tasks_run_in_order_in_the_background() -> None:
 
 
 def test_a_failure_is_reported_once_and_does_not_stop_other_tasks() -> None:
-    uploads, done = BackgroundUploads("Mine"), []
+    uploads, done = BackgroundUploads("MyLogger"), []
 
     def fails() -> None:
         raise OSError("no network")
@@ -50,8 +50,8 @@ def test_a_failure_is_reported_once_and_does_not_stop_other_tasks() -> None:
     uploads.put(Task("another", lambda: done.append("another")))
     uploads.wait()
     with (
-        pytest.warns(UserWarning, match="Mine could not upload a file: OSError: no network") as warned,
-        pytest.raises(LeydenError, match="Mine could not upload a file: OSError: no network"),
+        pytest.warns(UserWarning, match="MyLogger could not upload a file: OSError: no network") as warned,
+        pytest.raises(LeydenError, match="MyLogger could not upload a file: OSError: no network"),
     ):
         uploads.report(raises=True)
     assert len(warned) == 2 and done == ["end", "end", "end", "another"]
@@ -63,10 +63,10 @@ def test_a_failure_is_reported_once_and_does_not_stop_other_tasks() -> None:
 
 
 def test_an_interrupted_run_abandons_pending_uploads_with_a_warning() -> None:
-    uploads, go, done = BackgroundUploads("Mine"), threading.Event(), []
+    uploads, go, done = BackgroundUploads("MyLogger"), threading.Event(), []
     uploads.put(Task("one", lambda: done.append(go.wait(60)), lambda: done.append("end of one")))
     uploads.put(Task("two", lambda: done.append("two"), lambda: done.append("end of two")))
-    with pytest.warns(UserWarning, match="Mine did not upload one, two: the run was interrupted"):
+    with pytest.warns(UserWarning, match="MyLogger did not upload one, two: the run was interrupted"):
         uploads.wait(0.01)
     assert done == ["end of two"]
     go.set()
@@ -75,7 +75,7 @@ def test_an_interrupted_run_abandons_pending_uploads_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_copy_outlives_its_checkpoint(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linked_copy_outlives_its_checkpoint(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "step=1"
     (folder / "inner").mkdir(parents=True)
     (folder / "a").write_text("a")

@@ -36,7 +36,7 @@ def test_a_metric_named_step_gets_its_own_column(tmp_path: Path) -> None:
     assert Path(logger.metrics_file_path).read_text() == "step,loss,logged_step\n7,0.5,40\n"
 
 
-def test_a_column_that_appears_late_loses_no_row(tmp_path: Path) -> None:
+def test_a_late_column_keeps_earlier_rows(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)
     logger.save()
@@ -63,7 +63,7 @@ def test_the_file_is_rewritten_only_when_the_header_grows(tmp_path: Path) -> Non
     assert [row["a"] for row in rows(logger)] == ["1", "2", "3", "4", "5"]
 
 
-def test_numbers_come_back_exactly(tmp_path: Path) -> None:
+def test_numbers_survive_a_round_trip_exactly(tmp_path: Path) -> None:
     values = [random.Random(0).random() * 10**exponent for exponent in (-300, -5, 0, 5, 300)]
     logger = CSVLogger(tmp_path)
     for step, value in enumerate([*values, float("nan"), float("inf"), -float("inf")]):
@@ -112,7 +112,7 @@ def test_a_resume_removes_values_logged_after_the_checkpoint(tmp_path: Path, flu
             logger.log_metrics({"loss": 1 / step}, step)
         state = logger.state_dict()
         logger.save()
-        # A row of the checkpoint's own step, logged after it, and a column that came later.
+        # A row at the checkpoint's step but logged after it, and a new column.
         logger.log_metrics({"val": 0.5}, 2)
         logger.log_metrics({"loss": 0.3}, 3)
         if logger is whole or flushed_later:
@@ -127,7 +127,7 @@ def test_a_resume_removes_values_logged_after_the_checkpoint(tmp_path: Path, flu
     assert Path(resumed.metrics_file_path).read_bytes() == Path(whole.metrics_file_path).read_bytes()
 
 
-def test_the_state_counts_rows_that_are_not_written_yet(tmp_path: Path) -> None:
+def test_the_state_counts_unwritten_rows(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     assert logger.version == 0
     for step in range(3):
@@ -137,7 +137,7 @@ def test_the_state_counts_rows_that_are_not_written_yet(tmp_path: Path) -> None:
     assert logger.state_dict()["rows"] == 3
 
 
-def test_a_test_run_with_a_checkpoint_removes_nothing(tmp_path: Path) -> None:
+def test_testing_a_checkpoint_removes_no_rows(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"x": 1}, 1)
     state = logger.state_dict()
@@ -151,7 +151,7 @@ def test_a_test_run_with_a_checkpoint_removes_nothing(tmp_path: Path) -> None:
     assert rows(tester)[2]["test"] == "3"
 
 
-def test_the_same_logger_returns_to_a_checkpoint(tmp_path: Path) -> None:
+def test_an_open_logger_can_return_to_a_checkpoint(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"x": 1}, 1)
     state = logger.state_dict()
@@ -184,14 +184,14 @@ for step in range(1, 200):
     if step == 120:
         print(logger.state_dict(), flush=True)
     if step == 160:
-        # The half row that a kill in the middle of a write can leave.
+        # A kill during a write can leave such a partial row.
         with open(logger.metrics_file_path, "a") as file:
             file.write("161,16")
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_run_resumes_with_whole_rows(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_without_partial_rows(tmp_path: Path) -> None:
     import ast
 
     done = run_program(["-c", KILLED, tmp_path])

@@ -22,7 +22,7 @@ NAMES = {"cpu_percent", "cpu_vm_percent", "cpu_swap_percent"}
 BATCHES = [torch.ones(2, 4)] * 5
 
 
-class Kept(Logger):
+class StatsRecorder(Logger):
     def __init__(self) -> None:
         self.rows: list[tuple[int | None, str]] = []
         self.values: list[float] = []
@@ -46,13 +46,13 @@ def module() -> Evaluated:
     return Evaluated(torch.nn.Linear(4, 1))
 
 
-def trainer_of(root: Path, kept: Kept | None, monitor: DeviceStatsMonitor, **arguments: Any) -> Trainer:
+def trainer_of(root: Path, kept: StatsRecorder | None, monitor: DeviceStatsMonitor, **arguments: Any) -> Trainer:
     settings = {"logger": kept or False, "max_epochs": 1, "default_root_dir": root, **arguments}
     return Trainer(callbacks=[monitor], **{**QUIET, **settings})
 
 
-def test_logged_steps_and_evaluation_batches_are_logged_at_their_start_and_end(tmp_path: Path) -> None:
-    kept = Kept()
+def test_statistics_are_logged_at_the_start_and_end_of_logged_batches(tmp_path: Path) -> None:
+    kept = StatsRecorder()
     trainer = trainer_of(tmp_path, kept, DeviceStatsMonitor(), log_every_n_steps=2, num_sanity_val_steps=2)
     trainer.fit(module(), BATCHES, BATCHES)
     both = ("batch_start", "batch_end")
@@ -67,30 +67,30 @@ def test_logged_steps_and_evaluation_batches_are_logged_at_their_start_and_end(t
     assert [hook for _, hook in kept.rows] == ["test_batch_start", "test_batch_end"] * 3
 
 
-def test_a_window_of_several_batches_is_logged_at_its_start_and_its_end(tmp_path: Path) -> None:
-    kept = Kept()
+def test_statistics_are_logged_at_the_start_and_end_of_accumulation_windows(tmp_path: Path) -> None:
+    kept = StatsRecorder()
     trainer = trainer_of(tmp_path, kept, DeviceStatsMonitor(), log_every_n_steps=1, accumulate_grad_batches=2)
     trainer.fit(module(), BATCHES)
     assert kept.rows == [(step, f"train_{hook}") for step in (1, 2, 3) for hook in ("batch_start", "batch_end")]
 
 
-def test_psutil_is_needed_for_the_cpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_psutil_is_needed_only_for_cpu_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert psutil.cpu_count()
     monkeypatch.setitem(sys.modules, "psutil", None)
-    kept = Kept()
+    kept = StatsRecorder()
     trainer_of(tmp_path, kept, DeviceStatsMonitor(cpu_stats=False), log_every_n_steps=1).fit(module(), BATCHES)
     with pytest.raises(MissingExtraError, match="pip install psutil"):
         trainer_of(tmp_path, kept, DeviceStatsMonitor()).fit(module(), BATCHES)
 
 
-def test_a_wrong_argument_is_refused() -> None:
+def test_an_invalid_argument_raises() -> None:
     with pytest.raises(ConfigurationError, match="True, False or None"):
         DeviceStatsMonitor(cpu_stats="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_has_the_statistics_of_its_allocator() -> None:
+def test_cuda_statistics_include_the_allocators() -> None:
     kept = torch.ones(1000, device="cuda")
     found = device_statistics(kept.device)
     assert found["allocated_bytes.all.current"] >= 4000

@@ -37,7 +37,7 @@ class Net(Squares):
             (grad._local_tensor if hasattr(grad, "_local_tensor") else grad).neg_()
 
 
-class OwnParts(Net):
+class RankLocalState(Net):
     """Has buffers, and a parameter that DDP ignores, that differ between the ranks."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def on_three_ranks() -> dict[str, Any]:
         # The last global batch has a sample for the first rank only.
         "idle ranks": warned(Net(2, range(4, 5)), 1, samples=19, max_epochs=1, max_steps=-1),
         "windows": warned(Net(2, range(3, 4)), 1, accumulate_grad_batches=2, max_steps=4),
-        "own parts": warned(OwnParts(), 1, max_steps=4),
+        "rank-local state": warned(RankLocalState(), 1, max_steps=4),
     }
 
 
@@ -96,7 +96,7 @@ def three() -> list[dict[str, Any]]:
         ("windows", 3, 2, 2, "ranks 0 and 1"),
     ],
 )
-def test_three_replicas_name_the_odd_one(
+def test_three_replicas_identify_the_drifted_rank(
     three: list[dict[str, Any]], case: str, step: int, agreed: int, odd: int, others: str
 ) -> None:
     [text], _ = three[0][case]
@@ -106,8 +106,8 @@ def test_three_replicas_name_the_odd_one(
     assert three[1][case][0] == []
 
 
-@pytest.mark.parametrize("case", ["none", "between", "own parts"])
-def test_replicas_that_agree_at_each_check_are_left_alone(three: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("case", ["none", "between", "rank-local state"])
+def test_replicas_that_agree_at_each_check_pass(three: list[dict[str, Any]], case: str) -> None:
     assert [rank[case] for rank in three] == [([], [])] * 3
 
 
@@ -117,10 +117,10 @@ def stop(folder: str) -> None:
     train(Net(1, range(13, 14)), guard, callbacks=[guard, keeper], enable_checkpointing=True)
 
 
-def test_two_replicas_name_the_pair_and_save_no_drifted_weights(tmp_path: Path) -> None:
+def test_two_replicas_name_both_ranks_and_save_no_drifted_weights(tmp_path: Path) -> None:
     ended = [str(end) for end in run_world(2, stop, str(tmp_path), may_fail=True)]
-    told = r"ranks 0 and 1 have drifted apart: net\.0\.weight differs\. All agreed after step 10\."
-    words = f"DriftError: after step 20 {told}"
+    drift = r"ranks 0 and 1 have drifted apart: net\.0\.weight differs\. All agreed after step 10\."
+    words = f"DriftError: after step 20 {drift}"
     # The first rank to raise reports the error; it ends the others.
     assert all(re.match(rf"{words}|1$", end) for end in ended) and any(re.match(words, end) for end in ended)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=10", "step=15", "step=5"]
@@ -130,7 +130,7 @@ def refuse() -> None:
     train(Net(), DriftGuard(), strategy="fsdp")
 
 
-def test_a_strategy_without_replicas_is_refused() -> None:
+def test_a_strategy_without_replicas_raises() -> None:
     ended = [str(end) for end in run_world(2, refuse, may_fail=True)]
     words = "ConfigurationError: DriftGuard compares replicas, and strategy='fsdp' has none: each of the 2 ranks"
     assert any(end.startswith(words) for end in ended)
@@ -151,7 +151,7 @@ def on_four_ranks() -> dict[str, Any]:
     return found
 
 
-def test_copies_of_shards_are_compared_with_each_other() -> None:
+def test_replicated_shards_are_compared() -> None:
     ranks = run_world(4, on_four_ranks)
     for case in ("hsdp", "mesh"):
         [text], drifted = ranks[0][case]
@@ -181,7 +181,7 @@ def test_one_process_has_nothing_to_compare() -> None:
         ("a" * 20 + "b", [20], "rank 20 has drifted from 20 ranks (0, 1, 2, 3, 4, 5, 6, 7, …)"),
     ],
 )
-def test_a_majority_names_the_others(values: str, odd: list[int], words: str) -> None:
+def test_the_minority_of_replicas_is_named(values: str, odd: list[int], words: str) -> None:
     digests = {rank: {"v": "same", "w": value, "x": value} for rank, value in enumerate(values)}
     apart, text = _compare(digests)
     assert apart == odd and text.startswith(words)
@@ -190,6 +190,6 @@ def test_a_majority_names_the_others(values: str, odd: list[int], words: str) ->
 @pytest.mark.parametrize(
     ("arguments", "words"), [((0,), "every_n_steps=0"), ((True,), "every_n_steps=True"), ((1, "stpo"), "'stop'")]
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+def test_invalid_arguments_raise(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         DriftGuard(*arguments)

@@ -1,4 +1,4 @@
-"""EarlyStopping, on real runs whose metrics follow a script."""
+"""EarlyStopping in short runs with scripted metrics."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _no_warnings() -> Iterator[None]:
         ({"divergence_threshold": 1.0, "mode": "max"}, [5, 1.0, 0.9, 9], 3, "divergence_threshold"),
     ],
 )
-def test_training_stops_for_each_of_its_reasons(
+def test_each_criterion_stops_training_with_its_reason(
     tmp_path: Path, arguments: dict[str, Any], values: list[float], epochs: int, reason: str
 ) -> None:
     stopping = EarlyStopping("val", **arguments)
@@ -106,13 +106,13 @@ def test_training_stops_for_each_of_its_reasons(
         assert float(stopping.best_score) == min(finite)
 
 
-def test_the_best_score_is_kept_and_fruitless_checks_are_counted(tmp_path: Path) -> None:
+def test_best_score_and_wait_count_follow_the_metric(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=5)
     fit(tmp_path, [3, 1, 2, 2], stopping)
     assert (float(stopping.best_score), stopping.wait_count) == (1.0, 2)
 
 
-def test_where_it_checks(tmp_path: Path) -> None:
+def test_checks_follow_the_validation_schedule(tmp_path: Path) -> None:
     """Checks once per epoch or once per validation, whenever the metric is new."""
     values = [5.0] * 8
     twice = EarlyStopping("val", patience=3)
@@ -131,16 +131,16 @@ def test_where_it_checks(tmp_path: Path) -> None:
     assert fit(tmp_path, values, after_validation).current_epoch == 4
 
 
-def test_neither_the_sanity_check_nor_a_quick_run_counts(tmp_path: Path) -> None:
+def test_sanity_checks_and_fast_dev_run_do_not_count(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=0, check_on_train_epoch_end=False)
     fit(tmp_path, [5], stopping, num_sanity_val_steps=2)
     assert (stopping.wait_count, float(stopping.best_score)) == (0, 5.0)
-    quick = EarlyStopping("nobody logs this", patience=0)
-    fit(tmp_path, [5], quick, fast_dev_run=True)
-    assert float(quick.best_score) == INF
+    unlogged = EarlyStopping("never logged", patience=0)
+    fit(tmp_path, [5], unlogged, fast_dev_run=True)
+    assert float(unlogged.best_score) == INF
 
 
-def test_validate_alone_is_no_check(tmp_path: Path) -> None:
+def test_validate_does_not_count_as_a_check(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", check_on_train_epoch_end=False)
     trainer = Trainer(
         default_root_dir=tmp_path,
@@ -153,7 +153,7 @@ def test_validate_alone_is_no_check(tmp_path: Path) -> None:
     assert float(stopping.best_score) == INF
 
 
-def test_a_metric_that_nobody_logged_is_an_error_unless_strict_is_off(tmp_path: Path) -> None:
+def test_an_unlogged_metric_raises_unless_strict_is_false(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"monitors 'vall', which was not logged\. Did you mean 'val'\?.*strict=False"
     ):
@@ -165,12 +165,12 @@ def test_a_metric_that_nobody_logged_is_an_error_unless_strict_is_off(tmp_path: 
         fit(tmp_path, [], EarlyStopping("val"), max_epochs=1)
 
 
-def test_min_epochs_delay_the_stop(tmp_path: Path) -> None:
+def test_min_epochs_delays_stopping(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=1)
     assert fit(tmp_path, [5.0] * 6, stopping, min_epochs=4).current_epoch == 4
 
 
-def test_verbose_prints_each_decision_and_the_end_is_always_printed(
+def test_verbose_prints_each_decision_and_stopping_is_always_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, [5, 4, 4], EarlyStopping("val", patience=1, verbose=True))
@@ -199,8 +199,8 @@ def test_a_resumed_run_stops_where_the_uninterrupted_run_does(tmp_path: Path) ->
     assert whole[0].state_dict() == second[0].state_dict()
 
 
-def test_a_run_that_was_stopped_stays_so_with_the_same_arguments(tmp_path: Path) -> None:
-    """The run may be killed after the checkpoint that records the decision to stop, and before its end."""
+def test_resuming_a_stopped_run_stops_again_unless_patience_is_raised(tmp_path: Path) -> None:
+    """A run may be killed after it has saved the decision to stop, and before it ends."""
     values = [5.0] * 6
     trainer = fit(tmp_path, values, EarlyStopping("val", patience=2), ModelCheckpoint())
     assert trainer.current_epoch == 3
@@ -212,7 +212,7 @@ def test_a_run_that_was_stopped_stays_so_with_the_same_arguments(tmp_path: Path)
     assert fit(tmp_path, values, patient, ModelCheckpoint(), ckpt_path="last").current_epoch == 5
 
 
-def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+def test_a_second_fit_resets_the_state(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=2)
     trainer = fit(tmp_path, [5.0] * 6, stopping)
     assert trainer.current_epoch == 3
@@ -235,7 +235,7 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
         ({"monitor": None}, "give the name of a logged metric"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         EarlyStopping(**{"monitor": "val", **arguments})
 
@@ -249,12 +249,12 @@ def test_two_early_stoppings_save_and_restore_their_own_states(tmp_path: Path) -
     assert (one.wait_count, other.wait_count) == (0, 2)
 
 
-def test_a_nan_that_does_not_stop_the_run_is_warned_of(tmp_path: Path) -> None:
+def test_nan_warns_if_check_finite_is_false(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"monitors 'val', which is nan\. This counts as no improvement"):
         fit(tmp_path, [5, float("nan"), 4], EarlyStopping("val", check_finite=False))
 
 
-def test_an_unknown_argument_gets_the_nearest() -> None:
+def test_unknown_arguments_raise_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match="EarlyStopping has no argument 'pacience'. Did you mean 'patience'"):
         EarlyStopping("val", pacience=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="EarlyStopping has no argument 'metric': use monitor"):

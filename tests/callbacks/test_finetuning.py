@@ -44,7 +44,7 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Net(Squares):
-    """A backbone with batch norm, and a head. Records the learning rates that each batch was trained with."""
+    """A backbone with batch norm and a head; records the learning rates of each batch."""
 
     def __init__(self, schedule: Scheduled | None = None, kind: Any = AdamW) -> None:
         super().__init__(nn.Identity())
@@ -83,7 +83,7 @@ class Stages(BaseFinetuning):
             self.unfreeze_and_add_param_group([pl_module.backbone[:2]], optimizer)
 
 
-class ByHand(Net):
+class AddsGroupInHook(Net):
     """Adds a parameter group in a hook of the module, without a callback."""
 
     def __init__(self, schedule: Scheduled | None = None, kind: Any = AdamW) -> None:
@@ -129,7 +129,7 @@ def state_of(trainer: Trainer) -> list[Any]:
     return [groups, state, [scheduler.state_dict() for scheduler in trainer.lr_schedulers]]
 
 
-# what each epoch trains -----------------------------------------------------------------------------------------------
+# learning rates and trained parameters --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -140,7 +140,7 @@ def state_of(trainer: Trainer) -> list[Any]:
         ({"unfreeze_backbone_at_epoch": 0, "initial_denom_lr": 3.0}, [0.01, 0.02, 0.04, 0.08, 0.1, 0.1]),
     ],
 )
-def test_the_backbones_learning_rate_is_the_schedule_by_hand(arguments: dict[str, Any], expected: list[float]) -> None:
+def test_the_backbones_learning_rate_follows_its_schedule(arguments: dict[str, Any], expected: list[float]) -> None:
     module, callback = Net(), backbone(**arguments)
     at = callback.unfreeze_backbone_at_epoch
     fit(module, callback, max_epochs=at + len(expected), limit_val_batches=0)
@@ -152,7 +152,7 @@ def test_the_backbones_learning_rate_is_the_schedule_by_hand(arguments: dict[str
     assert multiplicative(3) == 2.0
 
 
-def test_it_equals_a_loop_by_hand_bit_for_bit() -> None:
+def test_backbone_finetuning_equals_a_plain_loop_bit_for_bit() -> None:
     module, model = Net(kind=SGD), Net(kind=SGD)
     fit(module, backbone(train_bn=False), limit_val_batches=0)
     model.backbone.requires_grad_(False)
@@ -184,7 +184,7 @@ def test_batch_norm_is_trained_in_a_frozen_backbone_unless_train_bn_is_false() -
         }
         assert moved == {"head.weight", "head.bias"} | (norm if train_bn else set())
         assert len(trainer.optimizers[0].param_groups[0]["params"]) == (4 if train_bn else 2)
-        # The whole backbone stays frozen, or trained.
+        # After unfreezing, batch norm is trainable only with train_bn.
         module = Net()
         trainer = fit(module, backbone(train_bn=train_bn))
         assert len(trainer.optimizers[0].param_groups[1]["params"]) == 4
@@ -192,7 +192,7 @@ def test_batch_norm_is_trained_in_a_frozen_backbone_unless_train_bn_is_false() -
         assert module.backbone[1].track_running_stats is train_bn
 
 
-def test_a_second_fit_begins_frozen_again_and_one_that_continues_does_not() -> None:
+def test_a_second_fit_refreezes_the_backbone_and_a_continued_fit_does_not() -> None:
     module = Net()
     trainer = fit(module, backbone())
     assert len(trained(module)) == 8
@@ -205,12 +205,12 @@ def test_a_second_fit_begins_frozen_again_and_one_that_continues_does_not() -> N
     assert module.rates == straight.rates and not differences(weights(module), weights(straight))
 
 
-def test_both_learning_rates_are_printed_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_both_learning_rates(capsys: pytest.CaptureFixture[str]) -> None:
     fit(Net(), backbone(verbose=True, rounding=3))
     assert "learning rate: 0.1, backbone: 0.02" in capsys.readouterr().out
 
 
-def test_manual_optimization_and_every_optimizer_of_a_schedule_are_served() -> None:
+def test_finetune_function_runs_for_each_optimizer_under_manual_optimization() -> None:
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -228,7 +228,7 @@ def test_manual_optimization_and_every_optimizer_of_a_schedule_are_served() -> N
         def configure_optimizers(self) -> Any:
             return [SGD(self.head.parameters(), lr=0.1), SGD([self.scale], lr=0.2)]
 
-    class Second(Stages):
+    class UnfreezesInSecondOptimizer(Stages):
         def __init__(self) -> None:
             self.calls: list[tuple[int, float]] = []
 
@@ -237,7 +237,7 @@ def test_manual_optimization_and_every_optimizer_of_a_schedule_are_served() -> N
             if epoch == 1 and optimizer is pl_module.trainer.optimizers[1]:
                 self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
 
-    module, callback = Manual(), Second()
+    module, callback = Manual(), UnfreezesInSecondOptimizer()
     before = weights(module)
     trainer = fit(module, callback, max_epochs=2)
     assert callback.calls == [(0, 0.1), (0, 0.2), (1, 0.1), (1, 0.2)]
@@ -245,53 +245,53 @@ def test_manual_optimization_and_every_optimizer_of_a_schedule_are_served() -> N
     assert not torch.equal(module.backbone[0].weight, before["backbone.0.weight"])
 
 
-# the tools ------------------------------------------------------------------------------------------------------------
-class Odd(nn.Module):
-    """Has children and a parameter of its own."""
+# helpers for subclasses -----------------------------------------------------------------------------------------------
+class ScaledLayer(nn.Module):
+    """Has a direct parameter and a child module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.child = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
 
 
-def test_flatten_modules_lists_what_has_parameters_or_no_children() -> None:
-    odd, layer = Odd(), nn.Linear(1, 1)
-    tree = nn.ModuleDict({"a": nn.Sequential(layer, nn.ReLU()), "b": odd})
+def test_flatten_modules_lists_leaves_and_modules_with_direct_parameters() -> None:
+    scaled, layer = ScaledLayer(), nn.Linear(1, 1)
+    tree = nn.ModuleDict({"a": nn.Sequential(layer, nn.ReLU()), "b": scaled})
     flat = BaseFinetuning.flatten_modules(tree)
-    assert flat == [layer, tree["a"][1], odd, odd.child]  # type: ignore[index]
-    assert BaseFinetuning.flatten_modules([[tree["a"]], (odd, layer)]) == flat
+    assert flat == [layer, tree["a"][1], scaled, scaled.child]  # type: ignore[index]
+    assert BaseFinetuning.flatten_modules([[tree["a"]], (scaled, layer)]) == flat
     assert BaseFinetuning.flatten_modules([]) == []
     with pytest.raises(ConfigurationError, match="is not a module"):
         BaseFinetuning.flatten_modules([layer.weight])  # type: ignore[list-item]
 
 
-def test_filter_params_leaves_out_batch_norm_and_what_is_not_asked_for() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Odd())
+def test_filter_params_selects_by_train_bn_and_requires_grad() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), ScaledLayer())
     net[0].bias.requires_grad_(False)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
 
     def found(**arguments: bool) -> list[str]:
         return [names[id(parameter)] for parameter in BaseFinetuning.filter_params([net, net], **arguments)]
 
-    odd = ["2.scale", "2.child.weight", "2.child.bias"]
-    assert found() == ["0.weight", "1.weight", "1.bias", *odd]
-    assert found(train_bn=False) == ["0.weight", *odd]
+    scaled = ["2.scale", "2.child.weight", "2.child.bias"]
+    assert found() == ["0.weight", "1.weight", "1.bias", *scaled]
+    assert found(train_bn=False) == ["0.weight", *scaled]
     assert found(requires_grad=False) == ["0.bias"]
 
 
-def test_freezing_a_module_leaves_its_children_and_freezing_modules_does_not() -> None:
-    odd, norm = Odd(), nn.BatchNorm1d(2)
-    BaseFinetuning.freeze_module(odd)
-    assert [parameter.requires_grad for parameter in odd.parameters()] == [False, True, True]
-    BaseFinetuning.freeze([odd, norm])
-    assert trained(odd) == [] and len(trained(norm)) == 2 and norm.track_running_stats
+def test_freeze_module_spares_children_and_freeze_includes_them() -> None:
+    scaled, norm = ScaledLayer(), nn.BatchNorm1d(2)
+    BaseFinetuning.freeze_module(scaled)
+    assert [parameter.requires_grad for parameter in scaled.parameters()] == [False, True, True]
+    BaseFinetuning.freeze([scaled, norm])
+    assert trained(scaled) == [] and len(trained(norm)) == 2 and norm.track_running_stats
     BaseFinetuning.freeze(norm, train_bn=False)
     assert trained(norm) == [] and not norm.track_running_stats
-    BaseFinetuning.make_trainable([odd, [norm]])
-    assert len(trained(odd)) == 3 and norm.track_running_stats
+    BaseFinetuning.make_trainable([scaled, [norm]])
+    assert len(trained(scaled)) == 3 and norm.track_running_stats
 
 
-def test_a_parameter_that_the_optimizer_has_stays_in_its_group_with_a_warning() -> None:
+def test_parameters_already_in_the_optimizer_stay_in_their_group_with_a_warning() -> None:
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, 1))
     optimizer = SGD(net[:2].parameters(), lr=0.5)
     net.requires_grad_(False)
@@ -331,8 +331,8 @@ CASES: dict[str, Any] = {
     "backbone": lambda: (Net(), [backbone()]),
     "frozen norm, one cycle": lambda: (Net(cycle, SGD), [backbone(train_bn=False)]),
     "stages, lambda": lambda: (Net(lambda_by_step), [Stages()]),
-    "by hand, chained": lambda: (ByHand(chained), []),
-    "by hand, decay, EMA": lambda: (ByHand(decay), [EMAWeightAveraging(decay=0.5)]),
+    "by hand, chained": lambda: (AddsGroupInHook(chained), []),
+    "by hand, decay, EMA": lambda: (AddsGroupInHook(decay), [EMAWeightAveraging(decay=0.5)]),
     "backbone, plateau": lambda: (Net(plateau), [backbone()]),
 }
 
@@ -354,7 +354,7 @@ def resumed_runs(folder: Path, case: str, steps: list[int], strategy: str = "aut
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resume_in_each_phase_equals_the_straight_run(case: str, tmp_path: Path) -> None:
+def test_a_resume_in_each_phase_equals_an_uninterrupted_run(case: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # While frozen, at the end of the last frozen epoch, in the epoch that unfreezes, and after it.
@@ -377,11 +377,11 @@ def on_ranks(folder: Path, strategy: str, cases: list[str]) -> list[str]:
         pytest.param("fsdp", ["frozen norm, one cycle", "by hand, chained"], marks=pytest.mark.full),
     ],
 )
-def test_a_resume_on_two_ranks_equals_the_straight_run(strategy: str, cases: list[str], tmp_path: Path) -> None:
+def test_a_resume_on_two_ranks_equals_an_uninterrupted_run(strategy: str, cases: list[str], tmp_path: Path) -> None:
     assert run_world(2, on_ranks, tmp_path, strategy, cases) == [[], []]
 
 
-def test_a_group_that_configure_optimizers_has_lost_is_refused(tmp_path: Path) -> None:
+def test_a_saved_parameter_group_missing_from_configure_optimizers_raises(tmp_path: Path) -> None:
     class Two(Net):
         def configure_optimizers(self) -> Any:
             return SGD([{"params": self.head.parameters()}, {"params": self.backbone.parameters(), "lr": 0.01}], lr=0.1)
@@ -395,7 +395,7 @@ def test_a_group_that_configure_optimizers_has_lost_is_refused(tmp_path: Path) -
         fit(One(), ckpt_path=tmp_path / "two")
 
 
-def test_a_resume_without_optimizers_adds_the_backbone_again(tmp_path: Path) -> None:
+def test_restoring_without_optimizers_adds_the_backbone_group_again(tmp_path: Path) -> None:
     fit(Net(), backbone(), max_epochs=3).save_checkpoint(tmp_path / "saved")
     module = Net()
     trainer = Trainer(callbacks=[backbone()], **QUIET, max_epochs=5)
@@ -405,7 +405,7 @@ def test_a_resume_without_optimizers_adds_the_backbone_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("params", [["head.weight"], ["nowhere"], [], [3], "backbone.0.bias"])
-def test_a_forged_group_is_refused(params: Any, tmp_path: Path) -> None:
+def test_forged_parameter_groups_raise(params: Any, tmp_path: Path) -> None:
     fit(Net(), backbone(), max_epochs=3).save_checkpoint(tmp_path / "saved")
     forge_json(tmp_path / "saved", OPTIMIZERS, lambda tree: replace(tree, params))
     with pytest.raises((CheckpointError, ConfigurationError)):
@@ -427,7 +427,7 @@ def groups_in(tree: Any) -> list[Any]:
     return [group for part in parts for group in groups_in(part)]
 
 
-def test_a_wrong_state_of_the_callback_is_named() -> None:
+def test_an_invalid_callback_state_raises() -> None:
     callback = backbone()
     callback.check_state_dict(callback.state_dict())
     with pytest.raises(StateError, match="group"):
@@ -435,16 +435,16 @@ def test_a_wrong_state_of_the_callback_is_named() -> None:
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
-class Bare(Squares):
+class NoBackbone(Squares):
     pass
 
 
-class WithAll(Net):
+class OptimizesFrozenParameters(Net):
     def configure_optimizers(self) -> Any:
         return SGD(self.parameters(), lr=0.1)
 
 
-class Several(Net):
+class TwoOptimizers(Net):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         pass
 
@@ -453,7 +453,7 @@ class Several(Net):
         return [SGD(trained(self), lr=0.1), SGD(trained(self.head), lr=0.1)]
 
 
-class Without(Net):
+class NoOptimizer(Net):
     def configure_optimizers(self) -> None:
         return None
 
@@ -461,24 +461,24 @@ class Without(Net):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Bare, r"BackboneFinetuning needs Bare\.backbone"),
-        (WithAll, r"filter\(lambda p: p\.requires_grad"),
-        (Without, "there are 0"),
+        (NoBackbone, r"BackboneFinetuning needs NoBackbone\.backbone"),
+        (OptimizesFrozenParameters, r"filter\(lambda p: p\.requires_grad"),
+        (NoOptimizer, "there are 0"),
     ],
 )
-def test_what_cannot_be_fine_tuned_is_refused_before_training(module: Any, words: str) -> None:
+def test_unsuitable_modules_raise_before_training(module: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         fit(module(), backbone())
 
 
-def test_several_optimizers_are_refused() -> None:
-    module = Several()
+def test_several_optimizers_raise() -> None:
+    module = TwoOptimizers()
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="there are 2: subclass BaseFinetuning"):
         fit(module, backbone())
 
 
-def test_a_subclass_without_its_methods_says_which() -> None:
+def test_an_unimplemented_method_raises_by_name() -> None:
     with pytest.raises(NotImplementedError, match="freeze_before_training"):
         fit(Net(), BaseFinetuning())
 
@@ -494,6 +494,6 @@ def test_a_subclass_without_its_methods_says_which() -> None:
         ({"initial_denom_lr": True}, "initial_denom_lr=True"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         BackboneFinetuning(**arguments)

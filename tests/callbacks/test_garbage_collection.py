@@ -1,4 +1,4 @@
-"""GarbageCollection: all ranks collect at the same steps, and automatically again afterwards."""
+"""GarbageCollection: all ranks collect at the same steps, and automatic collection is restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from leyden.callbacks import GarbageCollection
 
 
 class Cycle:
-    """Can only be freed by the garbage collector."""
+    """An object that only the garbage collector can free."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-class Watched(Line):
-    """Creates a cycle in each step, and records the cycles alive and the steps at which Python collects."""
+class CycleNet(Line):
+    """Creates a cycle in each step; records how many are alive and whether automatic collection is enabled."""
 
     def __init__(self, fails_at: int = -1) -> None:
         super().__init__()
@@ -34,7 +34,6 @@ class Watched(Line):
         self.cycles: list[weakref.ref[Cycle]] = []
         self.alive: list[int] = []
         self.enabled: list[bool] = []
-        self.collected_at: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.cycles.append(weakref.ref(Cycle()))
@@ -48,7 +47,7 @@ class Watched(Line):
         self.cycles.append(weakref.ref(Cycle()))
 
 
-class Steps(Callback):
+class CollectionRecorder(Callback):
     """Records the steps of the fit at which Python runs a full collection."""
 
     def __init__(self) -> None:
@@ -68,11 +67,11 @@ class Steps(Callback):
 def _automatic() -> Iterator[None]:
     assert gc.isenabled()
     yield
-    assert gc.isenabled(), "automatic collection is what it was before"
+    assert gc.isenabled(), "automatic collection was not restored"
 
 
-def fit(collection: GarbageCollection, module: Watched | None = None, count: int = 7, **arguments: Any) -> Watched:
-    module = module or Watched()
+def fit(collection: GarbageCollection, module: CycleNet | None = None, count: int = 7, **arguments: Any) -> CycleNet:
+    module = module or CycleNet()
     extra = arguments.pop("extra", [])
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [*extra, collection], **arguments})
     trainer.fit(module, DataLoader(torch.ones(count, 2), 1))
@@ -87,17 +86,17 @@ def test_cycles_are_freed_at_every_nth_step(batches: int, alive: list[int]) -> N
     assert collection.collections == 1 + len(alive) // (3 * batches)
 
 
-def test_a_collection_may_leave_out_what_is_old() -> None:
+def test_generation_zero_collects_new_cycles() -> None:
     collection = GarbageCollection(every_n_steps=3, generation=0)
     assert fit(collection).alive == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_an_error_leaves_collection_automatic() -> None:
+def test_automatic_collection_is_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
-        fit(GarbageCollection(), Watched(fails_at=2))
+        fit(GarbageCollection(), CycleNet(fails_at=2))
 
 
-def test_what_was_turned_off_stays_so() -> None:
+def test_automatic_collection_stays_off_if_the_user_disabled_it() -> None:
     gc.disable()
     try:
         fit(GarbageCollection())
@@ -106,11 +105,11 @@ def test_what_was_turned_off_stays_so() -> None:
         gc.enable()
 
 
-def test_a_second_fit_counts_anew_and_a_validation_collects() -> None:
+def test_each_fit_resets_the_count_and_validation_collects() -> None:
     collection = GarbageCollection(every_n_steps=2)
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=collection, num_sanity_val_steps=0)
     for validates in (False, True):
-        module = Watched()
+        module = CycleNet()
         trainer.fit(module, DataLoader(torch.ones(3, 2), 1), DataLoader(torch.ones(5, 2), 1) if validates else None)
         assert collection.collections == 2 + 2 * validates
     trainer.validate(module, DataLoader(torch.ones(5, 2), 1), verbose=False)
@@ -120,7 +119,7 @@ def test_a_second_fit_counts_anew_and_a_validation_collects() -> None:
 def on_ranks() -> dict[str, list[int]]:
     found = {}
     for strategy in ("ddp", "fsdp"):
-        steps = Steps()
+        steps = CollectionRecorder()
         # The second rank has allocated other objects, and has no sample of the last global batch.
         junk = [[number] for number in range(50_000 * int(os.environ["RANK"]))]
         fit(GarbageCollection(every_n_steps=2), count=7, strategy=strategy, extra=[steps])
@@ -136,12 +135,12 @@ def test_ranks_collect_at_the_same_steps() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"every_n_steps": 0}, {"every_n_steps": True}, {"generation": 3}, {"generation": None}]
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any) -> None:
+def test_invalid_arguments_raise(arguments: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"GarbageCollection\("):
         GarbageCollection(**arguments)
 
 
-class Enabled(Dataset[Any]):
+class CollectionEnabled(Dataset[Any]):
     """Samples that report whether automatic collection is enabled in the process that creates them."""
 
     def __len__(self) -> int:
@@ -151,7 +150,7 @@ class Enabled(Dataset[Any]):
         return torch.full((2,), float(gc.isenabled()))
 
 
-class Sums(Line):
+class BatchSumRecorder(Line):
     def __init__(self) -> None:
         super().__init__()
         self.sums: list[float] = []
@@ -161,10 +160,10 @@ class Sums(Line):
         return super().training_step(batch, batch_idx)
 
 
-def test_workers_of_a_loader_collect_automatically_unless_the_user_had_turned_it_off() -> None:
+def test_loader_workers_keep_the_users_garbage_collection_setting() -> None:
     def seen() -> list[float]:
-        module = Sums()
-        loader = DataLoader(Enabled(), 2, num_workers=1, multiprocessing_context="fork")
+        module = BatchSumRecorder()
+        loader = DataLoader(CollectionEnabled(), 2, num_workers=1, multiprocessing_context="fork")
         Trainer(**QUIET, max_epochs=1, callbacks=GarbageCollection(1)).fit(module, loader)
         return module.sums
 

@@ -1,4 +1,4 @@
-"""GradNormMonitor: the norm of the whole gradient, on one process and on ranks that hold parts of it."""
+"""GradNormMonitor: the norm of the whole gradient, in one process and on ranks that hold parts of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leyden.strategies import FSDPStrategy, MeshStrategy, SingleDeviceStrategy
 
 
 class Net(Regression):
-    """Records the gradients before clipping and as clipped by torch."""
+    """Records the gradients before clipping."""
 
     def __init__(self, configure: Callable[[Any], Any] | None = None) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def norm(grads: dict[str, Tensor], p: float = 2.0) -> float:
 
 @pytest.mark.parametrize("p", [1, 2.0, 3.0, "inf"])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_the_total_is_that_of_the_gradient_before_clipping(tmp_path: Path, p: Any, batches: int) -> None:
+def test_total_norms_are_measured_before_and_after_clipping(tmp_path: Path, p: Any, batches: int) -> None:
     monitor = GradNormMonitor(p, after_clipping=True)
     module = train(tmp_path, monitor, gradient_clip_val=0.1, accumulate_grad_batches=batches)
     names = [f"grad_{float(p)}_norm_total", f"grad_{float(p)}_norm_clipped_total"]
@@ -69,7 +69,7 @@ def test_the_total_is_that_of_the_gradient_before_clipping(tmp_path: Path, p: An
 
 
 @pytest.mark.parametrize("separator", ["/", "."])
-def test_names_of_parameters_are_those_of_lightning(tmp_path: Path, separator: str) -> None:
+def test_parameter_norms_use_lightnings_names(tmp_path: Path, separator: str) -> None:
     monitor = GradNormMonitor(per="parameter", group_separator=separator)
     module = train(tmp_path, monitor, max_steps=1)
     [row], [grads] = rows(tmp_path), module.grads
@@ -85,9 +85,7 @@ def test_names_of_parameters_are_those_of_lightning(tmp_path: Path, separator: s
         (1, {"net": ["net.0.weight", "net.0.bias", "net.1.1.weight", "net.1.1.bias"]}),
     ],
 )
-def test_modules_have_the_norm_of_their_parameters(
-    tmp_path: Path, depth: int | None, owners: dict[str, list[str]]
-) -> None:
+def test_module_norms_cover_their_parameters(tmp_path: Path, depth: int | None, owners: dict[str, list[str]]) -> None:
     module = train(tmp_path, GradNormMonitor(per="module", max_depth=depth), max_steps=1)
     [row], [grads] = rows(tmp_path), module.grads
     found = {name: value for name, value in row.items() if name.startswith("grad_2.0_norm/")}
@@ -126,13 +124,13 @@ class Manual(Net):
 
 
 @pytest.mark.parametrize("kind", [lambda: Net(halves), Manual])
-def test_several_optimizers_have_one_total(tmp_path: Path, kind: Callable[[], Net]) -> None:
+def test_several_optimizers_share_one_total(tmp_path: Path, kind: Callable[[], Net]) -> None:
     module = train(tmp_path, GradNormMonitor(), kind(), max_steps=2)
     totals = [row["grad_2.0_norm_total"] for row in rows(tmp_path)]
     assert totals == pytest.approx([norm(grads) for grads in module.grads[1::2]], rel=1e-6)
 
 
-def test_a_run_with_it_is_bit_for_bit_the_run_without(tmp_path: Path) -> None:
+def test_the_monitor_does_not_change_the_weights(tmp_path: Path) -> None:
     weights = []
     for callbacks in ([], GradNormMonitor(per="parameter", after_clipping=True)):
         module = train(tmp_path, callbacks, logger=False, gradient_clip_val=0.1)  # type: ignore[arg-type]
@@ -163,12 +161,12 @@ def test_no_step_waits_for_the_device() -> None:
         ({"per": "module", "max_depth": 0}, "a depth from 1"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+def test_invalid_arguments_raise(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         GradNormMonitor(**arguments)
 
 
-def test_the_function_has_the_names_and_the_types_of_gradients_as_they_are() -> None:
+def test_grad_norm_handles_sparse_and_bfloat16_gradients() -> None:
     net = nn.Module()
     net.table, net.narrow = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     net.without = nn.Linear(1, 1)
@@ -182,7 +180,7 @@ def test_the_function_has_the_names_and_the_types_of_gradients_as_they_are() -> 
         grad_norm(net, -1)
 
 
-def test_lbfgs_has_no_norm_after_clipping(tmp_path: Path) -> None:
+def test_after_clipping_with_lbfgs_raises(tmp_path: Path) -> None:
     module = Net(lambda module: torch.optim.LBFGS(module.parameters()))
     with pytest.raises(ConfigurationError, match="does not support LBFGS, which clips"):
         train(tmp_path, GradNormMonitor(after_clipping=True), module)
@@ -190,7 +188,7 @@ def test_lbfgs_has_no_norm_after_clipping(tmp_path: Path) -> None:
     assert rows(tmp_path)[-1]["grad_2.0_norm_total"] == pytest.approx(norm(module.grads[-1]), rel=1e-6)
 
 
-class Log(GradNormMonitor):
+class NormRecorder(GradNormMonitor):
     """Records the values shown after each batch, on every rank, and those of `grad_norm`."""
 
     def __init__(self, norm_type: float) -> None:
@@ -204,7 +202,7 @@ class Log(GradNormMonitor):
 
     @property
     def state_key(self) -> str:
-        return f"Log {self.norm_type}"
+        return f"norms {self.norm_type}"
 
     def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
         super().on_train_batch_end(trainer, *rest)
@@ -215,7 +213,7 @@ class Log(GradNormMonitor):
 def norms_of(strategy: Any, readers: int) -> list[dict[str, float]]:
     """Takes three steps on nine samples; only the first reader has a sample of the last global batch."""
     torch.manual_seed(0)
-    logs = [Log(2.0), Log(math.inf)]
+    logs = [NormRecorder(2.0), NormRecorder(math.inf)]
     trainer = Trainer(
         strategy=strategy, max_epochs=1, gradient_clip_val=0.5, log_every_n_steps=1, callbacks=logs, **QUIET
     )

@@ -1,4 +1,4 @@
-"""GradientAccumulation: its lengths, its errors, and its use by the Trainer."""
+"""GradientAccumulation: window lengths, errors, and use by the Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 
-class Windows(Callback):
+class WindowRecorder(Callback):
     """Records (epoch, batches) of each window when it closes."""
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ def test_a_schedule_gives_the_window_length_of_every_epoch(steps: Any, lengths: 
         ({False: 2}, "False is not an epoch"),
     ],
 )
-def test_wrong_arguments_are_refused(steps: Any, message: str) -> None:
+def test_invalid_arguments_raise(steps: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         GradientAccumulation(steps)
 
 
-def test_lightnings_name_takes_a_dict_only() -> None:
+def test_gradient_accumulation_scheduler_takes_only_a_dict() -> None:
     scheduler = GradientAccumulationScheduler(scheduling={0: 8, 4: 4})
     assert isinstance(scheduler, GradientAccumulation)
     assert (scheduler.length(3), scheduler.length(4)) == (8, 4)
@@ -77,15 +77,15 @@ def test_lightnings_name_takes_a_dict_only() -> None:
         GradientAccumulationScheduler(scheduling=4)  # type: ignore[arg-type]
 
 
-def test_a_changed_dict_leaves_the_schedule_alone() -> None:
-    given = {0: 2}
-    accumulation = GradientAccumulation(given)
-    given[0] = 7
+def test_changing_the_dict_does_not_change_the_schedule() -> None:
+    lengths_by_epoch = {0: 2}
+    accumulation = GradientAccumulation(lengths_by_epoch)
+    lengths_by_epoch[0] = 7
     assert accumulation.length(0) == 2
 
 
 def test_windows_follow_the_schedule_and_end_with_the_epoch(tmp_path: Path) -> None:
-    windows = Windows()
+    windows = WindowRecorder()
     callbacks = [GradientAccumulation({1: 4, 2: 2}), windows]
     trainer = Trainer(**QUIET, max_epochs=3, callbacks=callbacks, default_root_dir=tmp_path)
     trainer.fit(Line(), [torch.ones(2, 2)] * 5)

@@ -33,7 +33,7 @@ def test_every_hook_of_callbacks_is_accepted() -> None:
     LambdaCallback(**dict.fromkeys(hooks, print))
 
 
-def test_an_unknown_hook_is_refused_with_the_nearest() -> None:
+def test_an_unknown_hook_raises_with_a_suggestion() -> None:
     with pytest.raises(ConfigurationError, match=r"no hook 'on_epoch_train_end'\. Did you mean 'on_train_end'"):
         LambdaCallback(on_epoch_train_end=print)
     with pytest.raises(ConfigurationError, match="Did you mean 'on_train_start'"):
@@ -42,6 +42,6 @@ def test_an_unknown_hook_is_refused_with_the_nearest() -> None:
         LambdaCallback(state_dict=dict)
 
 
-def test_a_value_that_is_not_callable_is_refused_with_an_example() -> None:
+def test_a_value_that_is_not_callable_raises_with_an_example() -> None:
     with pytest.raises(ConfigurationError, match=r"write on_fit_start=lambda trainer, module: \.\.\."):
         LambdaCallback(on_fit_start="print")  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ class TestRunFolder:
             worker.join()
         assert sorted(numbers) == list(range(120))
 
-    def test_nothing_is_made_before_it_is_needed(self, tmp_path: Path) -> None:
+    def test_no_folder_is_created_before_it_is_needed(self, tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path / "runs")
         handed(tmp_path, logger)
         assert logger.state_dict() == {}
@@ -70,7 +70,7 @@ class TestRunFolder:
         handed(tmp_path, logger)
         assert logger.log_dir == str(tmp_path / "logs" / "version_0")
 
-    def test_save_dir_without_trainer_is_the_working_directory(
+    def test_save_dir_without_a_trainer_is_the_working_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -102,7 +102,7 @@ class TestRunFolder:
             handed(tmp_path, logger)
             assert logger.version == expected
 
-    def test_ranks_that_do_not_write_make_nothing(self, tmp_path: Path) -> None:
+    def test_non_writing_ranks_create_no_files(self, tmp_path: Path) -> None:
         loggers: list[Logger] = [CSVLogger(), TensorBoardLogger()]
         handed(tmp_path, *loggers, zero=False)
         for logger in loggers:
@@ -111,10 +111,10 @@ class TestRunFolder:
             logger.save()
             logger.finalize("success")
             assert logger.log_dir is None
-        assert loggers[1].experiment.add_text("note", "nobody writes this") is None
+        assert loggers[1].experiment.add_text("note", "never written") is None
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_remote_folder_is_refused(self) -> None:
+    def test_a_remote_folder_raises(self) -> None:
         with pytest.raises(ConfigurationError, match=r"Pass a local folder: CSVLogger\(save_dir=\.\.\.\)"):
             _ = CSVLogger("s3://bucket/logs").log_dir
 
@@ -207,12 +207,12 @@ class TestNumbers:
         assert plain_numbers({"a": 1, "b": {"c": 2}}, "run") == {"run-a": 1, "run-b/c": 2}
 
     @pytest.mark.parametrize("value", ["0.5", None, torch.ones(2), np.ones(3), [1.0], 1 + 2j])
-    def test_a_value_that_is_no_number_is_refused_by_name(self, value: Any) -> None:
+    def test_non_numeric_values_raise_with_the_metrics_name(self, value: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"the metric 'loss' is .* single numbers"):
             plain_numbers({"loss": value})
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -226,7 +226,7 @@ class TestHparams:
     params: ClassVar[dict[str, Any]] = {
         "optim": Optim(),
         "data": {"path": Path("a/b"), "size": np.int64(3), "deep": Namespace(x=None)},
-        "colour": Colour.RED,
+        "color": Color.RED,
         "act": torch.relu,
         "nan": float("nan"),
         "flag": True,
@@ -239,13 +239,13 @@ class TestHparams:
             "data/path": "a/b",
             "data/size": 3,
             "data/deep/x": "None",
-            "colour": "RED",
+            "color": "RED",
             "act": "relu",
             "nan": "nan",
             "flag": True,
         }
 
-    def test_file_is_strict_json_and_keeps_the_nesting(self, tmp_path: Path) -> None:
+    def test_hparams_json_is_strict_and_keeps_the_nesting(self, tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path)
         logger.log_hyperparams(self.params)
         logger.log_hyperparams(Namespace(more={1, 2}))
@@ -253,9 +253,9 @@ class TestHparams:
         read = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         assert read["optim"] == {"lr": 0.1, "betas": [0.9, 0.99]}
         assert read["data"] == {"path": "a/b", "size": 3, "deep": {"x": None}}
-        assert (read["nan"], read["colour"], read["more"]) == ("nan", "RED", [1, 2])
+        assert (read["nan"], read["color"], read["more"]) == ("nan", "RED", [1, 2])
 
-    def test_the_yaml_file_holds_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hparams_yaml_equals_hparams_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
         logger.log_hyperparams({**self.params, "name": "1e-3", "größe": "é\n", "none": None, 3: 4})
         folder = tmp_path / "logs/version_0"
@@ -274,20 +274,20 @@ class TestHparams:
         board.finalize("success")
         assert json.loads((tmp_path / "logs/version_0/hparams.json").read_text()) == {"a": 1, "b": 2}
 
-    def test_hyperparameters_without_names_are_refused(self, tmp_path: Path) -> None:
+    def test_hyperparameters_without_names_raise(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"not a list. Call log_hyperparams\(\{'name': value\}\)"):
             CSVLogger(tmp_path).log_hyperparams([1, 2])  # type: ignore[arg-type]
 
 
-def test_a_custom_logger_needs_one_method() -> None:
-    class Mine(Logger):
+def test_a_custom_logger_needs_only_log_metrics() -> None:
+    class MinimalLogger(Logger):
         def __init__(self) -> None:
             self.seen: list[tuple[dict[str, float], int | None]] = []
 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             self.seen.append((dict(metrics), step))
 
-    mine = Mine()
+    mine = MinimalLogger()
     mine.log_metrics({"a": 1.0}, 2)
     mine.log_hyperparams({"lr": 1})
     mine.save()
@@ -300,7 +300,7 @@ def test_a_custom_logger_needs_one_method() -> None:
     assert (mine.save_dir, mine.root_dir, mine.group_separator) == (None, None, "/")
 
 
-def test_a_dummy_logger_takes_every_call_and_is_an_empty_list() -> None:
+def test_a_dummy_logger_accepts_any_call_and_iterates_as_empty() -> None:
     logger: Any = DummyLogger()
     logger.log_metrics("1", 2, three="three")
     logger.log_hyperparams(1, 2, three="three")
@@ -312,7 +312,7 @@ def test_a_dummy_logger_takes_every_call_and_is_an_empty_list() -> None:
     assert isinstance(copy.deepcopy(logger), DummyLogger)
 
 
-class Told(Logger):
+class CheckpointRecorder(Logger):
     """Records the checkpoints it is notified of, which of them exist at that time, and the status of the run."""
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ class Told(Logger):
         self.status = status
 
 
-class Waits(Callback):
+class JoinsPendingSave(Callback):
     """Lets a background save finish within the next step."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -340,34 +340,34 @@ class Waits(Callback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_loggers_are_told_of_a_checkpoint_once_it_is_committed(tmp_path: Path, asynchronous: bool) -> None:
-    def fit(told: Told, *callbacks: Callback) -> None:
+def test_after_save_checkpoint_runs_once_a_checkpoint_is_committed(tmp_path: Path, asynchronous: bool) -> None:
+    def fit(recorder: CheckpointRecorder, *callbacks: Callback) -> None:
         checkpoint = ModelCheckpoint(
             tmp_path, filename="{step}", every_n_train_steps=2, save_last=True, asynchronous=asynchronous
         )
-        given = {**QUIET, "enable_checkpointing": True, "logger": told, "max_steps": 5}
-        trainer = Trainer(**given, callbacks=[checkpoint, *callbacks])
+        settings = {**QUIET, "enable_checkpointing": True, "logger": recorder, "max_steps": 5}
+        trainer = Trainer(**settings, callbacks=[checkpoint, *callbacks])
         trainer.fit(Line(), DataLoader(torch.ones(20, 2), batch_size=2))
 
-    told = Told()
-    fit(told, Waits())
-    # The one before is deleted by then; the last one is not ranked.
-    assert told.seen == [("step=2", ["step=2"]), ("step=4", ["step=4"]), ("step=5", ["step=4", "step=5"])]
-    assert told.status == "success"
+    recorder = CheckpointRecorder()
+    fit(recorder, JoinsPendingSave())
+    # By then the previous checkpoint is deleted. The final one, of save_last, is not ranked.
+    assert recorder.seen == [("step=2", ["step=2"]), ("step=4", ["step=4"]), ("step=5", ["step=4", "step=5"])]
+    assert recorder.status == "success"
 
     class Fails(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 5:
                 raise ValueError("the data is bad")
 
-    told = Told()
+    recorder = CheckpointRecorder()
     with pytest.raises(ValueError, match="the data is bad"):
-        fit(told, Fails())
-    assert [name for name, _ in told.seen] == ["step=2", "step=4-v1"]
-    assert told.status == "failed"
+        fit(recorder, Fails())
+    assert [name for name, _ in recorder.seen] == ["step=2", "step=4-v1"]
+    assert recorder.status == "failed"
 
 
-def test_loggers_leave_the_random_numbers_alone(tmp_path: Path) -> None:
+def test_loggers_do_not_change_the_random_state(tmp_path: Path) -> None:
     import random
 
     def states() -> tuple[Any, ...]:
@@ -410,7 +410,7 @@ def run(root: Path, seed: int = 0, **arguments: Any) -> Trainer:
     return trainer
 
 
-class Dies(Callback):
+class FailsAfterCheckpoint(Callback):
     """Raises some steps after a checkpoint, once loggers have written more values."""
 
     order = 200
@@ -422,10 +422,10 @@ class Dies(Callback):
             raise RuntimeError("the run is over")
 
 
-def test_a_resumed_run_has_logged_what_a_whole_run_logs(tmp_path: Path) -> None:
+def test_a_resumed_run_logs_the_same_values_as_an_uninterrupted_one(tmp_path: Path) -> None:
     run(tmp_path / "whole", max_epochs=3)
     with pytest.raises(RuntimeError, match="the run is over"):
-        run(tmp_path / "broken", max_epochs=3, callbacks=[Dies()])
+        run(tmp_path / "broken", max_epochs=3, callbacks=[FailsAfterCheckpoint()])
     broken = (tmp_path / "broken/logs/version_0/metrics.csv").read_text()
     assert len(broken.splitlines()) > 9
     trainer = run(tmp_path / "broken", max_epochs=3, ckpt_path=tmp_path / "broken/here")
@@ -440,8 +440,8 @@ def test_a_resumed_run_has_logged_what_a_whole_run_logs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "broken/logs/version_0/hparams.json").read_text()) == {"width": 2}
 
 
-def test_a_logger_that_fails_at_the_end_does_not_keep_others_from_closing(tmp_path: Path) -> None:
-    class Ends(DummyLogger):
+def test_a_failing_finalize_does_not_keep_other_loggers_from_closing(tmp_path: Path) -> None:
+    class FinalizeRecorder(DummyLogger):
         def __init__(self, name: str, fails: bool = False) -> None:
             super().__init__()
             self.label, self.fails = name, fails
@@ -451,13 +451,13 @@ def test_a_logger_that_fails_at_the_end_does_not_keep_others_from_closing(tmp_pa
             return self.label
 
         def finalize(self, status: str) -> None:
-            ended.append(self.label)
+            finalized.append(self.label)
             if self.fails:
                 raise OSError(f"{self.label} is full")
 
-    ended: list[str] = []
-    loggers = [Ends("first"), Ends("second", fails=True), Ends("third")]
+    finalized: list[str] = []
+    loggers = [FinalizeRecorder("first"), FinalizeRecorder("second", fails=True), FinalizeRecorder("third")]
     trainer = Trainer(**{**QUIET, "logger": loggers}, max_steps=1, default_root_dir=tmp_path)
     with pytest.raises(OSError, match="second is full"):
         trainer.fit(Line(), [torch.ones(1, 2)])
-    assert ended[:3] == ["first", "second", "third"]
+    assert finalized[:3] == ["first", "second", "third"]

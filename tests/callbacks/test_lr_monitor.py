@@ -1,4 +1,4 @@
-"""LearningRateMonitor: names, intervals, and the rate that each step used."""
+"""LearningRateMonitor: names, intervals, and the rate each step used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.trainer.trainer import Trainer
 DATA = [torch.ones(2, 2)] * 4
 
 
-class Kept(Logger):
+class RowRecorder(Logger):
     def __init__(self) -> None:
         self.rows: list[tuple[int | None, dict[str, float]]] = []
 
@@ -50,8 +50,8 @@ class Net(TrainModule):
 
 def fit(
     root: Path, configure: Callable[[Net], Any], monitor: LearningRateMonitor, **arguments: Any
-) -> tuple[Kept, Net]:
-    kept, net = Kept(), Net(configure)
+) -> tuple[RowRecorder, Net]:
+    kept, net = RowRecorder(), Net(configure)
     settings = {"logger": kept, "max_epochs": 2, "log_every_n_steps": 1, "default_root_dir": root}
     Trainer(callbacks=[monitor], **{**QUIET, **settings, **arguments}).fit(net, DATA)
     return kept, net
@@ -67,13 +67,13 @@ def by_epoch(net: Net) -> Any:
     return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
 
-def test_the_rate_is_the_one_that_the_step_used(tmp_path: Path) -> None:
+def test_the_logged_rate_is_the_one_the_step_used(tmp_path: Path) -> None:
     kept, net = fit(tmp_path, by_step, LearningRateMonitor())
     assert kept.rows == [(step, {"lr-SGD": lr}) for step, lr in enumerate(net.used, start=1)]
     assert net.used == [0.5**step for step in range(8)]
 
 
-def test_with_accumulation_each_window_counts_once(tmp_path: Path) -> None:
+def test_an_accumulation_window_counts_as_one_step(tmp_path: Path) -> None:
     kept, net = fit(tmp_path, by_step, LearningRateMonitor("step"), accumulate_grad_batches=3, log_every_n_steps=2)
     assert kept.rows == [(2, {"lr-SGD": net.used[1]}), (4, {"lr-SGD": net.used[3]})]
 
@@ -133,7 +133,7 @@ def test_optimizers_of_one_kind_are_numbered_and_log_momentum_and_decay(tmp_path
     }
 
 
-def test_group_names_must_differ(tmp_path: Path) -> None:
+def test_duplicate_group_names_raise(tmp_path: Path) -> None:
     def configure(net: Net) -> Any:
         groups = [{"params": net.a.parameters(), "name": "x"}, {"params": net.b.parameters(), "name": "x"}]
         return SGD(groups, lr=0.1)
@@ -142,16 +142,16 @@ def test_group_names_must_differ(tmp_path: Path) -> None:
         fit(tmp_path, configure, LearningRateMonitor())
 
 
-def test_a_wrong_interval_is_refused() -> None:
+def test_an_invalid_interval_raises() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'epoch'"):
         LearningRateMonitor("epochs")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("interval", [None, "step", "epoch"])
-def test_callbacks_find_the_rates_from_the_first_step_on(tmp_path: Path, interval: Any) -> None:
+def test_callback_metrics_hold_the_rates_from_the_first_step(tmp_path: Path, interval: Any) -> None:
     seen: list[dict[str, float]] = []
 
-    class Looks(Net):
+    class MetricsRecorder(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             seen.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
             return super().training_step(batch, batch_idx)
@@ -161,8 +161,8 @@ def test_callbacks_find_the_rates_from_the_first_step_on(tmp_path: Path, interva
         return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
     monitor = LearningRateMonitor(interval, log_momentum=True)
-    settings = {"logger": Kept(), "max_epochs": 2, "log_every_n_steps": 3, "default_root_dir": tmp_path}
-    Trainer(callbacks=[monitor], **{**QUIET, **settings}).fit(Looks(configure), DATA)
+    settings = {"logger": RowRecorder(), "max_epochs": 2, "log_every_n_steps": 3, "default_root_dir": tmp_path}
+    Trainer(callbacks=[monitor], **{**QUIET, **settings}).fit(MetricsRecorder(configure), DATA)
     assert seen[0] == {"lr-SGD": 0.5, "lr-SGD-momentum": 0.25}
     assert seen[-1]["lr-SGD"] == 0.25
     assert monitor.lrs["lr-SGD"] == [0.5, 0.25]

@@ -20,8 +20,8 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 
 def fit(logger: MLFlowLogger, folder: Path, callbacks: Any = (), **arguments: Any) -> Trainer:
     checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, monitor="distance", **arguments)
-    given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": 3}
-    trainer = Trainer(**given, callbacks=[checkpoint, *callbacks])
+    settings = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": 3}
+    trainer = Trainer(**settings, callbacks=[checkpoint, *callbacks])
     trainer.fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
     return trainer
 
@@ -56,7 +56,7 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
 
     logger = MLFlowLogger(tracking_uri=store, log_model=True, experiment_name="kept")
     fit(logger, tmp_path / "kept")
-    # Another callback's checkpoint of the same name keeps its own.
+    # A checkpoint of the same name from another callback gets a version suffix.
     fit(logger, tmp_path / "other")
     assert names(logger.experiment, logger.version) == [
         *("starts", "step=2", "step=2-v1", "step=2-v1.json", "step=2.json")
@@ -64,7 +64,7 @@ def test_checkpoints_are_artifacts_that_can_be_resumed(tmp_path: Path, monkeypat
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_invalid_arguments_are_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(ConfigurationError, match=r"MLFlowLogger\(synchronous='no'\): use True, False or None"):
         MLFlowLogger(synchronous="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"MLFlowLogger\(log_model='best'\): use True"):
@@ -79,7 +79,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return (tmp_path / "store").as_uri()
 
 
-def wrapped(client: Any, before: Any) -> None:
+def call_before_uploads(client: Any, before: Any) -> None:
     """Makes a client call a function before it uploads a folder."""
     upload = client.log_artifacts
 
@@ -92,8 +92,8 @@ def wrapped(client: Any, before: Any) -> None:
 
 def test_background_uploads_outlive_the_deletion_of_their_checkpoints(store: str, tmp_path: Path) -> None:
     logger, trained = MLFlowLogger(tracking_uri=store, log_model="all"), threading.Event()
-    # The first upload begins when the training is over, and two of the checkpoints are deleted.
-    wrapped(logger.experiment, lambda: trained.wait(60) or pytest.fail("the training waits for the upload"))
+    # The first upload begins after training, when two of the checkpoints are already deleted.
+    call_before_uploads(logger.experiment, lambda: trained.wait(60) or pytest.fail("training waited for the upload"))
     ends = LambdaCallback(on_train_end=lambda trainer, module: trained.set())
     fit(logger, tmp_path / "saved", callbacks=[ends])
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=2"]
@@ -107,16 +107,16 @@ def test_background_uploads_outlive_the_deletion_of_their_checkpoints(store: str
     assert resumed.global_step == 2
 
 
-def test_a_failed_upload_is_an_error_at_the_next_save_or_the_end(store: str, tmp_path: Path) -> None:
+def test_a_failed_upload_raises_at_the_next_save_or_the_end(store: str, tmp_path: Path) -> None:
     def fails() -> None:
         raise OSError("no network")
 
     for steps in (1, 3):
         logger = MLFlowLogger(tracking_uri=store, log_model="all")
-        wrapped(logger.experiment, fails)
+        call_before_uploads(logger.experiment, fails)
         with pytest.raises(LeydenError, match=r"MLFlowLogger could not upload the checkpoint .*: OSError: no network"):
-            given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
-            Trainer(**given, callbacks=ModelCheckpoint(tmp_path / f"{steps}", every_n_train_steps=1)).fit(
+            settings = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
+            Trainer(**settings, callbacks=ModelCheckpoint(tmp_path / f"{steps}", every_n_train_steps=1)).fit(
                 BestAtTwo(), [torch.ones(2, 2)] * 4
             )
         assert not [path for path in (tmp_path / f"{steps}").iterdir() if path.name.startswith(".")]
@@ -126,7 +126,7 @@ def test_synchronous_decides_which_calls_wait(store: str, tmp_path: Path) -> Non
     threads: list[threading.Thread] = []
     for synchronous in (True, False):
         logger = MLFlowLogger(tracking_uri=store, log_model="all", synchronous=synchronous)
-        wrapped(logger.experiment, lambda: threads.append(threading.current_thread()))
+        call_before_uploads(logger.experiment, lambda: threads.append(threading.current_thread()))
         fit(logger, tmp_path / f"{synchronous}")
         history = logger.experiment.get_metric_history(logger.run_id, "x")
         assert history == []
@@ -137,14 +137,14 @@ def test_synchronous_decides_which_calls_wait(store: str, tmp_path: Path) -> Non
         assert sorted((row.step, row.value) for row in history) == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert threads[:2] == [threading.main_thread()] * 2
     assert threads[2:] and threading.main_thread() not in threads[2:]
-    # What MLflow could not log in its thread.
+    # Errors of MLflow's logging thread are raised by save().
     logger.experiment.delete_run(logger.run_id)
     logger.log_metrics({"x": 1.0}, 4)
     with pytest.raises(Exception, match="must be in 'active' lifecycle_stage"):
         logger.save()
 
 
-def test_ids_are_those_of_mlflow_and_a_copy_continues_the_run(store: str) -> None:
+def test_ids_match_mlflows_and_a_pickled_copy_continues_the_run(store: str) -> None:
     logger = MLFlowLogger("digits", tracking_uri=store, tags={"a": "1"})
     run = logger.experiment.get_run(logger.run_id)
     assert (logger.version, logger.experiment_id) == (run.info.run_id, run.info.experiment_id)
@@ -160,7 +160,7 @@ def test_ids_are_those_of_mlflow_and_a_copy_continues_the_run(store: str) -> Non
     assert (reader.run_id, reader.experiment_id, reader.version) == (None, None, None)
 
 
-def test_a_parameter_that_changes_in_a_run_is_kept_as_a_tag(store: str) -> None:
+def test_a_changed_parameter_is_logged_as_a_tag(store: str) -> None:
     logger = MLFlowLogger(tracking_uri=store)
     logger.log_hyperparams({"lr": 0.1, "text": "x" * 7000, "optimizer": {"name": "sgd"}})
     logger.log_hyperparams({"lr": 0.1, "text": "x" * 7000})

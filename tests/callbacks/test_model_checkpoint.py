@@ -1,4 +1,4 @@
-"""ModelCheckpoint, on real runs whose metrics follow a script: what is saved, ranked, kept and deleted."""
+"""ModelCheckpoint in short runs with scripted metrics: saving, ranking, retention and deletion."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ VALUES = [0.5, 0.3, 0.9, 0.2, 0.4, 0.25]
 class Scripted(Line):
     """Logs `val` from a list, one value per validation, and `train` at each step."""
 
-    def __init__(self, values: Sequence[float] = VALUES, cannot_be_saved_at: int = -1) -> None:
+    def __init__(self, values: Sequence[float] = VALUES, unsavable_at: int = -1) -> None:
         super().__init__()
         self.values = list(values)
-        self.cannot_be_saved_at = cannot_be_saved_at
+        self.unsavable_at = unsavable_at
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.log("train", float(self.trainer.global_step), on_step=True)
@@ -53,7 +53,7 @@ class Scripted(Line):
         self.log("val", self.values[self.trainer.progress.validations % len(self.values)])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if checkpoint["global_step"] == self.cannot_be_saved_at:
+        if checkpoint["global_step"] == self.unsavable_at:
             checkpoint["mine"] = lambda: None
 
 
@@ -76,12 +76,12 @@ def fit(
 
 
 def names(folder: Path) -> list[str]:
-    """Returns the content of the folder, with symlinks as `name -> target`."""
+    """Returns the folder's entries, with symlinks as `name -> target`."""
     return sorted(f"{p.name} -> {p.readlink()}" if p.is_symlink() else p.name for p in folder.iterdir())
 
 
 def steps(folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints in the folder, after verifying each of them."""
+    """Verifies the checkpoints in the folder and returns their steps."""
     found = []
     for path in folder.iterdir():
         if not path.is_symlink():
@@ -105,8 +105,8 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-# what is kept ---------------------------------------------------------------------------------------------------------
-def test_by_default_the_newest_is_kept(tmp_path: Path) -> None:
+# retention ------------------------------------------------------------------------------------------------------------
+def test_only_the_newest_checkpoint_is_kept_by_default(tmp_path: Path) -> None:
     callback = ModelCheckpoint()
     trainer = fit(tmp_path, callback, max_epochs=3)
     assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
@@ -133,7 +133,7 @@ def test_by_default_the_newest_is_kept(tmp_path: Path) -> None:
         ({"save_top_k": 2, "save_last": "link"}, [20, 24], 24),
     ],
 )
-def test_the_best_and_newest_are_kept_as_asked(
+def test_retention_follows_monitor_save_top_k_and_save_last(
     tmp_path: Path, arguments: dict[str, Any], kept: list[int], best: int | None
 ) -> None:
     callback = ModelCheckpoint(**arguments)
@@ -148,7 +148,7 @@ def test_the_best_and_newest_are_kept_as_asked(
         assert len(callback.best_k_models) == (len(VALUES) if k == -1 else k)
 
 
-def test_the_kth_best_is_what_must_be_beaten(tmp_path: Path) -> None:
+def test_the_kth_best_is_the_worst_kept_checkpoint(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", save_top_k=2)
     assert callback.kth_best_model_path == ""
     fit(tmp_path, callback, max_epochs=5)
@@ -161,7 +161,7 @@ def test_the_kth_best_is_what_must_be_beaten(tmp_path: Path) -> None:
     assert float(callback.current_score) == pytest.approx(0.4)
 
 
-def test_the_ranking_is_written_as_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_yaml_writes_the_ranking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = ModelCheckpoint(monitor="val", save_top_k=2)
     with pytest.raises(ConfigurationError, match="no default folder before a fit: pass a filepath"):
         callback.to_yaml()
@@ -175,7 +175,7 @@ def test_the_ranking_is_written_as_yaml(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(expected) == 2
 
 
-def test_where_all_are_kept_the_kth_best_is_the_worst(tmp_path: Path) -> None:
+def test_the_kth_best_is_the_worst_of_all_if_all_are_kept(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", save_top_k=-1, filename="same")
     assert callback.kth_best_model_path == ""
     fit(tmp_path, callback, max_epochs=5)
@@ -186,7 +186,7 @@ def test_where_all_are_kept_the_kth_best_is_the_worst(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_nan_is_the_worst(tmp_path: Path, mode: Any) -> None:
+def test_nan_ranks_worst(tmp_path: Path, mode: Any) -> None:
     callback = ModelCheckpoint(monitor="val", mode=mode)
     fit(tmp_path, callback, module=Scripted([NAN, 0.5, NAN]), max_epochs=3)
     assert steps(tmp_path / "checkpoints") == [8]
@@ -196,24 +196,24 @@ def test_nan_is_the_worst(tmp_path: Path, mode: Any) -> None:
     assert float(callback.current_score) == (math.inf if mode == "min" else -math.inf)
 
 
-def test_a_monitored_nan_is_warned_of(tmp_path: Path) -> None:
+def test_monitoring_nan_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="monitors 'val', which is nan and ranks worst"):
         fit(tmp_path, ModelCheckpoint(monitor="val"), module=Scripted([NAN, NAN]), max_epochs=2)
 
 
-def test_an_unknown_argument_gets_the_nearest() -> None:
+def test_unknown_arguments_raise_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match="ModelCheckpoint has no argument 'save_topk'. Did you mean 'save_top_k'"):
         ModelCheckpoint(save_topk=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="ModelCheckpoint has no argument 'period': use every_n_epochs"):
         ModelCheckpoint(period=3)  # type: ignore[call-arg]
 
 
-def test_of_equal_scores_the_first_checkpoint_stays(tmp_path: Path) -> None:
+def test_ties_keep_the_earlier_checkpoints(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(monitor="val", save_top_k=2), module=Scripted([0.5, 0.5, 0.5]), max_epochs=3)
     assert steps(tmp_path / "checkpoints") == [4, 8]
 
 
-def test_save_weights_only_writes_no_optimizer_and_no_callbacks(tmp_path: Path) -> None:
+def test_save_weights_only_omits_optimizer_and_callback_states(tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_weights_only=True)
     fit(tmp_path, callback, max_epochs=1)
     files = os.listdir(callback.best_model_path)
@@ -221,18 +221,18 @@ def test_save_weights_only_writes_no_optimizer_and_no_callbacks(tmp_path: Path) 
     assert not any("optimizer" in name or "rank" in name or "callbacks" in name for name in files)
 
 
-# the last one ---------------------------------------------------------------------------------------------------------
-def test_last_is_a_link_to_the_newest(tmp_path: Path) -> None:
+# save_last ------------------------------------------------------------------------------------------------------------
+def test_save_last_links_to_the_newest_checkpoint(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", save_last=True)
     seen: list[list[str]] = []
 
-    class Look(Callback):
+    class Recorder(Callback):
         order = 300
 
         def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
             seen.append(names(tmp_path / "checkpoints"))
 
-    fit(tmp_path, callback, Look(), max_epochs=3)
+    fit(tmp_path, callback, Recorder(), max_epochs=3)
     assert seen == [
         ["epoch=0-step=4", "last -> epoch=0-step=4"],
         ["epoch=1-step=8", "last -> epoch=1-step=8"],
@@ -242,14 +242,14 @@ def test_last_is_a_link_to_the_newest(tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "checkpoints" / "last").progress()["global_step"] == 12
 
 
-def test_last_exists_if_a_run_ends_between_saves(tmp_path: Path) -> None:
+def test_save_last_saves_when_a_run_ends_between_triggers(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(every_n_train_steps=5, save_last=True), max_epochs=2)
     assert names(tmp_path / "checkpoints") == ["epoch=1-step=5", "epoch=1-step=8", "last -> epoch=1-step=8"]
     fit(tmp_path / "other", ModelCheckpoint(every_n_train_steps=5), max_epochs=2)
     assert names(tmp_path / "other" / "checkpoints") == ["epoch=1-step=5"]
 
 
-def test_without_links_the_newest_is_kept_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_last_keeps_the_newest_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError("this file system has no links")
 
@@ -260,7 +260,7 @@ def test_without_links_the_newest_is_kept_all_the_same(tmp_path: Path, monkeypat
     assert callback.last_model_path.endswith("epoch=2-step=12")
 
 
-def test_a_folder_of_the_user_called_last_is_left_alone(tmp_path: Path) -> None:
+def test_save_last_leaves_a_users_folder_named_last_alone(tmp_path: Path) -> None:
     mine = tmp_path / "checkpoints" / "last"
     mine.mkdir(parents=True)
     (mine / "note").write_text("mine")
@@ -268,7 +268,7 @@ def test_a_folder_of_the_user_called_last_is_left_alone(tmp_path: Path) -> None:
     assert (mine / "note").read_text() == "mine"
 
 
-def test_the_name_of_the_last_link_is_a_template(tmp_path: Path) -> None:
+def test_subclasses_can_rename_the_last_link(tmp_path: Path) -> None:
     class Named(ModelCheckpoint):
         CHECKPOINT_NAME_LAST = "newest of the run"
 
@@ -276,7 +276,7 @@ def test_the_name_of_the_last_link_is_a_template(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
 
 
-def test_characters_and_the_end_of_names_are_those_of_a_subclass(tmp_path: Path) -> None:
+def test_subclasses_can_change_separators_extension_and_first_version(tmp_path: Path) -> None:
     class Named(ModelCheckpoint):
         CHECKPOINT_JOIN_CHAR, CHECKPOINT_EQUALS_CHAR, FILE_EXTENSION, STARTING_VERSION = "_", "", ".ckpt", 2
 
@@ -292,12 +292,12 @@ def test_characters_and_the_end_of_names_are_those_of_a_subclass(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "value"), [("FILE_EXTENSION", None), ("FILE_EXTENSION", "/x"), ("CHECKPOINT_JOIN_CHAR", 1)]
 )
-def test_an_end_of_names_that_cannot_be_is_refused(name: str, value: Any) -> None:
+def test_invalid_name_constants_raise(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}={value!r}: use a string without slashes"):
         type("Named", (ModelCheckpoint,), {name: value})()
 
 
-# names ----------------------------------------------------------------------------------------------------------------
+# file names -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("template", "insert", "name"),
     [
@@ -312,7 +312,7 @@ def test_an_end_of_names_that_cannot_be_is_refused(name: str, value: Any) -> Non
         ("{step}{step}", False, "120120"),
     ],
 )
-def test_filenames_are_filled_in(template: str, insert: bool, name: str) -> None:
+def test_filename_templates_are_formatted(template: str, insert: bool, name: str) -> None:
     values = {"epoch": 3, "step": 120, "val_loss": 0.12345, "val/acc": 0.984, "bad": NAN}
     assert format_name(template, values, "=" if insert else None) == name
     callback = ModelCheckpoint(filename=template, auto_insert_metric_name=insert)
@@ -321,25 +321,25 @@ def test_filenames_are_filled_in(template: str, insert: bool, name: str) -> None
     assert callback.format_checkpoint_name(tensors, ver=2, prefix="a") == f"a-{name}-v2"
 
 
-def test_a_metric_not_yet_logged_is_none_in_the_name(tmp_path: Path) -> None:
+def test_an_unlogged_metric_becomes_none_in_the_filename_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="names 'vall', which was not logged. Did you mean 'val'"):
         assert format_name("{epoch}-{vall:.2f}", {"epoch": 0, "val": 1.0}) == "epoch=0-vall=none"
 
 
-def test_the_metrics_of_a_run_fill_the_filename(tmp_path: Path) -> None:
+def test_filenames_contain_logged_metrics(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path / "here", "{epoch:02d}-{val:.2f}-{train:.0f}", monitor="val")
     fit(tmp_path, callback, max_epochs=2)
     assert names(tmp_path / "here") == ["epoch=01-val=0.30-train=7"]
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_name_that_is_taken_gets_a_version(tmp_path: Path) -> None:
+def test_a_taken_filename_gets_a_version_suffix(tmp_path: Path) -> None:
     for _ in range(3):
         fit(tmp_path, ModelCheckpoint(), max_epochs=1)
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=0-step=4-v1", "epoch=0-step=4-v2"]
 
 
-def test_a_name_that_is_taken_is_replaced_without_the_version_counter(tmp_path: Path) -> None:
+def test_a_taken_filename_is_overwritten_without_the_version_counter(tmp_path: Path) -> None:
     for lr in (1, 2):
         module = Scripted()
         nn.init.constant_(module.layer.weight, lr)
@@ -349,8 +349,7 @@ def test_a_name_that_is_taken_is_replaced_without_the_version_counter(tmp_path: 
     assert steps(tmp_path / "checkpoints") == [8]
 
 
-def test_a_fixed_filename_holds_the_best_and_its_successors_get_versions(tmp_path: Path) -> None:
-    """A better checkpoint of the same name takes the name of the one it replaces."""
+def test_a_better_checkpoint_takes_over_a_fixed_filename(tmp_path: Path) -> None:
     callback = ModelCheckpoint(filename="best", monitor="val")
     fit(tmp_path, callback)
     assert names(tmp_path / "checkpoints") == ["best"]
@@ -362,7 +361,7 @@ def test_a_fixed_filename_holds_the_best_and_its_successors_get_versions(tmp_pat
     assert CheckpointReader(last.last_model_path).progress()["global_step"] == 24
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     mine = tmp_path / "checkpoints" / "model"
     mine.mkdir(parents=True)
     (mine / "note").write_text("mine")
@@ -371,7 +370,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert (mine / "note").read_text() == "mine"
 
 
-# when -----------------------------------------------------------------------------------------------------------------
+# triggers -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "options", "expected"),
     [
@@ -401,7 +400,7 @@ def test_triggers_save_at_their_steps(
     assert steps(tmp_path / "checkpoints") == expected
 
 
-class ByHand(Scripted):
+class StepsEveryNth(Scripted):
     """Takes an optimizer step after every n-th batch."""
 
     def __init__(self, every: int) -> None:
@@ -417,24 +416,24 @@ class ByHand(Scripted):
             self.optimizers().step()
 
 
-def test_batches_without_a_step_are_not_saved_as_one(tmp_path: Path) -> None:
-    # The value falls from batch to batch, so a second look would find a better value than the one saved.
+def test_batches_without_an_optimizer_step_trigger_no_save(tmp_path: Path) -> None:
+    # The metric grows with every batch, so a second check at the same step would find a better score than that saved.
     saves = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, monitor="train", mode="max")
-    fit(tmp_path, saves, module=ByHand(2), val=None, max_epochs=1)
+    fit(tmp_path, saves, module=StepsEveryNth(2), val=None, max_epochs=1)
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=1", "epoch=0-step=2"]
 
 
-def test_epochs_without_a_step_are_saved(tmp_path: Path) -> None:
-    fit(tmp_path, ModelCheckpoint(save_top_k=-1), module=ByHand(99), val=None, max_epochs=3)
+def test_epochs_without_an_optimizer_step_are_saved(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(save_top_k=-1), module=StepsEveryNth(99), val=None, max_epochs=3)
     assert names(tmp_path / "checkpoints") == [f"epoch={epoch}-step=0" for epoch in range(3)]
 
 
-def test_without_validation_it_saves_at_epoch_ends(tmp_path: Path) -> None:
+def test_checkpoints_are_saved_at_epoch_ends_without_validation(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(save_top_k=-1), val=None, max_epochs=2, check_val_every_n_epoch=2)
     assert steps(tmp_path / "checkpoints") == [4, 8]
 
 
-def test_a_monitor_waits_for_the_validation_of_its_step(tmp_path: Path) -> None:
+def test_a_monitored_save_waits_for_the_validation_at_its_step(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", every_n_train_steps=2, save_top_k=-1)
     fit(tmp_path, callback, max_epochs=2, val_check_interval=0.5)
     scores = {path.rpartition("=")[2]: round(float(score), 3) for path, score in callback.best_k_models.items()}
@@ -442,18 +441,18 @@ def test_a_monitor_waits_for_the_validation_of_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"fast_dev_run": 3}])
-def test_a_quick_run_writes_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_fast_dev_run_saves_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
     fit(tmp_path, ModelCheckpoint(save_last=True, every_n_train_steps=1, save_on_train_epoch_end=False), **arguments)
     assert names(tmp_path) == []
 
 
-def test_evaluation_alone_writes_nothing(tmp_path: Path) -> None:
+def test_validate_saves_nothing(tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_on_train_epoch_end=False)
     make(tmp_path, callback).validate(Scripted(), DATA, verbose=False)
     assert names(tmp_path) == []
 
 
-def test_the_interval_in_time_spans_a_resume(tmp_path: Path) -> None:
+def test_train_time_interval_spans_a_resume(tmp_path: Path) -> None:
     callback = ModelCheckpoint(train_time_interval=timedelta(hours=1))
     callback._saved_at = time.monotonic() - 1800
     again = ModelCheckpoint(train_time_interval=timedelta(hours=1))
@@ -462,8 +461,8 @@ def test_the_interval_in_time_spans_a_resume(tmp_path: Path) -> None:
     assert time.monotonic() - again._saved_at == pytest.approx(1800, abs=60)
 
 
-# metrics that are missing ---------------------------------------------------------------------------------------------
-def test_monitoring_a_metric_that_nobody_logs_is_an_error(tmp_path: Path) -> None:
+# missing metrics ------------------------------------------------------------------------------------------------------
+def test_monitoring_an_unlogged_metric_raises(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"ModelCheckpoint monitors 'vla', which was not logged\. Did you mean 'val'\?"
     ):
@@ -481,12 +480,12 @@ def test_a_save_before_the_first_validation_is_not_ranked(tmp_path: Path) -> Non
 
 # errors while saving --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("counter", [True, False])
-def test_a_save_that_fails_changes_nothing(tmp_path: Path, counter: bool) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path, counter: bool) -> None:
     filename = None if counter else "model"
     callback = ModelCheckpoint(filename=filename, save_last=True, enable_version_counter=counter)
     before: dict[str, Any] = {}
 
-    class Look(Callback):
+    class Recorder(Callback):
         order = 199
 
         def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -494,7 +493,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, counter: bool) -> Non
                 before.update(callback.state_dict())
 
     with pytest.raises(UnsupportedStateError, match="mine"):
-        fit(tmp_path, callback, Look(), module=Scripted(cannot_be_saved_at=12))
+        fit(tmp_path, callback, Recorder(), module=Scripted(unsavable_at=12))
     name = "epoch=1-step=8" if counter else "model"
     assert names(tmp_path / "checkpoints") == sorted([name, f"last -> {name}"])
     assert steps(tmp_path / "checkpoints") == [8]
@@ -504,7 +503,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, counter: bool) -> Non
     assert after["best_model_path"] == after["last_model_path"] == name
 
 
-def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_raises_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     module = Scripted()
     trainer = make(tmp_path, ModelCheckpoint(tmp_path / "file" / "inside"))
@@ -513,16 +512,16 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
     assert trainer.global_step == 0
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_deletion_warns_and_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
 
-    def delete_not_at_first(path: str) -> None:
+    def fail_first_time(path: str) -> None:
         if not refused:
             refused.append(path)
             raise CheckpointError(path, "cannot be deleted: a file in it is in use.")
         delete(path)
 
-    monkeypatch.setattr(checkpoint_commit, "delete", delete_not_at_first)
+    monkeypatch.setattr(checkpoint_commit, "delete", fail_first_time)
     with pytest.warns(UserWarning, match="an old checkpoint was not deleted: .*epoch=0-step=4: cannot be deleted"):
         fit(tmp_path, ModelCheckpoint(), max_epochs=3)
     assert [Path(path).name for path in refused] == ["epoch=0-step=4"]
@@ -532,10 +531,10 @@ def test_a_checkpoint_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monk
 # the ranking in the checkpoint ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arguments", [{}, {"filename": "model", "enable_version_counter": False, "save_last": True}])
 def test_the_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Also if the new checkpoint replaces it under the same name."""
+    """This holds even if both have the same name."""
     seen: list[list[int]] = []
 
-    class Look(Callback):
+    class Recorder(Callback):
         def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
             if trainer.global_step:
                 paths = [
@@ -543,12 +542,12 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, 
                 ]
                 seen.append(sorted(CheckpointReader(path).progress()["global_step"] for path in paths))
 
-    fit(tmp_path, ModelCheckpoint(**arguments), Look(), max_epochs=3)
+    fit(tmp_path, ModelCheckpoint(**arguments), Recorder(), max_epochs=3)
     assert seen == [[], [4], [8]]
     assert steps(tmp_path / "checkpoints") == [12]
 
 
-def test_a_second_save_to_one_path_replaces_the_first(tmp_path: Path) -> None:
+def test_save_checkpoint_overwrites_the_same_path_by_default(tmp_path: Path) -> None:
     trainer = fit(tmp_path, max_epochs=1)
     path = tmp_path / "here"
     path.mkdir()
@@ -563,7 +562,7 @@ def test_a_second_save_to_one_path_replaces_the_first(tmp_path: Path) -> None:
         trainer.save_checkpoint(tmp_path / "link")
 
 
-def test_a_checkpoint_counts_itself(tmp_path: Path) -> None:
+def test_a_checkpoint_includes_itself_in_its_ranking(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path, callback, max_epochs=4)
     state = saved_state(callback.last_model_path, callback)
@@ -622,10 +621,10 @@ fit(Path(sys.argv[1]), checkpoint)
 
 @pytest.mark.parametrize("how", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize(("step", "left"), [(16, [4, 8, 12, 16]), (24, [8, 16, 20, 24])])
-def test_a_kill_between_the_commit_and_the_deletion_leaves_nothing_behind(
+def test_a_resume_completes_deletions_that_a_kill_prevented(
     tmp_path: Path, step: int, left: list[int], how: str
 ) -> None:
-    """The next run catches up on the deletions, and ends with the same checkpoints."""
+    """The resumed run ends with the same checkpoints as an uninterrupted one."""
     whole = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path / "whole", whole)
     done = run_program(["-c", KILLED, tmp_path / "cut", step, Path(__file__).parent, how])
@@ -636,7 +635,7 @@ def test_a_kill_between_the_commit_and_the_deletion_leaves_nothing_behind(
     assert names(tmp_path / "cut" / "checkpoints") == names(tmp_path / "whole" / "checkpoints")
 
 
-def test_what_another_run_wrote_under_an_old_name_is_not_deleted(tmp_path: Path) -> None:
+def test_pending_deletions_spare_another_runs_checkpoint_of_the_same_name(tmp_path: Path) -> None:
     first = ModelCheckpoint()
     fit(tmp_path, first, max_epochs=2)
     kept = first.last_model_path
@@ -647,7 +646,7 @@ def test_what_another_run_wrote_under_an_old_name_is_not_deleted(tmp_path: Path)
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=2-step=12"]
 
 
-def test_a_moved_folder_still_ranks_and_deletes_its_checkpoints(tmp_path: Path) -> None:
+def test_ranking_and_deletion_work_after_the_folder_is_moved(tmp_path: Path) -> None:
     fit(tmp_path / "before", ModelCheckpoint(monitor="val", save_top_k=2), max_epochs=3)
     os.rename(tmp_path / "before", tmp_path / "after")
     moved = ModelCheckpoint(monitor="val", save_top_k=2)
@@ -666,7 +665,7 @@ def test_a_resume_into_another_folder_leaves_the_earlier_checkpoints_alone(tmp_p
     assert steps(tmp_path / "two") == [16, 24]
 
 
-def test_a_checkpoint_deleted_by_hand_is_no_error(tmp_path: Path) -> None:
+def test_a_manually_deleted_checkpoint_is_not_an_error(tmp_path: Path) -> None:
     first = ModelCheckpoint(monitor="val", save_top_k=2)
     fit(tmp_path, first, max_epochs=2)
     delete(tmp_path / "checkpoints" / "epoch=0-step=4")
@@ -674,7 +673,7 @@ def test_a_checkpoint_deleted_by_hand_is_no_error(tmp_path: Path) -> None:
     assert steps(tmp_path / "checkpoints") == [8, 12]
 
 
-def test_a_second_fit_leaves_the_checkpoints_of_the_first(tmp_path: Path) -> None:
+def test_a_second_fit_keeps_the_checkpoints_of_the_first(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val")
     trainer = fit(tmp_path, callback, max_epochs=2)
     trainer.fit(Scripted([0.7, 0.8]), DATA, DATA)
@@ -682,7 +681,7 @@ def test_a_second_fit_leaves_the_checkpoints_of_the_first(tmp_path: Path) -> Non
     assert callback.best_model_path.endswith("epoch=0-step=4")
 
 
-def test_two_model_checkpoints_keep_their_own_files(tmp_path: Path) -> None:
+def test_two_model_checkpoints_manage_separate_files(tmp_path: Path) -> None:
     def both() -> list[Callback]:
         return [
             ModelCheckpoint(filename="best-{epoch}", monitor="val"),
@@ -731,24 +730,24 @@ def test_verbose_prints_each_decision(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"filename": "{epoch:q}"}, "'q' cannot format 'epoch'"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ModelCheckpoint(**arguments)
 
 
-def test_zero_turns_a_trigger_off() -> None:
+def test_zero_disables_a_trigger() -> None:
     assert ModelCheckpoint(every_n_epochs=0, every_n_train_steps=10).every_n_epochs == 0
     assert ModelCheckpoint(every_n_epochs=2, every_n_train_steps=0).every_n_epochs == 2
 
 
-class NoStep(Callback):
+class FailsOnTraining(Callback):
     """Asserts that a run resumed at its end trains nothing."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         raise AssertionError(f"trains batch {batch_idx} of epoch {trainer.current_epoch}")
 
 
-def test_a_slash_in_the_filename_makes_a_folder_and_the_newest_of_all_is_resumed(tmp_path: Path) -> None:
+def test_filenames_with_slashes_create_folders_that_resumes_search(tmp_path: Path) -> None:
     home = tmp_path / "checkpoints"
 
     def nested(fold: str) -> ModelCheckpoint:
@@ -762,11 +761,11 @@ def test_a_slash_in_the_filename_makes_a_folder_and_the_newest_of_all_is_resumed
     ]
     assert first.checkpoint_callback is not None
     assert first.checkpoint_callback.best_model_path == str(home / "b" / "epoch=2-val_loss=none")
-    # The newest checkpoint is in a folder with fewer of them that sorts first by name.
+    # The newest checkpoint is in the folder that sorts first by name and holds fewer checkpoints.
     with pytest.warns(UserWarning, match="which was not logged"):
         second = fit(tmp_path, nested("a"), ckpt_path="auto", max_epochs=4)
     assert (second.global_step, names(home / "a")) == (16, ["epoch=3-val_loss=none"])
-    fit(tmp_path, nested("a"), NoStep(), ckpt_path="last", max_epochs=4)
+    fit(tmp_path, nested("a"), FailsOnTraining(), ckpt_path="last", max_epochs=4)
     assert second.checkpoint_callback is not None
     resumed = fit(tmp_path, nested("a"), ckpt_path=second.checkpoint_callback.best_model_path, max_epochs=4)
     assert resumed.checkpoint_callback is not None

@@ -1,4 +1,4 @@
-"""ModelPruning: equal to torch's own pruning, zeros that stay, resumes, and masks of sharded weights."""
+"""ModelPruning: equality with torch.nn.utils.prune, lasting zeros, resumes, and sharded weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def zeros(module: nn.Module) -> list[int]:
     return [int((parameter == 0).sum()) for parameter in module.parameters()]
 
 
-def by_hand(prune_once: Any) -> nn.Module:
+def plain_loop(prune_once: Any) -> nn.Module:
     module = Pruned()
     optimizer, layers = module.configure_optimizers(), (module.net[0], module.net[2])
     for _ in range(3):
@@ -69,16 +69,16 @@ def by_hand(prune_once: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("amount", [0.3, 7])
-def test_global_pruning_is_that_of_torch_bit_for_bit(amount: float) -> None:
-    expected = by_hand(lambda found: prune.global_unstructured(found, prune.L1Unstructured, amount=amount))
+def test_global_pruning_equals_torch_bit_for_bit(amount: float) -> None:
+    expected = plain_loop(lambda found: prune.global_unstructured(found, prune.L1Unstructured, amount=amount))
     module = fit(ModelPruning("l1_unstructured", amount=amount))
     assert numbers_of(module) == {name: expected.state_dict()[name].flatten().tolist() for name in module.state_dict()}
     assert sum(zeros(module)) == (38 if amount == 0.3 else 21)
     assert not prune.is_pruned(module)
 
 
-def test_slices_are_pruned_as_by_torch() -> None:
-    expected = by_hand(lambda found: [prune.ln_structured(found[0][0], "weight", amount=2, n=2, dim=0)])
+def test_structured_pruning_equals_torch_bit_for_bit() -> None:
+    expected = plain_loop(lambda found: [prune.ln_structured(found[0][0], "weight", amount=2, n=2, dim=0)])
     module = Pruned()
     arguments = {"amount": 2, "pruning_dim": 0, "pruning_norm": 2, "use_global_unstructured": False}
     fit(ModelPruning("ln_structured", [(module.net[0], "weight")], **arguments), module)
@@ -98,8 +98,8 @@ class Smallest(prune.BasePruningMethod):
         return default_mask * (t.abs() > self.amount)
 
 
-def test_epochs_are_chosen_by_functions_and_parameters_by_a_subclass() -> None:
-    class Weights(ModelPruning):
+def test_functions_choose_epochs_and_subclasses_choose_parameters() -> None:
+    class PrunesWeights(ModelPruning):
         PARAMETER_NAMES = ("weight",)
 
         def filter_parameters_to_prune(self, parameters_to_prune: Any = ()) -> Any:
@@ -111,7 +111,7 @@ def test_epochs_are_chosen_by_functions_and_parameters_by_a_subclass() -> None:
             super().apply_pruning(amount)
 
     module = Pruned()
-    callback = Weights(Smallest, amount=lambda epoch: 0.1 * epoch, apply_pruning=lambda epoch: epoch != 1)
+    callback = PrunesWeights(Smallest, amount=lambda epoch: 0.1 * epoch, apply_pruning=lambda epoch: epoch != 1)
     fit(callback, module)
     assert callback.found == [(module.net[0], "weight"), (module.net[2], "weight")]
     assert callback.amounts == [0.2]
@@ -120,7 +120,7 @@ def test_epochs_are_chosen_by_functions_and_parameters_by_a_subclass() -> None:
     assert zeros(fit(ModelPruning("random_unstructured", parameter_names=["bias"], amount=0.5)))[::2] == [0, 0]
 
 
-def test_validation_may_prune_but_not_the_sanity_check(caplog: pytest.LogCaptureFixture) -> None:
+def test_pruning_after_validation_skips_the_sanity_check(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="leyden")
     module = Pruned()
     callback = ModelPruning("L1_unstructured", amount=0.5, prune_on_train_epoch_end=False, verbose=2)
@@ -132,7 +132,7 @@ def test_validation_may_prune_but_not_the_sanity_check(caplog: pytest.LogCapture
     assert len(lines) == 5 and lines[1].startswith("  net.0.weight, amount 0.5: 0/24 (0.00%) -> ")
 
 
-def test_the_lottery_ticket_has_the_first_weights() -> None:
+def test_the_lottery_ticket_restores_the_initial_weights() -> None:
     first = net().state_dict()
     module = fit(ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lambda epoch: epoch == 2))
     for name, tensor in module.net.state_dict().items():
@@ -144,7 +144,7 @@ def test_the_lottery_ticket_has_the_first_weights() -> None:
 
 
 @pytest.mark.parametrize("lottery", [False, True])
-def test_a_resume_goes_on_exactly_and_the_checkpoint_is_that_of_the_module(tmp_path: Path, lottery: bool) -> None:
+def test_a_resume_is_exact_and_checkpoints_load_into_plain_modules(tmp_path: Path, lottery: bool) -> None:
     def callback() -> ModelPruning:
         return ModelPruning("random_unstructured", amount=0.2, use_lottery_ticket_hypothesis=lottery)
 
@@ -160,11 +160,11 @@ def test_a_resume_goes_on_exactly_and_the_checkpoint_is_that_of_the_module(tmp_p
 @pytest.mark.parametrize(
     "averages", [EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(0.01, swa_epoch_start=1)]
 )
-def test_averages_that_take_the_place_of_weights_are_pruned_too(averages: Any) -> None:
+def test_averaged_weights_are_pruned_too(averages: Any) -> None:
     assert sum(zeros(fit([ModelPruning("l1_unstructured", amount=0.5), averages]))) == 51
 
 
-def test_masks_stay_on_the_module_if_they_are_not_permanent() -> None:
+def test_masks_stay_on_the_module_unless_pruning_is_permanent() -> None:
     callback = ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=False)
     module = fit(callback)
     assert prune.is_pruned(module) and "net.0.weight_mask" in module.state_dict()
@@ -173,7 +173,7 @@ def test_masks_stay_on_the_module_if_they_are_not_permanent() -> None:
     assert not prune.is_pruned(module) and torch.equal(module.net[0].weight, effective)
 
 
-def test_a_fit_that_continues_and_one_that_begins_anew_keep_what_is_pruned() -> None:
+def test_continued_and_new_fits_keep_pruned_weights() -> None:
     callback = ModelPruning("l1_unstructured", amount=lambda epoch: 0.5 if epoch == 0 else 0)
     module, trainer = Pruned(), Trainer(**QUIET, max_epochs=1, callbacks=callback)
     trainer.fit(module, data())
@@ -189,8 +189,8 @@ def test_a_fit_that_continues_and_one_that_begins_anew_keep_what_is_pruned() -> 
     assert sum(zeros(module)) == 43
 
 
-def test_a_rollback_takes_back_what_was_pruned_since(tmp_path: Path) -> None:
-    class Back(Pruned):
+def test_a_rollback_undoes_later_pruning(tmp_path: Path) -> None:
+    class RollsBack(Pruned):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[int] = []
@@ -200,10 +200,10 @@ def test_a_rollback_takes_back_what_was_pruned_since(tmp_path: Path) -> None:
             if len(self.seen) == 5:
                 self.trainer.roll_back()
 
-    module = Back()
+    module = RollsBack()
     callbacks = [ModelPruning("l1_unstructured", amount=0.5), ModelCheckpoint(tmp_path, every_n_train_steps=3)]
     fit(callbacks, module, enable_checkpointing=True)
-    # Saved after the third batch, before its epoch was pruned. The batch after the rollback is of the second epoch.
+    # The checkpoint is from the third batch, before its epoch was pruned. The sixth batch follows the rollback.
     assert module.seen[:6] == [0, 0, 0, 29, 29, 0]
 
 
@@ -221,12 +221,12 @@ def test_a_rollback_takes_back_what_was_pruned_since(tmp_path: Path) -> None:
         ({"pruning_fn": "l1_unstructured", "resample_parameters": True}, "use_lottery_ticket_hypothesis=True"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+def test_invalid_arguments_raise(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         ModelPruning(**arguments)
 
 
-def test_what_cannot_be_pruned_is_refused_before_the_first_step() -> None:
+def test_unsupported_parameters_and_callbacks_raise_before_the_first_step() -> None:
     with pytest.raises(ConfigurationError, match="of a module that is not part of Line"):
         fit(ModelPruning("l1_unstructured", [(nn.Linear(1, 1), "weight")]), Line(4))
     with pytest.raises(ConfigurationError, match="Linear has no parameter 'weights'"):
@@ -248,8 +248,8 @@ def test_what_cannot_be_pruned_is_refused_before_the_first_step() -> None:
         fit(ModelPruning("l1_unstructured"), module, gradient_clip_val=None)
 
 
-class Apart(Callback):
-    """Gives each rank its own random numbers."""
+class SeedsByRank(Callback):
+    """Seeds each rank differently."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         torch.manual_seed(trainer.global_rank)
@@ -259,7 +259,9 @@ def on_ranks(folder: str) -> dict[str, Any]:
     found = {}
     for strategy in ("ddp", "fsdp"):
         for method in ("l1_unstructured", "random_unstructured"):
-            found[strategy, method] = numbers_of(fit([Apart(), ModelPruning(method, amount=0.2)], strategy=strategy))
+            found[strategy, method] = numbers_of(
+                fit([SeedsByRank(), ModelPruning(method, amount=0.2)], strategy=strategy)
+            )
     path = Path(folder) / "half"
     half = Trainer(
         **QUIET,
@@ -276,7 +278,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_ranks_prune_the_same_weights_and_shards_those_of_the_whole(tmp_path: Path) -> None:
+def test_ranks_and_shards_prune_the_same_weights(tmp_path: Path) -> None:
     first, second = run_world(2, on_ranks, str(tmp_path))
     assert first == second
     flat = {
@@ -295,12 +297,12 @@ def sharded() -> None:
     fit(ModelPruning("l1_unstructured", make_pruning_permanent=False), strategy="fsdp")
 
 
-def in_stages() -> None:
+def pipelined() -> None:
     fit(ModelPruning("l1_unstructured"), strategy=MeshStrategy(pp=2))
 
 
 @pytest.mark.parametrize(
-    ("function", "words"), [(sharded, "needs whole weights"), (in_stages, "gives no access to them")]
+    ("function", "words"), [(sharded, "needs whole weights"), (pipelined, "gives no access to them")]
 )
-def test_a_strategy_that_keeps_weights_apart_is_refused(function: Any, words: str) -> None:
+def test_strategies_without_whole_weights_raise(function: Any, words: str) -> None:
     assert any(words in str(error) for error in run_world(2, function, may_fail=True))

@@ -104,7 +104,7 @@ def test_lazy_modules_are_marked() -> None:
     assert isinstance(net[0], nn.LazyLinear)
 
 
-def test_bytes_follow_the_data_type_and_inputs_too() -> None:
+def test_bytes_and_example_inputs_follow_the_dtype() -> None:
     net = Net().to(torch.bfloat16)
     summary = summarize(net)
     assert summary.model_bytes == 95 * 2
@@ -137,7 +137,7 @@ def test_examples_may_hold_several_inputs(example: Any, expected: Any) -> None:
     assert layer.out_size == {"sum": expected[0], "parts": [expected[0], "?"]}
 
 
-def test_an_example_that_does_not_fit_warns_and_costs_the_sizes_only() -> None:
+def test_an_invalid_example_input_warns_and_omits_only_the_sizes() -> None:
     net = Net()
     net.example_input_array = torch.ones(2, 5)
     with pytest.warns(UserWarning, match=r"the summary shows no sizes: forward\(example_input_array\) raised"):
@@ -191,13 +191,13 @@ def test_a_fit_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("depth", [-2, 1.0, "1", True])
-def test_an_invalid_depth_is_refused(depth: Any) -> None:
+def test_an_invalid_depth_raises(depth: Any) -> None:
     for make in (ModelSummary, lambda depth: summarize(nn.Linear(1, 1), depth)):
         with pytest.raises(ConfigurationError, match="give the number of levels to show"):
             make(depth)
 
 
-def test_scripted_parts_have_a_row_without_sizes() -> None:
+def test_scripted_modules_have_a_row_without_sizes() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

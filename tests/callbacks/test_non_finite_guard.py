@@ -1,4 +1,4 @@
-"""NonFiniteGuard: nan never reaches the weights, on one process and on ranks with different batches."""
+"""NonFiniteGuard: nan never reaches the weights, in one process and on ranks with different batches."""
 
 from __future__ import annotations
 
@@ -76,10 +76,9 @@ def train(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_stop_names_the_step_and_leaves_the_weights(value: float) -> None:
+def test_stop_raises_with_the_step_and_keeps_the_weights(value: float) -> None:
     guard = NonFiniteGuard()
     module = Net()
-    before = None
     with pytest.raises(
         NonFiniteError, match=r"gradients of step 3 \(epoch 0, batch 2\) were not finite: layer\.weight"
     ):
@@ -90,11 +89,11 @@ def test_stop_names_the_step_and_leaves_the_weights(value: float) -> None:
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-def test_without_the_guard_the_weights_are_lost() -> None:
+def test_weights_become_nan_without_the_guard() -> None:
     assert train(None, {5: float("nan")}).last.weight.isnan().all()
 
 
-def test_a_skipped_step_changes_no_weight_and_no_state_of_the_optimizer() -> None:
+def test_a_skipped_step_changes_neither_weights_nor_optimizer_state() -> None:
     guard = NonFiniteGuard("skip")
     with pytest.warns(UserWarning, match=r"step 3 \(epoch 0, batch 2\) was skipped"):
         module = train(guard, {5: float("nan")})
@@ -105,7 +104,7 @@ def test_a_skipped_step_changes_no_weight_and_no_state_of_the_optimizer() -> Non
     assert module.trainer.global_step == 6
 
 
-def test_a_skipped_step_is_as_if_its_window_had_not_been() -> None:
+def test_skipping_a_step_equals_training_without_its_batches() -> None:
     with pytest.warns(UserWarning, match="skipped"):
         module = train(NonFiniteGuard("skip"), {4: float("inf")}, accumulate_grad_batches=2, gradient_clip_val=0.1)
     torch.manual_seed(0)
@@ -127,7 +126,7 @@ def test_patience_ends_a_run_that_does_not_recover() -> None:
     assert guard.skipped == [3, 4]
 
 
-def test_a_resumed_guard_knows_what_was_skipped(tmp_path: Path) -> None:
+def test_skipped_steps_survive_a_resume(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     with pytest.warns(UserWarning, match="skipped"):
         train(NonFiniteGuard("skip"), {5: float("nan")}, extra=[keeper], enable_checkpointing=True)
@@ -137,7 +136,7 @@ def test_a_resumed_guard_knows_what_was_skipped(tmp_path: Path) -> None:
     assert guard.skipped == [3]
 
 
-def test_a_gradient_scaler_skips_by_itself_and_patience_ends_it() -> None:
+def test_patience_limits_the_steps_skipped_by_a_gradient_scaler() -> None:
     guard = NonFiniteGuard("stop", patience=3)
     with pytest.raises(NonFiniteError, match="for 4 steps in a row"):
         train(guard, dict.fromkeys(range(2, 12), float("nan")), precision="16-mixed")
@@ -147,7 +146,7 @@ def test_a_gradient_scaler_skips_by_itself_and_patience_ends_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"), [(("stpo",), "Did you mean 'stop'"), (("skip", 0), r"patience=0.: give a number from 1")]
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+def test_invalid_arguments_raise(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         NonFiniteGuard(*arguments)
 
@@ -174,14 +173,14 @@ def world() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp, one row"])
-def test_ranks_act_alike_on_what_one_of_them_has_seen(world: list[dict[str, Any]], strategy: str) -> None:
+def test_all_ranks_skip_a_step_with_nan_on_one_rank(world: list[dict[str, Any]], strategy: str) -> None:
     first, second = (rank[strategy] for rank in world)
     assert first == second
     skipped, after = first
     assert skipped == [2] and after[1] == after[0] != after[2]
 
 
-def test_a_rank_names_what_another_one_has_seen() -> None:
+def test_all_ranks_name_parameters_with_nan_on_one_rank() -> None:
     ended = [str(end) for end in run_world(2, stop, may_fail=True)]
     words = r"NonFiniteError: the gradients of step 2 .* were not finite: layer\.weight"
     # The first rank to raise reports the error; it ends the others.

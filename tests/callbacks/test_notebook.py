@@ -1,4 +1,4 @@
-"""Bars and summaries in a notebook that nbclient runs: what a saved notebook shows."""
+"""Progress bars and summaries as a saved notebook shows them, run with nbclient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leyden.callbacks import RichProgressBar, TQDMProgressBar
 class Net(Plain):
     def training_step(self, batch, batch_idx):
         if batch_idx == 3:
-            print("told")
+            print("printed")
         return super().training_step(batch, batch_idx)
 
 def trainer(*callbacks, **arguments):
@@ -43,7 +43,7 @@ Shown = dict[str, list[tuple[str, str]]]
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """The outputs of each cell, in order: the source of each, and its text without colors."""
+    """Returns the outputs of each cell in order, each as its source and its text without colors."""
     tests = Path(__file__).parents[1]
     begin = BEGIN.format(paths=[str(tests), str(tests.parent)], root=repr(str(tmp_path_factory.mktemp("runs"))))
     cells = [nbformat.v4.new_code_cell(text) for text in (begin, *CELLS.values())]
@@ -62,9 +62,9 @@ def displays(outputs: list[tuple[str, str]]) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_tqdm_bar_is_one_text_with_the_final_state(shown: Shown) -> None:
+def test_a_tqdm_bar_is_saved_as_one_text_with_its_final_state(shown: Shown) -> None:
     bars = displays(shown["tqdm"])
-    # The bar of all validations and that of the sanity check leave nothing.
+    # The bars of validation and of the sanity check leave nothing.
     assert len(bars) == 3 and sorted(bars)[:2] == ["", ""]
     assert re.search(r"^Epoch 2/2: 100%\|█+\| 10/10 \[.*loss=-?[\d.]+, val=0.500\]$", max(bars)), bars
     assert shown["tqdm"][0][1].startswith("  | Name  | Type ")
@@ -85,9 +85,9 @@ def test_a_rich_bar_and_its_table_are_separate_displays(shown: Shown) -> None:
 
 
 @pytest.mark.full
-def test_only_text_is_written(shown: Shown) -> None:
+def test_outputs_contain_only_text(shown: Shown) -> None:
     for name, outputs in shown.items():
         assert {source for source, _ in outputs} <= {"display", "stdout"}, (name, outputs)
         written = "".join(text for source, text in outputs if source == "stdout")
         assert "\r" not in written and "\x1b" not in written
-        assert written.count("told\n") == (0 if "test" in name else 3)
+        assert written.count("printed\n") == (0 if "test" in name else 3)

@@ -57,7 +57,7 @@ def saved_progress(path: str | Path) -> dict[str, Any]:
     return reader.progress()
 
 
-def test_an_error_saves_the_last_whole_step(tmp_path: Path) -> None:
+def test_an_error_saves_the_last_complete_step(tmp_path: Path) -> None:
     callback = OnExceptionCheckpoint(tmp_path)
     trainer = make(tmp_path, callback)
     with pytest.raises(ArithmeticError, match="the user's own error"):
@@ -69,15 +69,15 @@ def test_an_error_saves_the_last_whole_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_resume_after_an_error_ends_as_the_uninterrupted_run_does(tmp_path: Path, accumulate: int) -> None:
-    """The error occurs inside a window, which the resume repeats from its start."""
+def test_a_resume_after_an_error_equals_an_uninterrupted_run(tmp_path: Path, accumulate: int) -> None:
+    """The error occurs inside an accumulation window, which the resume repeats from its start."""
     whole = Failing()
     make(tmp_path / "whole", accumulate_grad_batches=accumulate).fit(whole, DATA)
     callback = OnExceptionCheckpoint(tmp_path)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback, accumulate_grad_batches=accumulate).fit(Failing(fails_at=5), DATA)
     progress = saved_progress(callback.ckpt_path)
-    # A window of one batch was open as well: it may have drawn random numbers.
+    # The resume is not exact even with windows of one batch: the failed batch may have drawn random numbers.
     assert (progress["global_step"], progress["batch"]) == ((5, 5) if accumulate == 1 else (1, 4))
     assert progress["samples"] == 2 * progress["batch"]
     assert not progress["exact"]
@@ -87,14 +87,14 @@ def test_a_resume_after_an_error_ends_as_the_uninterrupted_run_does(tmp_path: Pa
         assert torch.equal(ours, expected)
 
 
-def test_ctrl_c_saves_too(tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint(tmp_path: Path) -> None:
     callback = OnExceptionCheckpoint(tmp_path, filename="stopped")
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, callback).fit(Failing(fails_at=2, interrupts=True), DATA)
     assert saved_progress(tmp_path / "stopped")["global_step"] == 3
 
 
-def test_an_existing_checkpoint_of_the_name_is_kept(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     for fails_at in (2, 3):
         with pytest.raises(ArithmeticError):
             make(tmp_path, OnExceptionCheckpoint(tmp_path)).fit(Failing(fails_at), DATA)
@@ -114,7 +114,7 @@ def test_errors_outside_of_training_save_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "on_exception").exists()
 
 
-def test_a_second_error_does_not_hide_the_first(tmp_path: Path) -> None:
+def test_a_failed_save_does_not_hide_the_original_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     callback = OnExceptionCheckpoint(tmp_path / "file" / "inside")
     with (
@@ -126,7 +126,7 @@ def test_a_second_error_does_not_hide_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("filename", ["", "a/b", "/a", ".."])
-def test_wrong_arguments_are_refused(tmp_path: Path, filename: str) -> None:
+def test_invalid_filenames_raise(tmp_path: Path, filename: str) -> None:
     with pytest.raises(ConfigurationError, match="use a plain name, and put folders in dirpath"):
         OnExceptionCheckpoint(tmp_path, filename)
 
@@ -147,13 +147,13 @@ def test_model_checkpoint_does_not_save_a_step_twice(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
 
 
-def test_model_checkpoint_saves_on_an_exception_only_if_asked(tmp_path: Path) -> None:
+def test_model_checkpoint_does_not_save_on_an_exception_by_default(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         make(tmp_path, ModelCheckpoint(every_n_train_steps=2)).fit(Failing(fails_at=5), DATA)
     assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
 
 
-def test_model_checkpoint_names_the_save_on_an_exception_by_its_template(tmp_path: Path) -> None:
+def test_model_checkpoint_uses_its_filename_template_on_an_exception(tmp_path: Path) -> None:
     class Logs(Failing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("value", float(batch_idx))
@@ -166,11 +166,11 @@ def test_model_checkpoint_names_the_save_on_an_exception_by_its_template(tmp_pat
     assert name.startswith("mine-step=5-value=")
 
     class Broken(ModelCheckpoint):
-        """Simulates a device error, after which nothing can be read back."""
+        """Simulates a device error, after which no metric can be read."""
 
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
             def fails(values: Any) -> Any:
-                raise RuntimeError("of the device")
+                raise RuntimeError("device error")
 
             trainer.read_metrics = fails
             super().on_exception(trainer, module, exception)

@@ -18,13 +18,13 @@ from leyden.callbacks import BasePredictionWriter
 
 
 class Doubles(Line):
-    """Predicts the double of each number."""
+    """Predicts twice each input."""
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return {"twice": 2 * input_of(batch)}
 
 
-class Files(BasePredictionWriter):
+class FileWriter(BasePredictionWriter):
     """Writes one file per batch, and one for all predictions."""
 
     def __init__(self, folder: Path, interval: Any = "batch_and_epoch") -> None:
@@ -67,14 +67,14 @@ def predict(writer: BasePredictionWriter, data: Any, keeps: bool = False, **argu
 
 
 def test_each_batch_is_written_with_its_indices(tmp_path: Path) -> None:
-    assert predict(Files(tmp_path, "batch"), loader()) is None
+    assert predict(FileWriter(tmp_path, "batch"), loader()) is None
     found = batches(tmp_path)
     assert [found[f"0-{number}-0"][0] for number in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert found["0-2-0"][1] == [12.0, 12.0] and not list(tmp_path.glob("all*"))
 
 
-def test_the_epoch_is_written_once_and_nothing_is_kept(tmp_path: Path) -> None:
-    writer = Files(tmp_path, "epoch")
+def test_interval_epoch_writes_once_and_keeps_no_predictions(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path, "epoch")
     kept = predict(writer, loader(num_workers=2), keeps=True)
     predictions, indices = torch.load(tmp_path / "all-0.pt")
     assert indices == [[[0, 1, 2], [3, 4, 5], [6]]] and not batches(tmp_path)
@@ -82,9 +82,9 @@ def test_the_epoch_is_written_once_and_nothing_is_kept(tmp_path: Path) -> None:
     assert not writer._predictions
 
 
-def test_several_loaders_are_told_apart(tmp_path: Path) -> None:
+def test_predictions_of_several_loaders_are_separate(tmp_path: Path) -> None:
     data = [loader(4), CombinedLoader([loader(3, 10.0), loader(2, 20.0)], "sequential")]
-    predict(Files(tmp_path), data)
+    predict(FileWriter(tmp_path), data)
     predictions, indices = torch.load(tmp_path / "all-0.pt")
     assert indices == [[[0, 1, 2], [3]], [[0, 1, 2]], [[0, 1]]]
     assert [len(part) for part in predictions] == [2, 1, 1]
@@ -99,18 +99,18 @@ def test_several_loaders_are_told_apart(tmp_path: Path) -> None:
         lambda: numbers(6).reshape(2, 3, 2),
     ],
 )
-def test_an_order_that_is_not_known_has_no_indices(tmp_path: Path, make: Any) -> None:
-    predict(Files(tmp_path), make())
+def test_batches_of_unknown_order_have_no_indices(tmp_path: Path, make: Any) -> None:
+    predict(FileWriter(tmp_path), make())
     assert all(indices is None for indices, _ in batches(tmp_path).values())
 
 
-def test_fit_and_test_write_nothing(tmp_path: Path) -> None:
-    trainer = Trainer(callbacks=Files(tmp_path), max_steps=1, **QUIET)
+def test_fit_writes_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(callbacks=FileWriter(tmp_path), max_steps=1, **QUIET)
     trainer.fit(Doubles(), loader())
     assert not list(tmp_path.iterdir())
 
 
-def test_mistakes_are_named_before_the_first_batch(tmp_path: Path) -> None:
+def test_invalid_writers_raise_before_the_first_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="write_interval='step'"):
         BasePredictionWriter("step")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="needs write_on_epoch_end: override it"):
@@ -121,7 +121,7 @@ def on_ranks(folder: str) -> list[Any]:
     for name in ("ddp", "fsdp"):
         place = Path(folder) / name
         place.mkdir(exist_ok=True)
-        assert predict(Files(place), loader(13), strategy=name, devices=2) is None
+        assert predict(FileWriter(place), loader(13), strategy=name, devices=2) is None
     return []
 
 

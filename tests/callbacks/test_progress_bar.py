@@ -1,4 +1,4 @@
-"""TQDMProgressBar: on a real pseudo-terminal, and without one."""
+"""TQDMProgressBar on a pseudo-terminal, and without a terminal."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ STREAM = Stream([torch.ones(2)] * 6)
 
 
 def numbers(lines: list[str], title: str) -> list[str]:
-    """The "3/10" of each drawing with that title, without repeats."""
+    """Returns the counts drawn under that title, such as "3/10", without repeats."""
     found = [match[1] for line in lines if (match := re.search(rf"^{title}: .* (\d+/[\d?]+) \[", line))]
     return [text for index, text in enumerate(found) if index == 0 or found[index - 1] != text]
 
 
-def test_the_first_line_of_a_log_comes_sooner_than_the_others(tmp_path: Path) -> None:
+def test_the_first_log_line_is_printed_sooner_than_later_ones(tmp_path: Path) -> None:
     lines = TQDMProgressBar()
     first = lines._line_interval()
     lines._has_written = True
     assert first < 10 < lines._line_interval()
 
 
-def test_every_stage_has_its_bar(tmp_path: Path, every_batch: None) -> None:
+def test_every_stage_draws_a_bar(tmp_path: Path, every_batch: None) -> None:
     run = trainer(tmp_path)
     with Terminal() as terminal:
         run.fit(Net(), DATA, [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 8)])
@@ -74,7 +74,7 @@ def test_a_loader_without_a_length_shows_a_count(tmp_path: Path, every_batch: No
     assert any(re.search(r"^Epoch 0/0: 3it \[", line) for line in lines)
 
 
-class Counting(TQDMProgressBar):
+class ReadCounter(TQDMProgressBar):
     reads = 0
 
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
@@ -83,12 +83,12 @@ class Counting(TQDMProgressBar):
 
 
 def test_the_bar_reads_and_draws_at_most_ten_times_a_second(tmp_path: Path) -> None:
-    bar = Counting()
+    bar = ReadCounter()
     with Terminal() as terminal:
         start = time.perf_counter()
         trainer(tmp_path, bar, max_epochs=3).fit(Net(), DATA * 100, DATA)
         seconds = time.perf_counter() - start
-    # One at each end of an epoch, one after each validation or start of an epoch, and ten a second.
+    # Reads: one at each epoch's end, one after each validation or epoch start, and ten a second.
     assert 3 <= bar.reads <= 10 * seconds + 3 * 3
     drawn = [line for line in terminal.drawn() if line.startswith("Epoch")]
     assert len(drawn) <= 10 * seconds + 3 * 8
@@ -108,7 +108,7 @@ def test_a_slow_terminal_is_drawn_less_often() -> None:
     assert paced_bar.draw_timed(draw, Slow(), 1) >= start + 0.02 + 0.02 * paced_bar.DRAW_SHARE
 
 
-def test_a_bar_resumes_in_mid_epoch(tmp_path: Path, every_batch: None) -> None:
+def test_a_bar_resumes_mid_epoch(tmp_path: Path, every_batch: None) -> None:
     run, net = trainer(tmp_path), Net()
     with Terminal() as terminal:
         run.fit(net, DATA, max_steps=6, max_epochs=1)
@@ -121,7 +121,7 @@ def test_a_bar_resumes_in_mid_epoch(tmp_path: Path, every_batch: None) -> None:
 def test_leave_keeps_each_epochs_bar(tmp_path: Path) -> None:
     made: list[Any] = []
 
-    class Kept(TQDMProgressBar):
+    class BarRecorder(TQDMProgressBar):
         def init_train_tqdm(self) -> Any:
             made.append(super().init_train_tqdm())
             return made[-1]
@@ -129,14 +129,14 @@ def test_leave_keeps_each_epochs_bar(tmp_path: Path) -> None:
     for leave, bars in ((True, 3), (False, 1)):
         made.clear()
         with Terminal():
-            trainer(tmp_path, Kept(leave=leave), max_epochs=3).fit(Net(), DATA)
+            trainer(tmp_path, BarRecorder(leave=leave), max_epochs=3).fit(Net(), DATA)
         assert len(made) == bars
 
 
 def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> None:
     seen: list[Any] = []
 
-    class Lit(TQDMProgressBar):
+    class LightningBar(TQDMProgressBar):
         """Overrides from Lightning's documentation, and members that its users read."""
 
         def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> 
             return bar
 
         def init_predict_tqdm(self) -> Any:
-            # With tqdm's own pace: it must still end where the prediction does.
+            # A plain tqdm bar draws at tqdm's pace, and must still end with the last batch.
             return tqdm(desc="mine", position=2 * self.process_position, disable=self.is_disabled, leave=True)
 
         @property
@@ -176,7 +176,7 @@ def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> 
         def on_predict_batch_start(self, *args: Any) -> None:
             seen.append((self.total_predict_batches_current_dataloader, self.predict_progress_bar.total))
 
-    bar, loaders = Lit(), [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 8)]
+    bar, loaders = LightningBar(), [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 8)]
     run = trainer(tmp_path, bar, logger=CSVLogger(tmp_path), max_epochs=1, num_sanity_val_steps=2)
     with Terminal() as terminal:
         run.fit(Net(), DATA, loaders)
@@ -193,8 +193,8 @@ def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> 
     assert any("loss=" in line for line in lines) and not any("v_num" in line for line in lines)
 
 
-def test_a_bar_that_is_reset_for_each_loader_counts_its_batches(tmp_path: Path, every_batch: None) -> None:
-    class ForEachLoader(TQDMProgressBar):
+def test_a_bar_reset_for_each_loader_counts_that_loaders_batches(tmp_path: Path, every_batch: None) -> None:
+    class ResetsForEachLoader(TQDMProgressBar):
         def on_validation_batch_start(
             self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
@@ -205,15 +205,15 @@ def test_a_bar_that_is_reset_for_each_loader_counts_its_batches(tmp_path: Path, 
 
     loaders = [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 10)]
     with Terminal() as terminal:
-        trainer(tmp_path, ForEachLoader()).validate(Net(), loaders, verbose=False)
+        trainer(tmp_path, ResetsForEachLoader()).validate(Net(), loaders, verbose=False)
     lines = terminal.drawn()
-    # The reset to the next loader's batches comes before its name.
+    # The bar is reset to the next loader's batches before its description changes.
     assert numbers(lines, "DL 0")[-2:] == ["3/3", "0/5"] and numbers(lines, "DL 1")[-1] == "5/5"
     assert not any("it [" in line for line in lines)
 
 
-def test_the_same_bar_runs_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    class Lit(TQDMProgressBar):
+def test_a_customized_bar_runs_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class LightningBar(TQDMProgressBar):
         def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
             super().on_train_epoch_start(trainer, *args)
             self.train_progress_bar.set_description("unseen")
@@ -223,7 +223,7 @@ def test_the_same_bar_runs_without_a_terminal(tmp_path: Path, capfd: pytest.Capt
             super().on_validation_batch_end(*args, **kwargs)
             self.val_progress_bar.update(1)
 
-    trainer(tmp_path, Lit(), logger=CSVLogger(tmp_path), max_epochs=1).fit(Net(), DATA, DATA)
+    trainer(tmp_path, LightningBar(), logger=CSVLogger(tmp_path), max_epochs=1).fit(Net(), DATA, DATA)
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("Epoch 0/0  batch 10/10  step 10") and line.endswith(", v_num=0")
 
@@ -263,10 +263,10 @@ def test_logs_and_warnings_appear_above_the_bars(
 ) -> None:
     log = logging.getLogger("tests.bar")
 
-    class Speaks(Net):
+    class PrintingNet(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             log.warning("logged %d", batch_idx)
-            print("told", batch_idx, file=sys.stderr)
+            print("printed", batch_idx, file=sys.stderr)
 
         def on_validation_batch_end(self, *args: Any) -> None:
             log.warning("validated")
@@ -276,11 +276,11 @@ def test_logs_and_warnings_appear_above_the_bars(
         monkeypatch.setattr(log, "handlers", [handler])
         monkeypatch.setattr(log, "propagate", False)
         before = sys.stderr
-        trainer(tmp_path, max_epochs=1, num_sanity_val_steps=1).fit(Speaks(), DATA, DATA[:2])
+        trainer(tmp_path, max_epochs=1, num_sanity_val_steps=1).fit(PrintingNet(), DATA, DATA[:2])
         assert sys.stderr is before and handler.stream is before
     lines = terminal.drawn()
-    # Whole lines, after each of which the bar is drawn again.
-    assert {f"{word} {batch}" for word in ("logged", "told") for batch in range(10)} <= set(lines)
+    # Lines appear whole, and the bar is drawn again after each.
+    assert {f"{word} {batch}" for word in ("logged", "printed") for batch in range(10)} <= set(lines)
     assert lines.count("validated") == 3
     after = [lines[index + 1] for index, line in enumerate(lines) if line.startswith("logged")]
     assert len(after) == 10 and all(line.startswith("Epoch 0/0:") for line in after)
@@ -300,14 +300,14 @@ def test_an_error_closes_the_bars(tmp_path: Path) -> None:
 def test_printing_does_not_break_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bar = TQDMProgressBar()
 
-    class Speaks(Net):
+    class PrintingNet(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 5:
                 bar.print("hello", 5, sep="-")
 
     with Terminal() as terminal:
         monkeypatch.setattr(sys, "stdout", sys.stderr)
-        trainer(tmp_path, bar, max_epochs=1).fit(Speaks(), DATA)
+        trainer(tmp_path, bar, max_epochs=1).fit(PrintingNet(), DATA)
         monkeypatch.undo()
     lines = terminal.drawn()
     assert "hello-5" in lines
@@ -317,7 +317,7 @@ def test_printing_does_not_break_the_bar(tmp_path: Path, monkeypatch: pytest.Mon
 def test_builtin_print_does_not_break_the_bars(
     tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Speaks(Net):
+    class PrintingNet(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             print("trained", batch_idx, end="")
             print(" of", 10)
@@ -328,7 +328,7 @@ def test_builtin_print_does_not_break_the_bars(
 
     with Terminal() as terminal:
         monkeypatch.setattr(sys, "stdout", sys.stderr)
-        trainer(tmp_path, TQDMProgressBar(), max_epochs=1, num_sanity_val_steps=1).fit(Speaks(), DATA, DATA)
+        trainer(tmp_path, TQDMProgressBar(), max_epochs=1, num_sanity_val_steps=1).fit(PrintingNet(), DATA, DATA)
         assert sys.stdout is sys.stderr
         monkeypatch.undo()
     lines = terminal.drawn()
@@ -337,8 +337,8 @@ def test_builtin_print_does_not_break_the_bars(
     assert numbers(lines, "Epoch 0/0")[-1] == "10/10"
 
 
-class Talks(Net):
-    """Writes parts of lines."""
+class PartialLinesNet(Net):
+    """Prints lines in parts."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         print(".", end="", flush=True)
@@ -356,19 +356,19 @@ class Talks(Net):
 
 
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
-def test_a_line_may_be_written_in_parts(
+def test_a_line_can_be_written_in_parts(
     tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "140")
     with Terminal("stdout", "stderr") as terminal:
-        trainer(tmp_path, kind(), max_epochs=1).fit(Talks(), DATA)
-        print("told after the fit")
+        trainer(tmp_path, kind(), max_epochs=1).fit(PartialLinesNet(), DATA)
+        print("after the fit")
     lines = [line for line in terminal.screen() if line]
-    told = [line for line in lines[lines.index(".....") :] if not line.startswith("Epoch 0/0")]
-    assert told[:3] == [".....", "[/x] [bold]loss is low", "part 3"]
-    assert any(re.match(r"\.{5}(\[/tail)?$", line) for line in told[1:]), lines
-    assert "[/tail" in "".join(lines) and "told after the fit" in lines[-1]
+    printed_lines = [line for line in lines[lines.index(".....") :] if not line.startswith("Epoch 0/0")]
+    assert printed_lines[:3] == [".....", "[/x] [bold]loss is low", "part 3"]
+    assert any(re.match(r"\.{5}(\[/tail)?$", line) for line in printed_lines[1:]), lines
+    assert "[/tail" in "".join(lines) and "after the fit" in lines[-1]
     assert sum(line.startswith("Epoch 0/0") for line in lines) == 1
 
 
@@ -413,13 +413,13 @@ def test_printing_to_a_file_writes_only_to_that_file(
 ) -> None:
     file = io.StringIO()
 
-    class Speaks(Net):
+    class PrintingNet(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.print("hello", batch_idx, sep="-", end=";", file=file)
             self.trainer.print("seen", file=sys.stderr, flush=True)
 
     with Terminal() as terminal:
-        trainer(tmp_path, TQDMProgressBar(refresh_rate=int(enabled)), max_epochs=1).fit(Speaks(), DATA)
+        trainer(tmp_path, TQDMProgressBar(refresh_rate=int(enabled)), max_epochs=1).fit(PrintingNet(), DATA)
     assert file.getvalue() == "".join(f"hello-{number};" for number in range(10))
     drawn = terminal.drawn()
     assert drawn.count("seen") == 10 and not any("hello" in line for line in drawn)
@@ -447,7 +447,7 @@ def test_without_a_length_lines_are_printed_within_the_epoch(
     assert [line.split("  ")[:3] for line in lines[:3]] == [["Epoch 0/0", f"batch {n}", f"step {n}"] for n in (1, 2, 3)]
 
 
-def test_nothing_is_shown_when_the_bar_is_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disabled_bar_shows_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     off = TQDMProgressBar()
     off.disable()
     for bar in (off, TQDMProgressBar(refresh_rate=0)):
@@ -489,13 +489,13 @@ def test_a_notebook_counts_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         ("text", "text"),
     ],
 )
-def test_numbers_are_short(value: Any, text: str) -> None:
+def test_metrics_are_formatted_compactly(value: Any, text: str) -> None:
     assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
     "arguments", [{"refresh_rate": -1}, {"refresh_rate": 0.5}, {"process_position": -1}, {"refresh_rate": True}]
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="give a whole number from 0"):
         TQDMProgressBar(**arguments)

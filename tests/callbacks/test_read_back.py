@@ -74,7 +74,7 @@ def of_mlflow(logger: MLFlowLogger) -> Rows:
 
 @pytest.fixture
 def mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MLFlowLogger]]:
-    """A logger, where its package is installed."""
+    """Yields a list with an MLFlowLogger if MLflow is installed, else an empty list."""
     try:
         import mlflow  # noqa: F401
     except ImportError:

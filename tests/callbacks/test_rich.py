@@ -1,4 +1,4 @@
-"""RichProgressBar and RichModelSummary: on a real pseudo-terminal, and without one."""
+"""RichProgressBar and RichModelSummary on a pseudo-terminal, and without a terminal."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ NO_THEME: Any = {"time": "red"}
 
 
 @pytest.fixture(autouse=True)
-def a_colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def color_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    # Rich asks the file descriptors 0 to 2, which are pytest's.
+    # Rich would read the width from the file descriptors 0 to 2, which are pytest's.
     monkeypatch.setenv("COLUMNS", "140")
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
 
 def done(lines: list[str], name: str) -> list[str]:
-    """The "3/10" of each drawing of a bar, without repeats."""
+    """Returns the counts drawn by a bar, such as "3/10", without repeats."""
     found = [match[1] for line in lines if (match := re.match(rf"{name} +[━╸╺]+ (\d+/(\d+|--)) ", line))]
     return [text for index, text in enumerate(found) if index == 0 or found[index - 1] != text]
 
 
-def test_every_stage_has_its_bar_and_prints_stay_above(
+def test_every_stage_draws_a_bar_below_printed_lines(
     tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("tests.rich")
 
-    class Speaks(Net):
+    class PrintingNet(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            print("told", batch_idx)
+            print("builtin", batch_idx)
             log.warning("logged %d", batch_idx)
             self.print("printed", batch_idx)
 
@@ -53,7 +53,7 @@ def test_every_stage_has_its_bar_and_prints_stay_above(
         handler = logging.StreamHandler()
         monkeypatch.setattr(log, "handlers", [handler])
         monkeypatch.setattr(log, "propagate", False)
-        run.fit(Speaks(), DATA, loaders)
+        run.fit(PrintingNet(), DATA, loaders)
         assert handler.stream is sys.stderr
         run.test(Net(), DATA[:5], verbose=False)
         run.predict(Net(), DATA[:6])
@@ -64,10 +64,10 @@ def test_every_stage_has_its_bar_and_prints_stay_above(
     assert done(lines, "Validation")[:8] == [f"{n}/7" for n in range(8)]
     assert done(lines, "Testing")[-1] == "5/5" and done(lines, "Predicting")[-1] == "6/6"
     for batch in range(10):
-        assert {f"told {batch}", f"logged {batch}", f"printed {batch}"} <= set(lines)
+        assert {f"builtin {batch}", f"logged {batch}", f"printed {batch}"} <= set(lines)
     last = [line for line in lines if line.startswith("Epoch 1/1")][-1]
     assert re.search(r"it/s loss: -?\d+\.\d+ v_num: 0 val: 0\.500$", last), last
-    # The cursor is there again after each stage.
+    # The cursor is visible again after each stage.
     assert terminal.bytes.count(b"\x1b[?25l") == terminal.bytes.count(b"\x1b[?25h") == 4
 
 
@@ -85,32 +85,32 @@ def test_an_error_restores_the_terminal(tmp_path: Path) -> None:
 
 
 def test_long_metrics_move_below_the_bar_and_leave_keeps_epochs(tmp_path: Path) -> None:
-    class Long(RichProgressBar):
+    class LongMetrics(RichProgressBar):
         def get_metrics(self, *args: Any) -> dict[str, Any]:
             return {"a": 0.12345, **{f"a_long_metric_{number}": 1e-5 for number in range(8)}}
 
     theme = RichProgressBarTheme(metrics_text_delimiter=", ", metrics_format=".1e", progress_bar="green")
     with Terminal("stdout") as terminal:
-        trainer(tmp_path, Long(leave=True, theme=theme), max_epochs=2).fit(Net(), DATA)
+        trainer(tmp_path, LongMetrics(leave=True, theme=theme), max_epochs=2).fit(Net(), DATA)
     lines = terminal.drawn()
     assert any(line.startswith("a: 1.2e-01, a_long_metric_0: 1.0e-05, ") for line in lines)
     assert [len(re.findall(rf"Epoch {epoch}/1 .*10/10.*\r?\n".encode(), terminal.bytes)) > 0 for epoch in (0, 1)]
     assert terminal.bytes.count(b"\x1b[?25l") == 2
 
 
-def test_without_a_terminal_it_prints_the_same_lines_as_the_tqdm_bar(
+def test_without_a_terminal_the_lines_are_those_of_the_tqdm_bar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As build servers have it.
+    # Some build servers set this.
     monkeypatch.setenv("FORCE_COLOR", "1")
 
-    class Own(RichProgressBar):
+    class CustomBar(RichProgressBar):
         def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
             super().on_train_epoch_start(trainer, *args)
             self.progress.update(self.train_progress_bar_id, description="unseen")
             assert self.train_progress_bar.description == "unseen"
 
-    run = trainer(tmp_path, Own(), enable_model_summary=True)
+    run = trainer(tmp_path, CustomBar(), enable_model_summary=True)
     run.fit(Net(), DATA, DATA)
     run.validate(Net(), DATA, verbose=False)
     out, err = capfd.readouterr()
@@ -122,8 +122,8 @@ def test_without_a_terminal_it_prints_the_same_lines_as_the_tqdm_bar(
     assert err.splitlines()[2].startswith("Validation  batch 10/10") and "| Name  | Type" in out
 
 
-def test_custom_columns_and_tasks(tmp_path: Path, every_batch: None) -> None:
-    class Own(RichProgressBar):
+def test_custom_columns_and_tasks_are_drawn(tmp_path: Path, every_batch: None) -> None:
+    class CustomBar(RichProgressBar):
         def configure_columns(self, trainer: Trainer) -> list[Any]:
             from rich.progress import MofNCompleteColumn
 
@@ -139,7 +139,7 @@ def test_custom_columns_and_tasks(tmp_path: Path, every_batch: None) -> None:
             assert self.train_progress_bar.completed == args[-1] + 1
 
     with Terminal("stdout") as terminal:
-        trainer(tmp_path, Own(), max_epochs=1).fit(Net(), DATA)
+        trainer(tmp_path, CustomBar(), max_epochs=1).fit(Net(), DATA)
     lines = terminal.drawn()
     assert any("10 of 10" in line for line in lines if line.startswith("Epoch 0/0"))
     assert any("10 of 10" in line for line in lines if line.startswith("mine"))
@@ -172,12 +172,12 @@ def test_the_summary_is_a_table_on_a_terminal(tmp_path: Path) -> None:
         (lambda: RichModelSummary(header_style="redd"), "redd"),
     ],
 )
-def test_wrong_arguments_are_refused(make: Any, message: str) -> None:
+def test_invalid_arguments_raise(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
 
 
-def test_a_missing_rich_names_the_extra_and_a_bar_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rich_raises_with_the_extra_and_bars_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     bar = pickle.loads(pickle.dumps(RichProgressBar(refresh_rate=3)))
     assert bar.refresh_rate == 3 and bar.progress.disable
     for name in ("rich", "rich.console"):

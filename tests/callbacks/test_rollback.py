@@ -56,7 +56,7 @@ class Data(Dataset[Tensor]):
 
 
 class Net(Squares):
-    """Draws random numbers in each step, has schedulers by step and by epoch, and sums up each epoch's loss."""
+    """Has dropout, schedulers by step and by epoch, and logs each epoch's mean loss."""
 
     def __init__(self, bad: tuple[int, ...] = (), dropout: float = 0.2) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 4), nn.Dropout(dropout), nn.Linear(4, 1)))
@@ -84,19 +84,19 @@ class Net(Squares):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), by_step]
 
 
-class At(Callback):
+class AfterBatch(Callback):
     """Calls a function after one batch, counted across epochs, before the guard checks."""
 
-    def __init__(self, at: int, does: Any) -> None:
-        self.at, self.does = at, does
+    def __init__(self, at: int, action: Any) -> None:
+        self.at, self.action = at, action
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.progress.batches == self.at:
-            self.does(trainer)
+            self.action(trainer)
 
 
-def broken_off(trainer: Trainer) -> None:
-    raise RuntimeError("broken off")
+def interrupt(trainer: Trainer) -> None:
+    raise RuntimeError("interrupted")
 
 
 def run(
@@ -139,8 +139,8 @@ def state_of(module: Any, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-# the numbers ----------------------------------------------------------------------------------------------------------
-def by_hand(bad: tuple[int, ...], every: int, accumulate: int, further: int, epochs: int) -> dict[str, Any]:
+# bit-for-bit equality -------------------------------------------------------------------------------------------------
+def plain_loop(bad: tuple[int, ...], every: int, accumulate: int, further: int, epochs: int) -> dict[str, Any]:
     """Runs the same training as a plain loop, with deep copies as checkpoints."""
     module = seeded()
     [optimizer], [by_epoch, other] = module.configure_optimizers()
@@ -190,7 +190,7 @@ def by_hand(bad: tuple[int, ...], every: int, accumulate: int, further: int, epo
         ((9, 30), 2, 3, 2, [(4, 2), (8, 6)]),
     ],
 )
-def test_a_run_that_goes_back_ends_with_the_bits_of_a_loop_that_does(
+def test_a_run_with_rollbacks_equals_a_plain_loop_bit_for_bit(
     bad: tuple[int, ...], every: int, accumulate: int, further: int, steps: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     module = seeded(bad)
@@ -198,7 +198,7 @@ def test_a_run_that_goes_back_ends_with_the_bits_of_a_loop_that_does(
     trainer, _ = run(tmp_path, module, guard=guard, every=every, max_epochs=3, accumulate_grad_batches=accumulate)
     found = state_of(module, trainer)
     assert guard.rolled_back == steps
-    wanted = by_hand(bad, every, accumulate, further, 3)
+    wanted = plain_loop(bad, every, accumulate, further, 3)
     assert differences({name: found[name] for name in wanted}, wanted) == []
     # Every batch is counted, including those whose steps are undone.
     progress = trainer.progress
@@ -206,7 +206,7 @@ def test_a_run_that_goes_back_ends_with_the_bits_of_a_loop_that_does(
     assert accumulate > 1 or progress.batches - progress.passed_over == trainer.global_step
 
 
-def test_it_goes_back_in_its_steps_and_on_in_its_data(tmp_path: Path) -> None:
+def test_a_rollback_rewinds_the_step_and_not_the_data(tmp_path: Path) -> None:
     module = seeded()
     trainer, guard = run(tmp_path, module, data=Data((7,)), max_epochs=1)
     [(bad, place)] = guard.rolled_back
@@ -216,8 +216,8 @@ def test_it_goes_back_in_its_steps_and_on_in_its_data(tmp_path: Path) -> None:
     assert trainer.global_step == 20 - (bad - place) and trainer.progress.passed_over == bad - place
 
 
-def test_no_shuffle_is_drawn_twice(tmp_path: Path) -> None:
-    """Without dropout only the loader draws: restoring the checkpoint's random numbers would repeat a shuffle."""
+def test_a_rollback_does_not_repeat_a_shuffle(tmp_path: Path) -> None:
+    """Without dropout only the loader draws: restoring the checkpoint's random state would repeat a shuffle."""
     orders = []
     for bad in ((), (24,)):
         module = seeded(bad, dropout=0.0)
@@ -229,15 +229,15 @@ def test_no_shuffle_is_drawn_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("every", "further", "bad", "places", "stops"),
-    # The second rolls back into an earlier epoch, the third skips the rest of an epoch. Each is interrupted once
-    # while its last checkpoint precedes the rollback, and once after a later checkpoint.
+    # The second case rolls back into an earlier epoch, the third skips the rest of an epoch. Each is interrupted
+    # once while its last checkpoint precedes the rollback, and once after a later checkpoint.
     [
         (5, 0, (13, 34, 36), [(14, 10), (31, 30), (32, 30)], (36, 50)),
         (30, 0, (33, 44), [(34, 30), (41, 30)], (45, 58)),
         (5, 30, (33,), [(34, 30)], (41, 50)),
     ],
 )
-def test_a_run_that_is_broken_off_and_resumed_ends_as_the_one_that_is_not(
+def test_an_interrupted_run_with_rollbacks_resumes_exactly(
     every: int,
     further: int,
     bad: tuple[int, ...],
@@ -255,13 +255,13 @@ def test_a_run_that_is_broken_off_and_resumed_ends_as_the_one_that_is_not(
     wanted = state_of(module, trainer)
     for stop in stops:
         folder = tmp_path / str(stop)
-        with pytest.raises(RuntimeError, match="broken off"):
-            fitted(folder, At(stop, broken_off))
+        with pytest.raises(RuntimeError, match="interrupted"):
+            fitted(folder, AfterBatch(stop, interrupt))
         assert differences(state_of(*fitted(folder, path="last")), wanted) == []
 
 
-class Draws(Net):
-    """Draws its own batches."""
+class IteratorNet(Net):
+    """Takes its batches from the dataloader_iter."""
 
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, batch_idx, _ = next(dataloader_iter)
@@ -269,11 +269,15 @@ class Draws(Net):
         return self.loss(batch) * (math.nan if self.trainer.progress.batches in self.bad else 1.0)
 
 
-@pytest.mark.parametrize(("kind", "bad"), [(Draws, 13), (Net, 12)])
-def test_batches_drawn_by_the_step_or_without_a_length_are_passed_over(kind: Any, bad: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "bad"), [(IteratorNet, 13), (Net, 12)])
+def test_further_batches_are_skipped_for_dataloader_iter_and_streams(kind: Any, bad: int, tmp_path: Path) -> None:
     module = kind((bad,))
     guard, saves = NonFiniteGuard("rollback", further_batches=3), ModelCheckpoint(every_n_train_steps=5)
-    data = DataLoader(Data(), 2) if kind is Draws else DataLoader(Stream([Data()[index] for index in range(SIZE)]), 2)
+    data = (
+        DataLoader(Data(), 2)
+        if kind is IteratorNet
+        else DataLoader(Stream([Data()[index] for index in range(SIZE)]), 2)
+    )
     settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 2, "default_root_dir": tmp_path}
     trainer = Trainer(**settings, callbacks=[guard, saves])
     with pytest.warns(UserWarning, match="step 13 .* had gradients that were not finite"):
@@ -284,8 +288,8 @@ def test_batches_drawn_by_the_step_or_without_a_length_are_passed_over(kind: Any
     assert trainer.progress.batches == 40 and trainer.global_step == 34
 
 
-# the checkpoint -------------------------------------------------------------------------------------------------------
-def test_without_a_checkpoint_and_without_patience_it_ends_with_step_samples_and_parameters(tmp_path: Path) -> None:
+# choice of the checkpoint ---------------------------------------------------------------------------------------------
+def test_the_error_names_the_samples_if_no_rollback_is_possible(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"step \d+ .*epoch 0, batch .*net\.0\.weight.*samples are .*7.*not saved"):
         run(tmp_path / "none", seeded(), data=Data((7,)), every=39)
     bad = tuple(range(22, SIZE))
@@ -295,7 +299,7 @@ def test_without_a_checkpoint_and_without_patience_it_ends_with_step_samples_and
     assert guard.rolled_back == [(23, 22)] * 3
 
 
-def test_a_checkpoint_of_another_run_is_no_place_to_go_back_to(tmp_path: Path) -> None:
+def test_a_rollback_ignores_checkpoints_of_other_runs(tmp_path: Path) -> None:
     run(tmp_path / "other", seeded(), max_epochs=1)
     other = tmp_path / "other" / "checkpoints" / "epoch=0-step=15"
     with pytest.raises(NonFiniteError, match="has not saved a checkpoint yet"):
@@ -313,14 +317,14 @@ def test_a_checkpoint_of_another_run_is_no_place_to_go_back_to(tmp_path: Path) -
         trainer.fit(seeded((2,)), DataLoader(Data(), 2), ckpt_path=other, restore="weights")
 
 
-def test_damaged_checkpoints_are_passed_over_until_none_is_left(tmp_path: Path) -> None:
+def test_a_rollback_skips_damaged_checkpoints_and_raises_if_all_are(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
     def damage(*names: str) -> Any:
         return lambda trainer: [(folder / name / "model.safetensors").write_bytes(b"damaged") for name in names]
 
     with pytest.warns(UserWarning, match="skips a damaged checkpoint: .*epoch=0-step=15"):
-        trainer, guard = run(tmp_path, seeded((17,)), At(17, damage("epoch=0-step=15")))
+        trainer, guard = run(tmp_path, seeded((17,)), AfterBatch(17, damage("epoch=0-step=15")))
     assert guard.rolled_back == [(18, 10)] and trainer.progress.passed_over == 8
     shutil.rmtree(folder)
     every = damage("epoch=0-step=5", "epoch=0-step=10")
@@ -328,10 +332,10 @@ def test_damaged_checkpoints_are_passed_over_until_none_is_left(tmp_path: Path) 
         pytest.warns(UserWarning, match="skips a damaged"),
         pytest.raises(NonFiniteError, match="all 2 .* are damaged"),
     ):
-        run(tmp_path, seeded((12,)), At(12, every))
+        run(tmp_path, seeded((12,)), AfterBatch(12, every))
 
 
-def test_checkpoints_that_are_gone_or_of_weights_alone_are_no_places(tmp_path: Path) -> None:
+def test_a_rollback_ignores_deleted_and_weights_only_checkpoints(tmp_path: Path) -> None:
     newest = ModelCheckpoint(every_n_train_steps=5, save_top_k=1)
     weights = ModelCheckpoint(every_n_train_steps=1, save_weights_only=True, filename="weights-{step}", save_top_k=-1)
     _, guard = run(tmp_path, seeded((17, 33)), weights, saves=newest)
@@ -341,19 +345,19 @@ def test_checkpoints_that_are_gone_or_of_weights_alone_are_no_places(tmp_path: P
     assert {"weights-step=16", "weights-step=16-v1", "weights-step=35"} <= names
 
 
-def test_a_save_beside_the_training_is_waited_for(tmp_path: Path) -> None:
+def test_a_rollback_waits_for_an_asynchronous_save(tmp_path: Path) -> None:
     saves = ModelCheckpoint(every_n_train_steps=5, save_top_k=-1, asynchronous=True)
     module = seeded((15,))
-    trainer, guard = run(tmp_path / "beside", module, saves=saves)
+    trainer, guard = run(tmp_path / "asynchronous", module, saves=saves)
     # The rollback comes one step after the start of this save.
     assert guard.rolled_back == [(16, 15)]
     found = state_of(module, trainer)
     again = seeded((15,))
-    trainer, _ = run(tmp_path / "at once", again)
+    trainer, _ = run(tmp_path / "synchronous", again)
     assert differences(found, state_of(again, trainer)) == []
 
 
-def test_a_fit_without_a_checkpoint_before_its_end_is_refused(tmp_path: Path) -> None:
+def test_a_fit_that_saves_no_checkpoint_before_its_end_raises(tmp_path: Path) -> None:
     for saves, settings in (
         (ModelCheckpoint(), {"max_epochs": 1}),
         (ModelCheckpoint(save_weights_only=True, every_n_train_steps=2), {}),
@@ -375,7 +379,7 @@ def test_a_fit_without_a_checkpoint_before_its_end_is_refused(tmp_path: Path) ->
     trainer.fit(seeded(), DataLoader(Data(), 2))
 
 
-def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
+def test_unsupported_rollbacks_and_arguments_raise(tmp_path: Path) -> None:
     average = StochasticWeightAveraging(swa_lrs=0.1)
     with pytest.raises(
         ConfigurationError, match="StochasticWeightAveraging replaces the learning rate schedule at some epoch"
@@ -389,18 +393,18 @@ def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="further_batches="):
             NonFiniteGuard("rollback", further_batches=wrong)
 
-    class Early(Callback):
+    class RollsBackTooEarly(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             trainer.roll_back()
 
     with pytest.raises(LeydenError, match="call it in on_train_batch_end"):
-        run(tmp_path, seeded(), Early())
+        run(tmp_path, seeded(), RollsBackTooEarly())
     with pytest.raises(LeydenError, match="further_batches=-1"):
-        run(tmp_path, seeded(), At(7, lambda trainer: trainer.roll_back(-1)))
+        run(tmp_path, seeded(), AfterBatch(7, lambda trainer: trainer.roll_back(-1)))
 
 
-def test_a_callback_of_the_users_goes_back_by_itself(tmp_path: Path) -> None:
-    class Counts(Callback):
+def test_user_callbacks_can_roll_back(tmp_path: Path) -> None:
+    class BatchCounter(Callback):
         """Counts the batches that the weights include."""
 
         seen = 0
@@ -417,21 +421,21 @@ def test_a_callback_of_the_users_goes_back_by_itself(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.seen = state["seen"]
 
-    counts = Counts()
+    counts = BatchCounter()
     trainer, guard = run(tmp_path, seeded(), counts, max_epochs=1)
     assert counts.seen == trainer.global_step == 15 and guard.rolled_back == []
 
 
-def test_a_second_fit_does_not_go_back_for_the_first(tmp_path: Path) -> None:
+def test_a_second_fit_drops_a_pending_rollback(tmp_path: Path) -> None:
     guard = NonFiniteGuard("rollback")
     module = seeded((7,))
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True},
         max_epochs=1,
         default_root_dir=tmp_path,
-        callbacks=[At(8, broken_off), guard, ModelCheckpoint(every_n_train_steps=5)],
+        callbacks=[AfterBatch(8, interrupt), guard, ModelCheckpoint(every_n_train_steps=5)],
     )
-    with pytest.raises(RuntimeError, match="broken off"):
+    with pytest.raises(RuntimeError, match="interrupted"):
         trainer.fit(module, DataLoader(Data(), 2))
     module.bad = ()
     trainer.callbacks.pop(0)
@@ -440,7 +444,7 @@ def test_a_second_fit_does_not_go_back_for_the_first(tmp_path: Path) -> None:
 
 
 # other callbacks ------------------------------------------------------------------------------------------------------
-def test_averages_go_back_with_the_weights(tmp_path: Path) -> None:
+def test_a_rollback_restores_weight_averages(tmp_path: Path) -> None:
     """Rolls back to a checkpoint with averages, and to one from before the first of them."""
     found = []
     for first in (0, 12):
@@ -490,12 +494,12 @@ def weights_after_steps(bad: tuple[int, ...], every: int) -> list[dict[str, Tens
     return found
 
 
-def test_digests_are_of_the_steps_that_led_to_the_weights(tmp_path: Path) -> None:
+def test_a_rollback_removes_the_digests_of_undone_steps(tmp_path: Path) -> None:
     run(tmp_path, seeded((13,)), max_epochs=1, digest_every_n_steps=1)
     [file] = tmp_path.rglob("digests.jsonl")
     records = list(read_digests(file))
     assert [record.step for record in records] == list(range(17))
-    # Equal to those of a run without a rollback up to there, and to those of a resume.
+    # Up to the rollback, the records equal those of a run without one. A resume writes the same records.
     run(tmp_path / "good", seeded(), max_epochs=1, digest_every_n_steps=1)
     [other] = (tmp_path / "good").rglob("digests.jsonl")
     good = list(read_digests(other))
@@ -504,10 +508,10 @@ def test_digests_are_of_the_steps_that_led_to_the_weights(tmp_path: Path) -> Non
     assert list(read_digests(file)) == records and len(list(tmp_path.glob("digests*"))) == 1
 
 
-def test_time_and_totals_do_not_come_back_and_rows_stay(tmp_path: Path) -> None:
+def test_a_rollback_keeps_timers_totals_and_logged_rows(tmp_path: Path) -> None:
     timer, monitor = Timer(), ThroughputMonitor(len, window_size=2)
     began: list[float | None] = []
-    notes = At(9, lambda trainer: began.append(timer.start_time()))
+    notes = AfterBatch(9, lambda trainer: began.append(timer.start_time()))
     logger = CSVLogger(tmp_path)
     module = seeded((7,))
     run(tmp_path, module, timer, monitor, notes, max_epochs=1, logger=logger, log_every_n_steps=1)
@@ -521,8 +525,8 @@ def test_time_and_totals_do_not_come_back_and_rows_stay(tmp_path: Path) -> None:
     assert measured[:10] == [*"2345678", *"678"]
 
 
-def test_a_ranking_keeps_the_checkpoints_that_are_there(tmp_path: Path) -> None:
-    class Scores(Net):
+def test_a_rollback_keeps_the_checkpoint_ranking_and_restores_early_stopping(tmp_path: Path) -> None:
+    class ScoreNet(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             # The best score belongs to a step that is undone.
             self.log("score", 0.0 if self.trainer.progress.batches == 8 else 1.0)
@@ -532,7 +536,7 @@ def test_a_ranking_keeps_the_checkpoints_that_are_there(tmp_path: Path) -> None:
     stopping = EarlyStopping("score", patience=100)
     val = DataLoader(Data(size=2), 2)
     settings = {"val_check_interval": 2, "max_epochs": 1, "num_sanity_val_steps": 0, "val": val}
-    _, guard = run(tmp_path, Scores((9,)), best, stopping, **settings)
+    _, guard = run(tmp_path, ScoreNet((9,)), best, stopping, **settings)
     assert guard.rolled_back == [(10, 5)]
     assert Path(best.best_model_path).name == "best-step=8" and float(best.best_model_score or 0) == 0.0
     # Only the best of all ranked checkpoints is kept.
@@ -541,7 +545,7 @@ def test_a_ranking_keeps_the_checkpoints_that_are_there(tmp_path: Path) -> None:
     assert float(stopping.best_score) == 1.0
 
 
-class Grown(TrainModule):
+class FrozenBackbone(TrainModule):
     """Has a backbone that is unfrozen in the second epoch."""
 
     def __init__(self, bad: tuple[int, ...]) -> None:
@@ -556,23 +560,25 @@ class Grown(TrainModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-def test_a_backbone_is_unfrozen_again(tmp_path: Path) -> None:
-    """Also in the epoch that unfreezes it, if the last checkpoint is from before."""
+def test_backbone_finetuning_survives_a_rollback(tmp_path: Path) -> None:
+    """Rolls back to a checkpoint from before the backbone is unfrozen, and to one from after it."""
     found = []
     for bad in ((), (23,), (43,)):
         seed_everything(3)
-        module, rates = Grown(bad), []  # type: ignore[var-annotated]
+        module, rates = FrozenBackbone(bad), []  # type: ignore[var-annotated]
         tuning = BackboneFinetuning(1, lambda epoch: 2.0, backbone_initial_ratio_lr=0.1, should_align=False)
-        looks = At(50, lambda trainer, to=rates: to.append([own["lr"] for own in trainer.optimizers[0].param_groups]))
-        trainer, guard = run(tmp_path / str(bad), module, tuning, looks, every=20, max_epochs=3)
+        recorder = AfterBatch(
+            50, lambda trainer, to=rates: to.append([own["lr"] for own in trainer.optimizers[0].param_groups])
+        )
+        trainer, guard = run(tmp_path / str(bad), module, tuning, recorder, every=20, max_epochs=3)
         assert guard.rolled_back == [(number + 1, 20 * (number // 20)) for number in bad]
         assert all(parameter.requires_grad for parameter in module.parameters())
         found.append((rates, len(trainer.optimizers[0].param_groups), tuning.state_dict()))
     assert found[0] == found[1] == found[2] and found[0][0] == [[0.05, pytest.approx(0.01)]]
 
 
-def test_a_group_that_nobody_would_add_again_is_refused_by_name(tmp_path: Path) -> None:
-    class Adds(BaseFinetuning):
+def test_a_rollback_that_would_lose_a_parameter_group_raises(tmp_path: Path) -> None:
+    class AddsGroupMidEpoch(BaseFinetuning):
         def freeze_before_training(self, module: Any) -> None:
             self.freeze(module.backbone)
 
@@ -584,10 +590,10 @@ def test_a_group_that_nobody_would_add_again_is_refused_by_name(tmp_path: Path) 
 
     seed_everything(3)
     with pytest.raises(NonFiniteError, match="group of backbone.weight, backbone.bias was added"):
-        run(tmp_path, Grown((9,)), Adds(), max_epochs=1)
+        run(tmp_path, FrozenBackbone((9,)), AddsGroupMidEpoch(), max_epochs=1)
 
 
-def test_a_scaler_leaves_steps_out_and_goes_back_after_too_many(tmp_path: Path) -> None:
+def test_steps_skipped_by_a_gradient_scaler_cause_a_rollback_after_patience(tmp_path: Path) -> None:
     scales: list[float] = []
     for patience, places in ((None, []), (5, []), (3, [(9, 5)])):
         module = seeded((5, 6, 7, 8))
@@ -598,23 +604,23 @@ def test_a_scaler_leaves_steps_out_and_goes_back_after_too_many(tmp_path: Path) 
         assert all(bool(tensor.isfinite().all()) for tensor in module.state_dict().values())
         scales.append(trainer.strategy.precision.state_dict()["scaler"]["scale"])
         assert trainer.global_step == (16 if places else 20)
-    # The scale of the checkpoint, or the scale after four halvings.
+    # A rollback restores the checkpoint's scale; without one, four skipped steps have halved it.
     assert scales[0] == scales[1] == scales[2] / 16
 
 
-class Validated(Callback):
+class AfterValidation(Callback):
     """Calls a function after each validation."""
 
-    def __init__(self, does: Any) -> None:
-        self.does = does
+    def __init__(self, action: Any) -> None:
+        self.action = action
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-        self.does(trainer)
+        self.action(trainer)
 
 
 @pytest.mark.parametrize("ends", ["limit", "error"])
-def test_a_checkpoint_of_the_runs_end_is_none_to_go_back_to(ends: str, tmp_path: Path) -> None:
-    """An uninterrupted run would not have saved this checkpoint."""
+def test_a_rollback_ignores_checkpoints_saved_at_an_interruption(ends: str, tmp_path: Path) -> None:
+    """An uninterrupted run would not have saved these checkpoints."""
 
     def fitted(folder: Path, *callbacks: Callback, **arguments: Any) -> tuple[list[tuple[int, int]], dict[str, Any]]:
         module = seeded((8,))
@@ -624,20 +630,20 @@ def test_a_checkpoint_of_the_runs_end_is_none_to_go_back_to(ends: str, tmp_path:
 
     places, wanted = fitted(tmp_path / "whole")
     assert places == [(9, 5)]
-    # Ended twice before the bad step; the second end also saves a checkpoint.
+    # The run ends twice before the bad step; the second end also saves a checkpoint.
     for stop in (6, 7):
         path = "last" if stop == 7 else None
         if ends == "limit":
             fitted(tmp_path / ends, max_steps=stop, path=path)
         else:
-            with pytest.raises(RuntimeError, match="broken off"):
-                fitted(tmp_path / ends, At(stop, broken_off), path=path)
+            with pytest.raises(RuntimeError, match="interrupted"):
+                fitted(tmp_path / ends, AfterBatch(stop, interrupt), path=path)
     assert (tmp_path / ends / "checkpoints" / "epoch=0-step=7").exists()
     places, found = fitted(tmp_path / ends, path="last")
     assert places == [(9, 5)] and differences(found, wanted) == []
 
 
-def test_batches_that_are_passed_over_do_not_drop_the_validation_at_the_epochs_end(tmp_path: Path) -> None:
+def test_skipped_batches_keep_the_validation_at_the_epochs_end(tmp_path: Path) -> None:
     # The 8th of 20 batches is bad, and 17 more would be skipped.
     for interval, further, places in (
         (20, 17, [(0, 20)]),
@@ -650,16 +656,16 @@ def test_batches_that_are_passed_over_do_not_drop_the_validation_at_the_epochs_e
     ):
         module = seeded((7,))
         seen: list[tuple[int, int]] = []
-        looks = Validated(lambda trainer, to=seen: to.append((trainer.current_epoch, trainer.progress.batch)))
+        recorder = AfterValidation(lambda trainer, to=seen: to.append((trainer.current_epoch, trainer.progress.batch)))
         guard = NonFiniteGuard("rollback", further_batches=further)
         val = DataLoader(Data(size=2), 2)
         folder = tmp_path / f"{interval} {further}"
         settings = {"val_check_interval": interval, "max_epochs": 1, "num_sanity_val_steps": 0, "val": val}
-        run(folder, module, looks, guard=guard, **settings)
+        run(folder, module, recorder, guard=guard, **settings)
         assert (interval, seen) == (interval, places)
 
 
-class Windows(TrainModule):
+class ManualWindows(TrainModule):
     """Steps manually after every fourth batch."""
 
     def __init__(self) -> None:
@@ -678,22 +684,22 @@ class Windows(TrainModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_a_window_by_hand_begins_anew(tmp_path: Path) -> None:
+def test_a_rollback_clears_manually_accumulated_gradients(tmp_path: Path) -> None:
     found: list[list[bool]] = []
 
-    def goes_back(trainer: Trainer) -> None:
+    def roll_back_and_record(trainer: Trainer) -> None:
         parameters = list(trainer.lightning_module.parameters())
         before = [parameter.grad is not None for parameter in parameters]
         trainer.roll_back()
         found.extend([before, [parameter.grad is not None for parameter in parameters]])
 
     seed_everything(3)
-    run(tmp_path, Windows(), At(10, goes_back), every=1, max_epochs=1)
+    run(tmp_path, ManualWindows(), AfterBatch(10, roll_back_and_record), every=1, max_epochs=1)
     assert found == [[True, True], [False, False]]
 
 
-def test_a_step_of_two_optimizers_counts_once_and_is_bad_if_one_is(tmp_path: Path) -> None:
-    class Two(TrainModule):
+def test_patience_counts_a_step_of_two_optimizers_once(tmp_path: Path) -> None:
+    class TwoNets(TrainModule):
         def __init__(self, bad: int) -> None:
             super().__init__()
             self.automatic_optimization, self.bad = False, bad
@@ -713,22 +719,22 @@ def test_a_step_of_two_optimizers_counts_once_and_is_bad_if_one_is(tmp_path: Pat
         guard = NonFiniteGuard("skip", patience=2)
         with pytest.raises(NonFiniteError, match="step 3 .* for 3 steps in a row"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            run(tmp_path / str(bad), Two(bad), guard=guard, max_epochs=1)
+            run(tmp_path / str(bad), TwoNets(bad), guard=guard, max_epochs=1)
         assert guard.skipped == [1, 2]
 
 
-def test_workers_end_with_an_epoch_that_is_cut() -> None:
-    class Cuts(Callback):
+def test_workers_exit_when_an_epoch_is_cut_short() -> None:
+    class EndsEpochEarly(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None
 
     before = set(multiprocessing.active_children())
-    trainer = Trainer(**{**QUIET, "max_epochs": 1}, callbacks=[Cuts()])
+    trainer = Trainer(**{**QUIET, "max_epochs": 1}, callbacks=[EndsEpochEarly()])
     trainer.fit(Squares(), DataLoader(Data(), 2, num_workers=1))
     assert set(multiprocessing.active_children()) == before and trainer.global_step == 2
 
 
-def test_an_older_state_has_gone_back_nowhere() -> None:
+def test_states_without_rollbacks_load() -> None:
     guard = NonFiniteGuard("rollback")
     guard.load_state_dict({"skipped": [3], "in_a_row": 1})
     assert guard.rolled_back == [] and guard.skipped == [3]
@@ -739,7 +745,7 @@ def test_an_older_state_has_gone_back_nowhere() -> None:
 
 
 # leyden replay --------------------------------------------------------------------------------------------------------
-def test_a_replay_shows_a_step_for_the_first_time_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_reports_steps_around_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoints"
     run(tmp_path, seeded((12,)), max_epochs=1)
     passed = [passed_over_after(tmp_path, CheckpointReader(folder / f"epoch=0-step={step}")) for step in (5, 10, 15)]

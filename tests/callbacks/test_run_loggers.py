@@ -1,4 +1,4 @@
-"""Callbacks that log: to which loggers, and at which steps."""
+"""Monitors: the steps at which they log, and the loggers they need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def columns(trainer: Trainer) -> set[str]:
 
 
 @pytest.mark.parametrize("monitor", MONITORS)
-def test_log_every_n_steps_of_zero_logs_no_step(tmp_path: Path, monitor: type[Callback]) -> None:
+def test_log_every_n_steps_zero_disables_logging_of_steps(tmp_path: Path, monitor: type[Callback]) -> None:
     assert columns(fit(tmp_path / "never", monitor(), 0)) == {"step", "val_loss", "epoch"}
     assert columns(fit(tmp_path / "always", monitor(), 1)) > {"step", "loss", "val_loss", "epoch"}
 

@@ -1,4 +1,4 @@
-"""BatchSizeScheduler, GradientAccumulation by step, SequenceLengthWarmup: exact across resumes and on more ranks."""
+"""BatchSizeScheduler, GradientAccumulation by step and SequenceLengthWarmup: exact across resumes and ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from leyden.callbacks import (
 )
 
 
-class Steps(Callback):
-    """Records the batches, the samples so far and the epoch of each step."""
+class StepRecorder(Callback):
+    """Records the number of batches, the total samples and the epoch of each step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -39,7 +39,7 @@ class Steps(Callback):
 
 def fit(schedule: Any, samples: int = 40, size: int = 2, path: str | None = None, **arguments: Any) -> Any:
     torch.manual_seed(0)
-    steps, module = Steps(), Squares()
+    steps, module = StepRecorder(), Squares()
     extra = arguments.pop("extra", [])
     own = {**QUIET, "max_epochs": 2, "callbacks": [steps, schedule, *extra]}
     trainer = Trainer(**{**own, **arguments})
@@ -53,7 +53,7 @@ def schedules() -> list[Any]:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_steps_grow_by_the_schedule(index: int) -> None:
+def test_batch_sizes_follow_the_schedule(index: int) -> None:
     seen, _, trainer = fit(schedules()[index])
     # The last step of an epoch takes the remaining 8 of 40 samples.
     assert [samples for _, samples, _ in seen] == [4, 8, 16, 24, 32, 40, 52, 64, 76, 80]
@@ -61,14 +61,13 @@ def test_steps_grow_by_the_schedule(index: int) -> None:
     assert trainer.accumulate_grad_batches == 6
 
 
-def test_a_schedule_by_epoch_counts_samples() -> None:
+def test_batch_sizes_can_be_scheduled_by_epoch() -> None:
     seen, _, trainer = fit(BatchSizeScheduler({0: 8, 1: 20}, by="epoch"))
     assert [(length, epoch) for length, _, epoch in seen] == [(4, 0)] * 5 + [(10, 1)] * 2
     assert trainer.estimated_stepping_batches == 7
 
 
-def test_a_schedule_is_that_of_windows_of_fixed_lengths(tmp_path: Path) -> None:
-    """The gradients equal those of runs that are each resumed with another accumulation."""
+def test_a_schedule_equals_resumed_runs_with_fixed_accumulation(tmp_path: Path) -> None:
     _, weights, _ = fit(schedules()[0], max_steps=7)
     path = None
     for batches, until in ((2, 2), (4, 5), (6, 7)):
@@ -79,7 +78,7 @@ def test_a_schedule_is_that_of_windows_of_fixed_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 7])
-def test_a_resume_goes_on_with_the_size_of_its_step(tmp_path: Path, step: int) -> None:
+def test_a_resumed_run_continues_the_batch_size_schedule(tmp_path: Path, step: int) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     straight, weights, _ = fit(schedules()[0], extra=[keeper], enable_checkpointing=True)
     resumed, again, _ = fit(schedules()[0], path=str(tmp_path / f"step={step}"))
@@ -104,33 +103,33 @@ def test_a_resume_goes_on_with_the_size_of_its_step(tmp_path: Path, step: int) -
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(make: Any, words: str) -> None:
+def test_invalid_schedules_raise(make: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
 
 
-def test_a_loader_of_unknown_batches_is_refused() -> None:
+def test_a_loader_without_a_batch_size_raises() -> None:
     with pytest.raises(ConfigurationError, match=r"use a DataLoader with a batch_size"):
         Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 4})).fit(Line(), [torch.ones(2, 2)] * 4)
 
 
-def test_no_training_needs_no_size() -> None:
+def test_a_fit_without_training_batches_needs_no_batch_size() -> None:
     trainer = Trainer(**QUIET, max_epochs=1, limit_train_batches=0, callbacks=BatchSizeScheduler({0: 4}))
     assert trainer.accumulate_grad_batches == 1
     trainer.fit(Line(), [torch.ones(2, 2)] * 4)
 
 
-# its loader -----------------------------------------------------------------------------------------------------------
-class Parts(Line):
+# loaders --------------------------------------------------------------------------------------------------------------
+class TupleBatches(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch[0], batch_idx)
 
 
-def test_batches_of_a_sequential_loader_count_once_and_must_be_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sequential_combined_loader_needs_equal_batch_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     def run(second: int, mode: Any) -> int:
         parts = [DataLoader(torch.ones(16, 2), 4), DataLoader(torch.ones(16, 2), second)]
         trainer = Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 8}))
-        trainer.fit(Parts(), CombinedLoader(parts, mode))
+        trainer.fit(TupleBatches(), CombinedLoader(parts, mode))
         return trainer.global_step
 
     assert run(4, "sequential") == 4
@@ -140,7 +139,7 @@ def test_batches_of_a_sequential_loader_count_once_and_must_be_of_one_size(capsy
         run(2, "sequential")
 
 
-def test_sizes_of_one_batch_are_no_accumulation() -> None:
+def test_single_batch_windows_work_with_lbfgs() -> None:
     """LBFGS evaluates each loss several times, so only windows of several batches are refused."""
 
     class Closure(Line):
@@ -157,33 +156,33 @@ def test_sizes_of_one_batch_are_no_accumulation() -> None:
         run(8)
 
 
-def test_configure_optimizers_sees_the_first_window() -> None:
-    class Asking(Line):
+def test_configure_optimizers_sees_the_first_accumulation() -> None:
+    class ReadsAccumulation(Line):
         def configure_optimizers(self) -> Any:
             self.window = self.trainer.accumulate_grad_batches
             return super().configure_optimizers()
 
-    module = Asking()
+    module = ReadsAccumulation()
     Trainer(**QUIET, max_epochs=1, callbacks=BatchSizeScheduler({0: 8})).fit(module, DataLoader(torch.ones(16, 2), 2))
     assert module.window == 4
 
 
 @pytest.mark.parametrize("schedule", [BatchSizeScheduler({0: 4, 3: 8}), GradientAccumulation(2)])
-def test_windows_look_nothing_up_that_a_fit_has_settled(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_windows_need_no_lookups_during_training(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[int] = []
 
-    class Counted(Line):
+    class CountsLookups(Line):
         def on_train_start(self) -> None:
-            # From here on.
+            # Lookups count from here on.
             monkeypatch.setattr("leyden.trainer.run.state.accumulation_of", searches.append)
             monkeypatch.setattr("leyden.trainer.run.starting.loaders.batch_sizes", searches.append)
 
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=schedule)
-    trainer.fit(Counted(), DataLoader(torch.ones(40, 2), 2))
+    trainer.fit(CountsLookups(), DataLoader(torch.ones(40, 2), 2))
     assert trainer.global_step > 5 and not searches
 
 
-def walked(epochs: int, num_batches: int, schedule: GradientAccumulation) -> int:
+def simulated_steps(epochs: int, num_batches: int, schedule: GradientAccumulation) -> int:
     steps = 0
     for _ in range(epochs):
         left = num_batches
@@ -193,20 +192,20 @@ def walked(epochs: int, num_batches: int, schedule: GradientAccumulation) -> int
     return steps
 
 
-def test_the_steps_of_a_fit_are_counted_by_the_changes_of_its_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimated_steps_equal_a_simulation_with_few_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Trainer(**QUIET, max_epochs=90).fit_loop
     for schedule in ({0: 3}, {0: 1, 1: 2}, {0: 4, 5: 1, 6: 7, 10: 2}, {0: 2, 100: 3, 1000: 5}, {0: 1, 10_000: 2}):
         accumulation = GradientAccumulation(schedule, by="step")
         for num_batches in (0, 1, 5, 10, 37):
-            assert limits.estimated_steps(num_batches, accumulation) == walked(90, num_batches, accumulation)
-    asked: list[int] = []
+            assert limits.estimated_steps(num_batches, accumulation) == simulated_steps(90, num_batches, accumulation)
+    lookups: list[int] = []
     long = GradientAccumulation({0: 1, 10: 2}, by="step")
-    monkeypatch.setattr(long, "length", lambda at: asked.append(at) or (1 if at < 10 else 2))
+    monkeypatch.setattr(long, "length", lambda at: lookups.append(at) or (1 if at < 10 else 2))
     assert limits.estimated_steps(40_000, long) == 10 + 19_995 + 89 * 20_000
-    assert len(asked) < 10
+    assert len(lookups) < 10
 
 
-def test_a_search_for_a_batch_size_refuses_a_schedule_of_sizes() -> None:
+def test_batch_size_finder_with_a_batch_size_schedule_raises() -> None:
     module = Line()
     module.batch_size = 2
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=[BatchSizeFinder(), BatchSizeScheduler({0: 8})])
@@ -229,7 +228,7 @@ class Tokens(Dataset[Any]):
         return {"input_ids": tokens, "embedded": tokens.unsqueeze(1).expand(-1, 2), "label": index, "other": tokens[:3]}
 
 
-class Lengths(Line):
+class LengthRecorder(Line):
     """Records the shapes and samples of its batches."""
 
     def __init__(self) -> None:
@@ -247,9 +246,9 @@ class Lengths(Line):
         self.validated.append(batch["input_ids"].shape[1])
 
 
-def grown(path: str | None = None, warmup: SequenceLengthWarmup | None = None, **arguments: Any) -> Lengths:
+def fit_warmup(path: str | None = None, warmup: SequenceLengthWarmup | None = None, **arguments: Any) -> LengthRecorder:
     torch.manual_seed(0)
-    module = Lengths()
+    module = LengthRecorder()
     warmup = warmup or SequenceLengthWarmup(0.5, min_seq_length=2, max_seq_length=10, step_size=2)
     own = {**QUIET, "max_epochs": 2, "callbacks": [warmup, *arguments.pop("extra", [])]}
     trainer = Trainer(**{**own, **arguments})
@@ -258,22 +257,22 @@ def grown(path: str | None = None, warmup: SequenceLengthWarmup | None = None, *
     return module
 
 
-def test_sequences_grow_by_steps_and_a_validation_has_whole_ones() -> None:
-    module = grown()
+def test_sequence_lengths_grow_by_step_and_validation_is_not_truncated() -> None:
+    module = fit_warmup()
     assert [length for length, _ in module.seen] == [2, 4, 6, 8, 10, 10, 10, 10]
     assert set(module.validated) == {12}
-    windows = grown(accumulate_grad_batches=2)
+    windows = fit_warmup(accumulate_grad_batches=2)
     assert [length for length, _ in windows.seen] == [2, 2, 6, 6, 10, 10, 10, 10]
 
 
 @pytest.mark.parametrize("step", [1, 3, 6])
-def test_a_resume_has_the_lengths_of_the_straight_run(tmp_path: Path, step: int) -> None:
+def test_a_resumed_run_continues_the_length_schedule(tmp_path: Path, step: int) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    straight = grown(extra=[keeper], enable_checkpointing=True)
-    # A longer run: half of it would be another number of steps.
-    resumed = grown(str(tmp_path / f"step={step}"), max_epochs=3)
+    straight = fit_warmup(extra=[keeper], enable_checkpointing=True)
+    # This run is longer, so half of it would be a different number of steps.
+    resumed = fit_warmup(str(tmp_path / f"step={step}"), max_epochs=3)
     assert resumed.seen[: 8 - step] == straight.seen[step:]
-    again = grown(str(tmp_path / f"step={step}"))
+    again = fit_warmup(str(tmp_path / f"step={step}"))
     assert all(map(torch.equal, again.parameters(), straight.parameters()))
 
 
@@ -291,17 +290,17 @@ Pair = namedtuple("Pair", "tokens target")
     ],
     ids=str,
 )
-def test_tensors_in_any_batch_are_cut_and_the_loaders_own_is_left(batch: Any, keys: Any) -> None:
+def test_batches_of_any_structure_are_truncated_without_changing_the_original(batch: Any, keys: Any) -> None:
     before = str(batch)
     warmup = SequenceLengthWarmup(10, min_seq_length=4, max_seq_length=8, keys=keys)
     cut: list[Any] = []
 
-    class Keeping(Line):
+    class BatchRecorder(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             cut.append(batch)
             return self(torch.ones(1, 2)).sum()
 
-    module = Keeping()
+    module = BatchRecorder()
     Trainer(**QUIET, max_steps=1, callbacks=warmup).fit(module, [batch])
     assert type(cut[0]) is type(batch) and str(batch) == before
 
@@ -327,19 +326,19 @@ def test_tensors_in_any_batch_are_cut_and_the_loaders_own_is_left(batch: Any, ke
         ({"keys": 5}, "give names"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+def test_invalid_arguments_raise(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         SequenceLengthWarmup(**arguments)
 
 
-def test_a_batch_without_sequences_and_a_run_without_an_end_are_refused() -> None:
+def test_batches_without_sequences_and_endless_runs_raise() -> None:
     with pytest.raises(ConfigurationError, match="found nothing to truncate in the batch .Tensor"):
         Trainer(**QUIET, max_steps=1, callbacks=SequenceLengthWarmup(5)).fit(Line(), [torch.ones(2)])
     with pytest.raises(ConfigurationError, match="the run has no end"):
         Trainer(**QUIET, max_epochs=-1, callbacks=SequenceLengthWarmup(0.5)).fit(Line(), [torch.ones(2, 2)])
 
 
-def first_of(batch: Any, **arguments: Any) -> Any:
+def truncated(batch: Any, **arguments: Any) -> Any:
     place = SimpleNamespace(global_step=0)
     return SequenceLengthWarmup(10, 4, 8, 1, **arguments).transform_train_batch(place, None, batch)  # type: ignore
 
@@ -350,18 +349,18 @@ class Tokenized:
     labels: Tensor
 
 
-def test_cut_sequences_are_contiguous_and_keep_their_container() -> None:
+def test_truncated_sequences_are_contiguous_and_keep_their_container() -> None:
     tokens = torch.ones(2, 8).long()
-    cut = first_of(Tokenized(tokens, tokens[:, :8]))
+    cut = truncated(Tokenized(tokens, tokens[:, :8]))
     assert isinstance(cut, Tokenized) and cut.labels.view(-1).shape == (8,)
     grouped = defaultdict(list, tokens=tokens)
-    assert first_of(grouped).default_factory is list
-    named = first_of({"tokens": tokens, "labels": tokens, "other": tokens}, keys={"tokens", "labels"})
+    assert truncated(grouped).default_factory is list
+    named = truncated({"tokens": tokens, "labels": tokens, "other": tokens}, keys={"tokens", "labels"})
     assert [part.shape[1] for part in named.values()] == [4, 4, 8]
-    assert first_of(Tokenized(tokens, tokens), keys={"labels"}).labels.is_contiguous()
+    assert truncated(Tokenized(tokens, tokens), keys={"labels"}).labels.is_contiguous()
 
 
-def test_tokens_come_before_features_and_masks_are_cut_in_both_dimensions() -> None:
+def test_masks_are_truncated_in_both_dimensions_and_features_in_none() -> None:
     batch = {
         "features": torch.ones(2, 5),
         "tokens": torch.ones(2, 8).long(),
@@ -369,10 +368,10 @@ def test_tokens_come_before_features_and_masks_are_cut_in_both_dimensions() -> N
         "mask": torch.ones(2, 1, 8, 8),
         "embedded": torch.ones(2, 8, 8),
     }
-    shapes = {name: tuple(part.shape) for name, part in first_of(batch).items()}
+    shapes = {name: tuple(part.shape) for name, part in truncated(batch).items()}
     expected = {"features": (2, 5), "tokens": (2, 4), "square": (2, 4, 4), "mask": (2, 1, 4, 4), "embedded": (2, 4, 8)}
     assert shapes == expected
-    assert first_of(batch, keys={"mask"})["mask"].shape == (2, 1, 4, 4)
+    assert truncated(batch, keys={"mask"})["mask"].shape == (2, 1, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -385,15 +384,15 @@ def test_tokens_come_before_features_and_masks_are_cut_in_both_dimensions() -> N
     ],
     ids=str,
 )
-def test_a_batch_that_does_not_fit_is_refused(batch: Any, keys: Any, words: str) -> None:
+def test_ambiguous_batches_and_invalid_keys_raise(batch: Any, keys: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        first_of(batch, keys=keys)
+        truncated(batch, keys=keys)
 
 
-def test_a_part_of_the_run_is_that_of_each_run() -> None:
+def test_a_fractional_duration_is_recomputed_for_each_fit() -> None:
     warmup = SequenceLengthWarmup(0.5, min_seq_length=2, max_seq_length=10, step_size=2)
-    assert grown(warmup=warmup).seen[4][0] == 10
-    assert [length for length, _ in grown(warmup=warmup, max_epochs=4).seen][:8] == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert fit_warmup(warmup=warmup).seen[4][0] == 10
+    assert [length for length, _ in fit_warmup(warmup=warmup, max_epochs=4).seen][:8] == [2, 2, 4, 4, 6, 6, 8, 8]
 
 
 # ranks ----------------------------------------------------------------------------------------------------------------
@@ -405,14 +404,14 @@ def on_ranks(folder: str) -> dict[str, Any]:
         first = fit(schedules()[0], **arguments)[0]
         rest, weights, _ = fit(schedules()[0], path=f"{folder}/{strategy}/step=3", strategy=strategy, size=1)
         found[strategy] = [samples for _, samples, _ in (*first, *rest)], [whole(weight).tolist() for weight in weights]
-        found[f"{strategy}, lengths"] = grown(strategy=strategy).seen
+        found[f"{strategy}, lengths"] = fit_warmup(strategy=strategy).seen
     return found
 
 
 def test_ranks_take_the_same_steps_as_one_process(tmp_path: Path) -> None:
     straight, weights, _ = fit(schedules()[0])
     first, second = run_world(2, on_ranks, str(tmp_path))
-    single = grown().seen
+    single = fit_warmup().seen
     for strategy in ("ddp", "fsdp"):
         assert first[strategy] == second[strategy]
         samples, found = first[strategy]

@@ -22,7 +22,7 @@ from leyden.strategies.errors import StateError
 FALLING = [1 / number for number in range(1, 13)]
 
 
-class Told(Line):
+class FirstValueLoss(Line):
     """Returns the first number of its batch as the loss, whatever the weights; as a sum over items if `counts`."""
 
     def __init__(self, counts: bool = False) -> None:
@@ -30,12 +30,12 @@ class Told(Line):
         self.counts = counts
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        told = batch[0].flatten()[0]
-        loss = told + 0 * self(batch[0]).nan_to_num(0.0, 0.0, 0.0).sum()
+        loss_value = batch[0].flatten()[0]
+        loss = loss_value + 0 * self(batch[0]).nan_to_num(0.0, 0.0, 0.0).sum()
         return {"loss": loss * (batch_idx + 1), "num_items": batch_idx + 1} if self.counts else loss
 
 
-def fit(folder: Path, losses: list[float], module: Told | None = None, **options: Any) -> SpikeDetection:
+def fit(folder: Path, losses: list[float], module: FirstValueLoss | None = None, **options: Any) -> SpikeDetection:
     """Trains on batches with these losses. `options` are arguments of the callback and of the Trainer."""
     names = ("mode", "window", "warmup", "atol", "rtol", "exclude_batches_path", "finite_only")
     own = {name: options.pop(name) for name in names if name in options}
@@ -44,33 +44,33 @@ def fit(folder: Path, losses: list[float], module: Told | None = None, **options
     arguments = {"max_epochs": 1, "callbacks": [spikes, *extra], "default_root_dir": folder}
     trainer = Trainer(**{**QUIET, **arguments, **options})
     data = TensorDataset(torch.tensor(losses, dtype=torch.float64).unsqueeze(1).float())
-    trainer.fit(module or Told(), DataLoader(data, size), ckpt_path=ckpt_path)
+    trainer.fit(module or FirstValueLoss(), DataLoader(data, size), ckpt_path=ckpt_path)
     return spikes
 
 
-def with_jump(at: int, to: float = 3.0) -> list[float]:
+def with_spike(at: int, to: float = 3.0) -> list[float]:
     return [*FALLING[:at], to, *FALLING[at + 1 :]]
 
 
-def test_a_jump_is_named_with_its_samples_and_written_to_a_file(tmp_path: Path) -> None:
+def test_a_spike_raises_with_its_samples_and_is_written_to_a_file(tmp_path: Path) -> None:
     with pytest.raises(TrainingSpikeException) as caught:
-        fit(tmp_path, [value for value in with_jump(4) for _ in range(2)], size=2)
+        fit(tmp_path, [value for value in with_spike(4) for _ in range(2)], size=2)
     words = "the loss of batch 4 in epoch 0 was 3, after a mean of 0.520833 over 4 batches. Its samples are 8, 9 of the"
     assert str(caught.value).startswith(words) and caught.value.batch_idx == 4
     entries = [{"epoch": 0, "batch": 3, "samples": [6, 7]}, {"epoch": 0, "batch": 4, "samples": [8, 9]}]
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == entries
 
 
-def test_a_run_without_a_jump_ends_well_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_run_without_a_spike_writes_nothing(tmp_path: Path) -> None:
     spikes = fit(tmp_path, FALLING)
     assert spikes.bad_batches == [] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("at", [5, 11])
 @pytest.mark.parametrize(("batches", "counts"), [(1, False), (4, False), (1, True)])
-def test_every_batch_of_an_epoch_is_looked_at(tmp_path: Path, at: int, batches: int, counts: bool) -> None:
+def test_every_batch_is_checked(tmp_path: Path, at: int, batches: int, counts: bool) -> None:
     with pytest.raises(TrainingSpikeException, match=f"the loss of batch {at} in epoch 0 was 3"):
-        fit(tmp_path, with_jump(at), Told(counts), accumulate_grad_batches=batches)
+        fit(tmp_path, with_spike(at), FirstValueLoss(counts), accumulate_grad_batches=batches)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_every_batch_of_an_epoch_is_looked_at(tmp_path: Path, at: int, batches: 
     ],
     ids=str,
 )
-def test_a_spike_is_worse_than_the_loss_before_and_far_worse_than_the_mean(
+def test_a_spike_is_worse_than_the_previous_loss_and_far_worse_than_the_mean(
     tmp_path: Path, losses: list[float], arguments: dict[str, Any], bad: int | None
 ) -> None:
     if bad is None:
@@ -115,13 +115,13 @@ def keeper(folder: Path) -> ModelCheckpoint:
 
 def test_no_checkpoint_holds_the_weights_after_a_spike(tmp_path: Path) -> None:
     with pytest.raises(TrainingSpikeException, match="batch 4"):
-        fit(tmp_path, with_jump(4), extra=[keeper(tmp_path)], enable_checkpointing=True)
+        fit(tmp_path, with_spike(4), extra=[keeper(tmp_path)], enable_checkpointing=True)
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [f"step={step}" for step in range(1, 5)]
 
 
-def test_a_resumed_run_ends_as_the_straight_one(tmp_path: Path) -> None:
+def test_a_resumed_run_finds_the_same_spike(tmp_path: Path) -> None:
     """Resumes from checkpoints before the spike whose last loss had not been checked."""
-    losses = with_jump(7, 0.9)
+    losses = with_spike(7, 0.9)
     with pytest.raises(TrainingSpikeException) as straight:
         fit(tmp_path, losses, window=3, extra=[keeper(tmp_path)], enable_checkpointing=True)
     for step in (1, 4, 7):
@@ -132,37 +132,37 @@ def test_a_resumed_run_ends_as_the_straight_one(tmp_path: Path) -> None:
     assert [entry["batch"] for entry in json.loads((tmp_path / "skip_batches.json").read_text())] == [6, 7] * 4
 
 
-def test_a_fit_of_another_trainer_knows_nothing_of_the_first(tmp_path: Path) -> None:
+def test_a_fit_of_another_trainer_starts_with_an_empty_state(tmp_path: Path) -> None:
     spikes = SpikeDetection()
     for scale in (1.0, 10.0):
         trainer = Trainer(max_epochs=1, callbacks=[spikes], default_root_dir=tmp_path, **QUIET)
-        trainer.fit(Told(), DataLoader(TensorDataset(torch.full((4, 1), scale)), 1))
+        trainer.fit(FirstValueLoss(), DataLoader(TensorDataset(torch.full((4, 1), scale)), 1))
         assert spikes.state_dict()["losses"] == [scale] * 4
 
 
-def test_a_spike_in_the_first_batch_of_an_epoch_names_the_last_one_before(tmp_path: Path) -> None:
-    class Later(Told):
+def test_a_spike_in_an_epochs_first_batch_also_records_the_batch_before(tmp_path: Path) -> None:
+    class SpikesInSecondEpoch(FirstValueLoss):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * (9 if self.current_epoch == 1 else 1)
 
     with pytest.raises(TrainingSpikeException, match="the loss of batch 0 in epoch 1"):
-        fit(tmp_path, [1.0] * 4, Later(), max_epochs=2)
+        fit(tmp_path, [1.0] * 4, SpikesInSecondEpoch(), max_epochs=2)
     entries = [{"epoch": 0, "batch": 3, "samples": None}, {"epoch": 1, "batch": 0, "samples": [0]}]
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == entries
 
 
-def test_fast_dev_run_says_that_it_writes_no_file(tmp_path: Path) -> None:
+def test_fast_dev_run_raises_and_writes_no_file(tmp_path: Path) -> None:
     with pytest.raises(TrainingSpikeException, match="fast_dev_run writes no file"):
-        fit(tmp_path, with_jump(4), fast_dev_run=6)
+        fit(tmp_path, with_spike(4), fast_dev_run=6)
     assert not (tmp_path / "skip_batches.json").exists()
 
 
-def test_a_second_fit_knows_nothing_of_the_first(tmp_path: Path) -> None:
+def test_a_second_fit_starts_with_an_empty_state(tmp_path: Path) -> None:
     spikes = SpikeDetection()
     trainer = Trainer(max_epochs=1, callbacks=[spikes], default_root_dir=tmp_path, **QUIET)
     for scale in (1.0, 10.0):
         data = TensorDataset(torch.full((4, 1), scale))
-        trainer.fit(Told(), DataLoader(data, 1))
+        trainer.fit(FirstValueLoss(), DataLoader(data, 1))
         assert spikes.state_dict()["losses"] == [scale] * 4
 
 
@@ -179,13 +179,13 @@ def test_a_second_fit_knows_nothing_of_the_first(tmp_path: Path) -> None:
         ({"finite_only": None}, "finite_only=None"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> None:
+def test_invalid_arguments_raise(arguments: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         SpikeDetection(**arguments)
 
 
 @pytest.mark.parametrize("text", ["{}", "[", '"x"'])
-def test_a_file_of_something_else_is_refused_before_training(tmp_path: Path, text: str) -> None:
+def test_an_incompatible_file_raises_before_training(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"cannot append to .*other\.json"):
@@ -193,15 +193,15 @@ def test_a_file_of_something_else_is_refused_before_training(tmp_path: Path, tex
     assert path.read_text() == text
 
 
-def test_a_step_that_returns_no_loss_is_refused(tmp_path: Path) -> None:
-    module = Told()
+def test_a_step_without_a_loss_raises(tmp_path: Path) -> None:
+    module = FirstValueLoss()
     module.automatic_optimization = False
     module.training_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="which was None: return the loss"):
         fit(tmp_path, FALLING, module)
 
 
-def test_a_forged_state_is_refused() -> None:
+def test_forged_states_raise() -> None:
     state = SpikeDetection().state_dict()
     for change in ({"losses": ["1"]}, {"seen": -1}, {"next": {"epoch": 0, "index": -1, "loss": 1.0}}, {"last": "x"}):
         with pytest.raises(StateError):
@@ -227,7 +227,7 @@ def ends_of(folder: Path, *arguments: Any) -> list[str]:
     return sorted({str(end) for end in run_world(2, on_ranks, str(folder), *arguments, may_fail=True)} - {"1"})
 
 
-def test_a_spike_on_one_rank_ends_all_of_them_and_a_resume_does_the_same(tmp_path: Path) -> None:
+def test_a_spike_on_one_rank_ends_all_ranks_even_after_a_resume(tmp_path: Path) -> None:
     [straight] = ends_of(tmp_path, "fsdp")
     words = "the loss of batch 4 in epoch 0 on rank 1 was 8, after a mean of 1 over 4 batches. Its samples are 8, 9 of"
     assert straight.startswith(f"TrainingSpikeException: {words}")
@@ -237,7 +237,7 @@ def test_a_spike_on_one_rank_ends_all_of_them_and_a_resume_does_the_same(tmp_pat
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == 2 * entries
 
 
-def test_a_batch_of_which_a_rank_has_no_sample_is_looked_at(tmp_path: Path) -> None:
+def test_a_batch_without_samples_on_one_rank_is_checked(tmp_path: Path) -> None:
     [end] = ends_of(tmp_path, "ddp")
     assert re.match(r"TrainingSpikeException: the loss of batch 6 in epoch 0 on rank 0 was 5\b", end)
     assert not list((tmp_path / "well").glob("*"))

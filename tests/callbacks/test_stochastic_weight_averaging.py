@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: equal to torch.optim.swa_utils, resumes before, in and after its epochs, several ranks."""
+"""StochasticWeightAveraging: equality with torch.optim.swa_utils, resumes in each phase, and several ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fit(callbacks: list[Callback], module: Net | None = None, ckpt_path: Any = N
 
 @pytest.mark.parametrize("strategy", ["cos", "linear"])
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_it_is_torchs_recipe_bit_for_bit(strategy: str, epochs: int) -> None:
+def test_averaging_equals_torchs_swa_utils_bit_for_bit(strategy: str, epochs: int) -> None:
     module = fit([callback(annealing_strategy=strategy, annealing_epochs=epochs)])
     model = net()
     [optimizer], [scheduler] = configured(model)
@@ -89,8 +89,8 @@ def test_it_is_torchs_recipe_bit_for_bit(strategy: str, epochs: int) -> None:
     assert not differences(weights_of(module), weights_of(average.module))
 
 
-class Spoils(Callback):
-    """Draws a random number after each epoch. The extra pass for batch norm must not change it."""
+class RandomNumberRecorder(Callback):
+    """Draws a random number at the end of training, which the batch norm pass must not change."""
 
     def __init__(self) -> None:
         self.drawn: list[float] = []
@@ -99,8 +99,8 @@ class Spoils(Callback):
         self.drawn.append(float(torch.rand(())))
 
 
-def test_the_pass_for_batch_norm_leaves_random_numbers_and_values_alone() -> None:
-    one, other = Spoils(), Spoils()
+def test_the_batch_norm_pass_preserves_random_state_and_metrics() -> None:
+    one, other = RandomNumberRecorder(), RandomNumberRecorder()
     module = fit([callback(), one])
     plain = fit([other])
     assert one.drawn == other.drawn
@@ -108,18 +108,18 @@ def test_the_pass_for_batch_norm_leaves_random_numbers_and_values_alone() -> Non
     assert module.net.training and module.net[1].momentum == 0.1
 
 
-def every_epoch(folder: Path) -> ModelCheckpoint:
+def every_step(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
 
 
 @pytest.mark.parametrize("at", [8, 14, 18, 29, 36])
-def test_a_resume_in_each_phase_equals_the_straight_run(tmp_path: Path, at: int) -> None:
-    straight = fit([callback(), every_epoch(tmp_path / "one")], enable_checkpointing=True)
+def test_a_resume_in_each_phase_equals_an_uninterrupted_run(tmp_path: Path, at: int) -> None:
+    straight = fit([callback(), every_step(tmp_path / "one")], enable_checkpointing=True)
     resumed = fit([callback()], Net(), tmp_path / "one" / f"step={at}")
     assert not differences(weights_of(resumed), weights_of(straight)) and resumed.rates == straight.rates[at:]
 
 
-def test_a_checkpoint_has_the_current_weights_until_the_last_epoch_is_over(tmp_path: Path) -> None:
+def test_checkpoints_hold_the_current_weights_until_the_last_epoch_ends(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     module = fit([callback(), checkpoint], enable_checkpointing=True)
     plain = fit([callback()], max_steps=24)
@@ -129,7 +129,7 @@ def test_a_checkpoint_has_the_current_weights_until_the_last_epoch_is_over(tmp_p
     assert not differences(CheckpointReader(tmp_path / "epoch=5").model(), weights_of(module))
 
 
-def test_a_longer_fit_goes_on_from_the_current_weights(tmp_path: Path) -> None:
+def test_a_longer_fit_continues_from_the_current_weights(tmp_path: Path) -> None:
     straight = fit([callback()], max_epochs=8)
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     fit([callback(), checkpoint], enable_checkpointing=True)
@@ -141,14 +141,14 @@ def test_a_longer_fit_goes_on_from_the_current_weights(tmp_path: Path) -> None:
     assert not differences(weights_of(module), weights_of(straight))
 
 
-def test_a_run_that_ends_early_has_its_averages() -> None:
+def test_a_run_that_ends_early_counts_its_averages() -> None:
     swa = callback(avg_fn=lambda average, current, count: average + (current - average) / (count + 1), device=None)
     fit([swa], max_steps=27)
     assert swa.n_averaged == 2
 
 
 @pytest.mark.parametrize(("start", "first"), [(1, 0), (4, 3), (0.5, 4), (0.0, 0), (1.0, 9)])
-def test_the_first_epoch(start: float, first: int) -> None:
+def test_swa_epoch_start_gives_the_first_epoch(start: float, first: int) -> None:
     assert StochasticWeightAveraging(0.1, start).first_epoch(10) == first
 
 
@@ -166,12 +166,12 @@ def test_the_first_epoch(start: float, first: int) -> None:
         ({"device": "gpux"}, "names no device"),
     ],
 )
-def test_bad_arguments_name_the_fix(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_with_the_fix(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         StochasticWeightAveraging(**{"swa_lrs": 0.1, **arguments})
 
 
-def test_what_does_not_go_with_it_is_refused() -> None:
+def test_unsupported_optimizers_and_endless_runs_raise() -> None:
     def two(module: nn.Module) -> Any:
         return [torch.optim.SGD([parameter], lr=0.1) for parameter in list(module.parameters())[:2]]
 
@@ -183,7 +183,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         fit([StochasticWeightAveraging(0.1)], max_epochs=-1, max_steps=3)
 
 
-def test_manual_optimization_with_batch_norm_is_refused_before_the_first_step() -> None:
+def test_manual_optimization_with_batch_norm_raises_before_the_first_step() -> None:
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -195,8 +195,8 @@ def test_manual_optimization_with_batch_norm_is_refused_before_the_first_step() 
     assert trainer.global_step == 0
 
 
-class Interrupts(Net):
-    """Receives the request to end in the third batch of the pass for batch norm."""
+class InterruptedPass(Net):
+    """Optionally receives SIGTERM in the third batch of the batch norm pass."""
 
     def __init__(self, interrupts: bool) -> None:
         torch.manual_seed(0)
@@ -212,20 +212,20 @@ class Interrupts(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_signal_breaks_the_last_pass_off_and_the_resume_repeats_it(tmp_path: Path) -> None:
-    straight = fit([callback()], Interrupts(False))
+def test_a_signal_ends_the_batch_norm_pass_and_a_resume_repeats_it(tmp_path: Path) -> None:
+    straight = fit([callback()], InterruptedPass(False))
     assert straight.measured == 6
-    saved, broken = ModelCheckpoint(tmp_path, save_last=True), Interrupts(True)
+    saved, broken = ModelCheckpoint(tmp_path, save_last=True), InterruptedPass(True)
     with pytest.raises(SystemExit):
         fit([callback(), saved], broken, enable_checkpointing=True)
     assert broken.measured == 3
     # The module and the checkpoint have the current weights.
     assert not torch.equal(broken.net[0].weight, straight.net[0].weight)
-    resumed = fit([callback()], Interrupts(False), ckpt_path=newest(tmp_path))
+    resumed = fit([callback()], InterruptedPass(False), ckpt_path=newest(tmp_path))
     assert resumed.measured == 6 and not differences(weights_of(resumed), weights_of(straight))
 
 
-class Remeasures(Callback):
+class UpdatesBatchNorm(Callback):
     """Recomputes batch norm's statistics in the middle of an epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -233,9 +233,9 @@ class Remeasures(Callback):
             assert trainer.update_batch_norm()
 
 
-def test_a_pass_within_an_epoch_leaves_the_workers_of_the_fit_alone() -> None:
+def test_a_batch_norm_pass_within_an_epoch_leaves_the_fits_workers_alone() -> None:
     orders = []
-    for callbacks in ([], [Remeasures()]):
+    for callbacks in ([], [UpdatesBatchNorm()]):
         module = Ordered()
         persistent = DataLoader(data().dataset, 4, num_workers=1, persistent_workers=True)
         Trainer(callbacks=callbacks, **QUIET, max_epochs=2).fit(module, persistent)
@@ -256,7 +256,7 @@ class Ordered(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_batch_norm_is_measured_in_a_fit_alone() -> None:
+def test_update_batch_norm_outside_fit_raises() -> None:
     with pytest.raises(Exception, match="call it in a hook during fit"):
         Trainer(**QUIET).update_batch_norm()
 
@@ -291,7 +291,7 @@ def on_two_ranks(folder: str) -> Any:
     return found
 
 
-def test_ranks_average_as_one_process_does(tmp_path: Path) -> None:
+def test_ranks_average_like_one_process(tmp_path: Path) -> None:
     expected = run_on_ranks(str(tmp_path / "one"), None, norm=False)
     ranks = run_world(2, on_two_ranks, str(tmp_path))
     for straight, resumed, _ in (strategy for rank in ranks for strategy in rank):

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: event files, read back by TensorBoard itself."""
+"""TensorBoardLogger: event files, read back with TensorBoard."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
 
 
 def drawn(logger: TensorBoardLogger, tag: str) -> tuple[int, list[list[int]]]:
-    """The step of an image, and its pixels, row by row."""
+    """Returns an image's step and rows of pixels."""
     (event,) = read(logger).Images(tag)
     with Image.open(io.BytesIO(event.encoded_image_string)) as image:
         return event.step, np.asarray(image).reshape(image.height, -1).tolist()
@@ -94,7 +94,7 @@ def test_images_of_every_kind_are_drawn(tmp_path: Path) -> None:
         logger.log_image("seen", [torch.ones(3)])
 
 
-def test_texts_and_tables_are_shown_as_markdown(tmp_path: Path) -> None:
+def test_texts_and_tables_are_written_as_markdown(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_text("note", "a *text* | alone", step=3)
     logger.log_table("table", ["in", "out"], [["a|b", 1], ["two\nlines", None]])
@@ -185,7 +185,7 @@ def test_a_resume_keeps_other_writers_files_and_truncates_by_write_order(tmp_pat
     assert scalars(second, "others") == [(90, 5.0)]
 
 
-def test_a_resume_from_a_later_checkpoint_after_one_from_an_earlier(tmp_path: Path) -> None:
+def test_a_resume_from_a_later_checkpoint_works_after_one_from_an_earlier(tmp_path: Path) -> None:
     """The file is shorter than in the later checkpoint. It is not padded, and the removed part stays in the backup."""
     logger = in_trainer(tmp_path)
     states = {}
@@ -203,17 +203,17 @@ def test_a_resume_from_a_later_checkpoint_after_one_from_an_earlier(tmp_path: Pa
     assert len([path for path in Path(again.log_dir).iterdir() if path.name.startswith("replaced.")]) == 2
 
 
-def test_a_resume_touches_no_other_run_of_the_same_folder(tmp_path: Path) -> None:
-    def made() -> TensorBoardLogger:
+def test_a_resume_leaves_other_runs_in_the_folder_alone(tmp_path: Path) -> None:
+    def make_logger() -> TensorBoardLogger:
         return TensorBoardLogger(tmp_path, version="exp")
 
-    first, second = made(), made()
+    first, second = make_logger(), make_logger()
     first.log_metrics({"a": 1.0}, 1)
     state = first.state_dict()
     first.finalize("success")
     second.log_metrics({"b": 2.0}, 1)
     second.finalize("success")
-    again = made()
+    again = make_logger()
     again.load_state_dict(state)
     again.log_metrics({"a": 3.0}, 2)
     again.finalize("success")
@@ -221,9 +221,9 @@ def test_a_resume_touches_no_other_run_of_the_same_folder(tmp_path: Path) -> Non
     assert scalars(again, "b") == [(1, 2.0)]
 
 
-# For n = 0, 1, … a forked child resumes and dies by SIGKILL at its n-th call to the file system; then another one
-# resumes in peace. Forked, so that TensorBoard is imported once.
-KILLED_IN_ITS_RESUME = """
+# For n = 0, 1, … a forked child resumes and dies by SIGKILL at its n-th call to the file system; then the parent
+# resumes undisturbed. Children are forked so that TensorBoard is imported only once.
+KILLED_DURING_RESUME = """
 import os, shutil, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
@@ -272,12 +272,12 @@ print(count)
 
 
 def test_a_kill_at_any_moment_of_a_resume_loses_no_value(tmp_path: Path) -> None:
-    done = run_program(["-c", KILLED_IN_ITS_RESUME, tmp_path, Path(__file__).parent])
+    done = run_program(["-c", KILLED_DURING_RESUME, tmp_path, Path(__file__).parent])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 5
 
 
-def test_a_resume_logs_the_same_settings_once(tmp_path: Path) -> None:
+def test_a_resume_logs_equal_hyperparameters_once(tmp_path: Path) -> None:
     first = in_trainer(tmp_path)
     first.log_hyperparams({"lr": 0.1})
     first.log_metrics({"loss": 1.0}, 1)
@@ -309,7 +309,7 @@ def test_a_state_without_event_files_still_loads(tmp_path: Path) -> None:
     assert scalars(again, "loss") == [(1, 1.0), (2, 2.0)]
 
 
-def test_an_open_writer_returns_to_a_checkpoint(tmp_path: Path) -> None:
+def test_an_open_logger_can_return_to_a_checkpoint(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)
     state = logger.state_dict()
@@ -356,7 +356,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*weights_only.*")
-def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
+def test_logging_the_graph_has_no_side_effects(tmp_path: Path) -> None:
     net = Net()
     before = copy.deepcopy(net)
     random_numbers = torch.get_rng_state()
@@ -389,17 +389,17 @@ def test_a_fit_logs_the_graph_and_trains_to_the_same_weights(tmp_path: Path) -> 
     assert torch.equal(weights[0], weights[1])
 
 
-def test_no_graph_is_written_unless_asked(tmp_path: Path) -> None:
+def test_no_graph_is_written_by_default(tmp_path: Path) -> None:
     TensorBoardLogger(tmp_path).log_graph(Net())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_graph_needs_an_example(tmp_path: Path) -> None:
+def test_log_graph_without_an_example_input_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="needs module.example_input_array"):
         TensorBoardLogger(tmp_path, log_graph=True).log_graph(nn.Linear(1, 1))
 
 
-def test_arguments_of_the_writer_and_a_sub_folder_are_passed_on(tmp_path: Path) -> None:
+def test_sub_dir_and_summary_writer_arguments_are_passed_on(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, sub_dir="train", filename_suffix=".mine", max_queue=1)
     logger.experiment.add_text("note", "hello")  # type: ignore[no-untyped-call]
     logger.finalize("success")
@@ -432,7 +432,7 @@ def test_an_open_logger_pickles_and_its_copy_continues_writing(tmp_path: Path) -
     assert sorted(step for step, _ in scalars(logger, "x")) == [1, 2, 2, 3]
 
 
-def test_a_graph_is_logged_outside_of_a_run(tmp_path: Path) -> None:
+def test_a_graph_can_be_logged_outside_a_run(tmp_path: Path) -> None:
     class Inner(TrainModule):
         def __init__(self) -> None:
             super().__init__()

@@ -36,7 +36,7 @@ def module() -> Evaluated:
 
 
 @pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def ticking_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the clock by one that advances a second per reading, so each of a batch's four parts takes a second."""
     now = iter(range(10**6))
 
@@ -70,8 +70,8 @@ def length(batch: torch.Tensor) -> int:
     return batch.numel()
 
 
-@pytest.mark.usefixtures("seconds")
-def test_totals_are_logged_at_once_and_rates_when_the_window_is_full(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ticking_clock")
+def test_totals_are_logged_from_the_start_and_rates_once_the_window_is_full(tmp_path: Path) -> None:
     trainer = fitted(tmp_path, ThroughputMonitor(len, length, window_size=4, split=True))
     found = rows(tmp_path)
     assert list(found) == [2, 4, 6]
@@ -88,9 +88,9 @@ def test_totals_are_logged_at_once_and_rates_when_the_window_is_full(tmp_path: P
     assert trainer.callback_metrics["train/samples"] == 18
 
 
-@pytest.mark.usefixtures("seconds")
+@pytest.mark.usefixtures("ticking_clock")
 @pytest.mark.parametrize("flops", [80.0, lambda batch: 20 * len(batch) + 20])
-def test_flops_of_the_module_make_the_utilization(tmp_path: Path, flops: Any) -> None:
+def test_flops_per_batch_gives_flops_per_second_and_utilization(tmp_path: Path, flops: Any) -> None:
     own = module()
     own.flops_per_batch = flops
     fitted(tmp_path, ThroughputMonitor(len, window_size=2, available_flops=100, separator="|"), own)
@@ -100,8 +100,8 @@ def test_flops_of_the_module_make_the_utilization(tmp_path: Path, flops: Any) ->
     assert "train|items_per_sec" not in last and "train|split|data" not in last
 
 
-@pytest.mark.usefixtures("seconds")
-def test_validation_has_rates_of_its_own_and_is_no_part_of_the_trainings_time(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ticking_clock")
+def test_validation_has_separate_rates_and_is_excluded_from_training_time(tmp_path: Path) -> None:
     monitor = ThroughputMonitor(len, window_size=2)
     settings = {**QUIET, "logger": CSVLogger(tmp_path), "max_epochs": 2, "default_root_dir": tmp_path}
     trainer = Trainer(**settings, callbacks=[monitor], log_every_n_steps=2, val_check_interval=3)
@@ -121,14 +121,14 @@ def test_validation_has_rates_of_its_own_and_is_no_part_of_the_trainings_time(tm
     assert monitor._stages["predict"].totals.samples == 18
 
 
-@pytest.mark.usefixtures("seconds")
-def test_a_window_of_several_batches_is_logged_at_its_step_and_every_batch_counts(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ticking_clock")
+def test_every_accumulated_batch_counts_at_its_step(tmp_path: Path) -> None:
     fitted(tmp_path, ThroughputMonitor(len, window_size=2), accumulate_grad_batches=2, log_every_n_steps=1)
     assert {step: row["train/batches"] for step, row in rows(tmp_path).items()} == {1: 2, 2: 4, 3: 6}
 
 
 @pytest.mark.parametrize(("every", "steps"), [(2, [3, 4, 6]), (1, [1, 3, 4, 5, 6]), (0, [])])
-def test_a_row_whose_step_rank_0_misses_comes_at_the_next_one(every: int, steps: list[int], tmp_path: Path) -> None:
+def test_a_row_due_at_a_skipped_batch_is_logged_at_the_next_step(every: int, steps: list[int], tmp_path: Path) -> None:
     """All samples of the second batch are bad, so its hooks are not called."""
     own, loader = Squares(torch.nn.Linear(3, 1)), DataLoader(Broken(set(range(4, 8)), 24), 4)
     settings = {**QUIET, "logger": CSVLogger(tmp_path), "max_epochs": 1, "default_root_dir": tmp_path}
@@ -141,7 +141,7 @@ def test_a_row_whose_step_rank_0_misses_comes_at_the_next_one(every: int, steps:
         assert rows(tmp_path)[6]["train/batches"] == 5
 
 
-def test_a_resume_takes_the_totals_up(tmp_path: Path) -> None:
+def test_totals_survive_a_resume_and_restart_in_a_new_fit(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
     monitor = ThroughputMonitor(len)
     fitted(tmp_path / "a", monitor, enable_checkpointing=True, callbacks=[monitor, checkpoint])
@@ -162,12 +162,12 @@ def test_a_resume_takes_the_totals_up(tmp_path: Path) -> None:
         ({"batch_size_fn": len, "available_flops": 0}, "above 0"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         ThroughputMonitor(**arguments)
 
 
-def test_devices_are_known_by_their_names() -> None:
+def test_peak_flops_are_found_by_device_name() -> None:
     assert peak_of("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
     assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
     assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12
@@ -195,7 +195,7 @@ def test_devices_are_known_by_their_names() -> None:
         ("Tesla V100-PCIE-16GB", 7),
     ],
 )
-def test_float64_has_the_rate_of_tensor_cores_where_there_is_one(name: str, tera: float) -> None:
+def test_float64_peaks_are_those_of_tensor_cores_where_available(name: str, tera: float) -> None:
     assert peak_of(name, torch.float64) == pytest.approx(tera * 1e12)
 
 
@@ -209,7 +209,7 @@ SETTINGS = {
 }
 
 
-def test_tf32_is_found_by_each_of_torchs_settings() -> None:
+def test_each_torch_setting_for_tf32_is_detected() -> None:
     """Tests each setting in a separate process: they cannot be mixed, nor reset."""
     program = f"""
 import os, torch
@@ -225,7 +225,7 @@ for line in {list(SETTINGS)}:
     assert done.stdout.split() == [str(allows) for allows in SETTINGS.values()], done.stderr
 
 
-def test_operations_are_counted_forward_and_backward() -> None:
+def test_measure_flops_counts_forward_and_backward() -> None:
     with torch.device("meta"):
         net, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
     assert measure_flops(net, lambda: net(x)) == 2 * 2 * 8 * 4

@@ -69,12 +69,12 @@ def test_durations_are_parsed(value: Any, seconds: float) -> None:
         ({"days": float("nan")}, "is too long"),
     ],
 )
-def test_invalid_durations_are_refused(value: Any, message: str) -> None:
+def test_invalid_durations_raise(value: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_duration(value, "max_time")
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'step'"):
         Timer(interval="steps")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"no stage 'training'\. Did you mean 'train'"):
@@ -106,7 +106,7 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
     assert sum(timer.time_elapsed(stage) for stage in stages) < total
 
 
-class Waits(Callback):
+class BusyWaits(Callback):
     """Busy-waits at one step until some time has passed, so the time limit is reached at a known step."""
 
     def __init__(self, timer: Timer, at_step: int, seconds: float) -> None:
@@ -117,9 +117,9 @@ class Waits(Callback):
             pass
 
 
-def test_a_step_limit_ends_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_stops_training_after_the_current_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timer = Timer(timedelta(seconds=2))
-    run = trainer(tmp_path, Waits(timer, 7, 2.0), timer, max_epochs=1000)
+    run = trainer(tmp_path, BusyWaits(timer, 7, 2.0), timer, max_epochs=1000)
     run.fit(Net(), DATA)
     assert run.global_step == 8
     assert "Time limit reached after 0:00:02. Training stops at step 8." in capsys.readouterr().out
@@ -128,15 +128,15 @@ def test_a_step_limit_ends_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert remaining < 0
 
 
-def test_an_epoch_limit_waits_for_the_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_by_epoch_waits_for_the_epochs_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timer = Timer({"seconds": 2}, interval="epoch", verbose=False)
-    run = trainer(tmp_path, Waits(timer, 7, 2.0), timer, max_epochs=1000)
+    run = trainer(tmp_path, BusyWaits(timer, 7, 2.0), timer, max_epochs=1000)
     run.fit(Net(), DATA)
     assert run.global_step == 10
     assert "time limit" not in capsys.readouterr().out
 
 
-def test_a_limit_waits_for_the_windows_end(tmp_path: Path) -> None:
+def test_a_time_limit_waits_for_the_end_of_the_accumulation_window(tmp_path: Path) -> None:
     timer = Timer("00:00:00:00")
     run = trainer(tmp_path, timer, max_epochs=1000, accumulate_grad_batches=3)
     run.fit(Net(), DATA)
@@ -159,7 +159,7 @@ def test_time_before_a_resume_counts(tmp_path: Path) -> None:
     assert second.state_key == first.state_key
 
 
-def test_a_new_fit_has_its_whole_time_and_a_continued_fit_what_is_left(tmp_path: Path) -> None:
+def test_a_continued_fit_gets_the_remaining_time_and_a_new_fit_all_of_it(tmp_path: Path) -> None:
     timer = Timer("00:01:00:00")
     run = trainer(tmp_path, timer)
     net = Net()

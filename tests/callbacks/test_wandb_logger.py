@@ -1,4 +1,4 @@
-"""WandbLogger, offline: the run's own file, read back."""
+"""WandbLogger in offline mode: the run's file, read back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ wandb = pytest.importorskip("wandb")
 
 
 @pytest.fixture(autouse=True)
-def no_run_left_over() -> Iterator[None]:
+def finish_open_runs() -> Iterator[None]:
     yield
     wandb.finish()
 
@@ -72,7 +72,7 @@ def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, mo
     assert (start / "diff.patch").read_bytes() == b"+x = 1\r\n"
 
 
-def test_a_disabled_run_leaves_no_record(tmp_path: Path) -> None:
+def test_a_disabled_run_writes_nothing(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, mode="disabled")
     logger.log_run({"started": "2026-02-01T12:30:00.250Z"}, "diff")
     assert not os.path.exists(os.path.join(logger.experiment.dir, "starts"))
@@ -101,7 +101,7 @@ def test_an_explicit_id_takes_precedence(tmp_path: Path) -> None:
     assert logger.experiment.id == "mine"
 
 
-def test_a_failed_run_is_ended_as_failed(tmp_path: Path) -> None:
+def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     logger.log_metrics({"x": 1}, 1)
     logger.finalize("failed")
@@ -153,7 +153,7 @@ def test_images_tables_and_watched_gradients_are_recorded(tmp_path: Path) -> Non
         logger.log_audio("sound", ["a.wav"], caption="x")
 
 
-def test_sounds_are_recorded(tmp_path: Path) -> None:
+def test_audio_is_recorded(tmp_path: Path) -> None:
     pytest.importorskip("soundfile", reason="wandb.Audio needs it")
     with wave.open(str(tmp_path / "a.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
@@ -165,7 +165,7 @@ def test_sounds_are_recorded(tmp_path: Path) -> None:
     assert (row["sound/captions"], row["trainer/global_step"]) == (["silence"], 5)
 
 
-def test_ranks_that_do_not_write_start_no_run(tmp_path: Path) -> None:
+def test_non_writing_ranks_start_no_run(tmp_path: Path) -> None:
     logger = WandbLogger(offline=True)
     handed(tmp_path, logger, zero=False)
     logger.log_hyperparams({"a": 1})
@@ -187,7 +187,7 @@ def test_ranks_that_do_not_write_start_no_run(tmp_path: Path) -> None:
         ({"id": "a", "version": "b"}, "both name the run"),
     ],
 )
-def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_and_contradictory_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         WandbLogger(**arguments)
 
@@ -195,8 +195,8 @@ def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> 
 # checkpoints ----------------------------------------------------------------------------------------------------------
 def fit_and_save(logger: WandbLogger, folder: Path, steps: int = 4, **arguments: Any) -> Trainer:
     checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, monitor="distance", **arguments)
-    given = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
-    trainer = Trainer(**given, callbacks=checkpoint)
+    settings = {**QUIET, "enable_checkpointing": True, "logger": logger, "max_steps": steps}
+    trainer = Trainer(**settings, callbacks=checkpoint)
     trainer.fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
     return trainer
 
@@ -226,7 +226,7 @@ def test_every_checkpoint_becomes_a_version_of_an_artifact(tmp_path: Path, monke
     ]
     assert described[0][0]["ModelCheckpoint"]["monitor"] == "distance"
     for one in (found[0], found[2]):
-        # Its folder is deleted by now: W&B has its files, and they are a checkpoint.
+        # The checkpoint's folder is already deleted; W&B's copies of its files form a complete checkpoint.
         name = json.loads(one.metadata)["original_filename"]
         for entry in one.manifest.contents:
             target = tmp_path / "downloaded" / name / entry.path
@@ -238,7 +238,7 @@ def test_every_checkpoint_becomes_a_version_of_an_artifact(tmp_path: Path, monke
     assert trainer.global_step == 4
 
 
-def test_the_checkpoints_kept_are_uploaded_at_the_end_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_checkpoints_are_uploaded_at_the_end_of_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=True)
     trainer = fit_and_save(logger, tmp_path / "saved", save_top_k=2)
@@ -259,7 +259,7 @@ def test_the_checkpoints_kept_are_uploaded_at_the_end_of_a_fit(tmp_path: Path, m
     ]
 
 
-def test_a_failed_fit_uploads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fit_uploads_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
 
     class Fails(WandbLogger):
@@ -269,9 +269,9 @@ def test_a_failed_fit_uploads_nothing_more(tmp_path: Path, monkeypatch: pytest.M
 
     logger = Fails(save_dir=tmp_path, offline=True, log_model=True)
     checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
-    given = {**QUIET, "enable_checkpointing": True, "logger": logger, "log_every_n_steps": 3}
+    settings = {**QUIET, "enable_checkpointing": True, "logger": logger, "log_every_n_steps": 3}
     with pytest.raises(ValueError, match="the disk is full"):
-        Trainer(**given, callbacks=checkpoint).fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
+        Trainer(**settings, callbacks=checkpoint).fit(BestAtTwo(), [torch.ones(2, 2)] * 4)
     assert artifacts(files(tmp_path)[0]) == []
 
 
@@ -288,25 +288,25 @@ def test_wandb_is_not_imported_before_the_first_write() -> None:
 def fit_on_a_rank(folder: str) -> tuple[str | None, list[str | None]]:
     from leyden import Callback, Trainer
 
-    class Noting(Callback):
+    class LogDirRecorder(Callback):
         def __init__(self) -> None:
             self.found: list[str | None] = []
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.found.append(trainer.log_dir)
 
-    # That of the process that tests, which may have ended.
+    # The service of the test process is inherited, and may have ended.
     os.environ.pop("WANDB_SERVICE", None)
-    noting = Noting()
+    recorder = LogDirRecorder()
     logger = WandbLogger(save_dir=folder, offline=True)
-    trainer = Trainer(**{**QUIET, "logger": logger}, strategy="ddp", max_epochs=1, callbacks=noting)
+    trainer = Trainer(**{**QUIET, "logger": logger}, strategy="ddp", max_epochs=1, callbacks=recorder)
     trainer.fit(Line(), [torch.ones(2, 2)] * 2)
     folder_after = trainer.log_dir
     wandb.finish()
-    return folder_after, noting.found
+    return folder_after, recorder.found
 
 
-def test_every_rank_knows_the_folder_of_the_run(tmp_path: Path) -> None:
+def test_all_ranks_have_the_log_dir_of_the_run(tmp_path: Path) -> None:
     first, second = run_world(2, fit_on_a_rank, str(tmp_path))
     assert first == second
     folder, [at_start] = first

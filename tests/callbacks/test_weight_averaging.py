@@ -1,4 +1,4 @@
-"""Weight averaging: equal to torch's own, evaluated and saved, across resumes, and on shards of several ranks."""
+"""Weight averaging: equality with torch, validation, checkpoints, resumes, and sharded ranks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def fit(callbacks: Any, module: Net | None = None, ckpt_path: Any = None, **argu
     return module
 
 
-def by_hand(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tensor]:
-    """Returns an AveragedModel over the weights recorded after some steps."""
+def torch_average(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tensor]:
+    """Returns the weights of torch's AveragedModel, updated with the recorded weights of some steps."""
     model = Net().net
     average = AveragedModel(model, use_buffers=True, **arguments)
     for step in steps:
@@ -88,33 +88,33 @@ def by_hand(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tenso
         ),
     ],
 )
-def test_the_averages_are_torchs_own(callback: WeightAveraging, chosen: slice, arguments: Any) -> None:
+def test_averages_equal_torchs_averaged_model(callback: WeightAveraging, chosen: slice, arguments: Any) -> None:
     module = fit(callback)
     assert len(module.after) == 12
-    assert not differences(weights_of(module), by_hand(module.after[chosen], **arguments))
+    assert not differences(weights_of(module), torch_average(module.after[chosen], **arguments))
     assert callback.n_averaged == len(module.after[chosen])
 
 
-def test_training_goes_on_as_without_the_callback() -> None:
+def test_averaging_does_not_change_training() -> None:
     assert not differences(fit(EMAWeightAveraging(decay=0.9)).after, fit([]).after)
 
 
-def test_validations_see_the_averages_from_the_first_update_on() -> None:
+def test_validation_uses_the_averages_after_the_first_update() -> None:
     module = fit(EMAWeightAveraging(decay=0.9, update_starting_at_step=8), val_check_interval=3)
     *before, last = module.seen[::6]
     assert [len(module.seen), len(before)] == [24, 3]
     for seen, step in zip(before, (2, 5, 8), strict=True):
         assert not differences(seen, module.after[step])
-    assert not differences(last, by_hand(module.after[8:], multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    assert not differences(last, torch_average(module.after[8:], multi_avg_fn=get_ema_multi_avg_fn(0.9)))
 
 
-def test_without_buffers_those_of_the_last_update_are_kept() -> None:
+def test_use_buffers_false_copies_the_buffers_of_the_last_update() -> None:
     module = fit(WeightAveraging(use_buffers=False))
     assert not differences(dict(module.named_buffers()), {n: module.after[-1][n] for n, _ in module.named_buffers()})
 
 
-class Counts(Net):
-    """Has buffers that cannot be averaged and change at each step."""
+class ChangingBuffers(Net):
+    """Has integer, boolean and complex buffers that change at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,9 +129,9 @@ class Counts(Net):
 
 
 @pytest.mark.parametrize("callback", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.9999)])
-def test_integers_and_flags_are_copied_and_not_averaged(callback: Any) -> None:
+def test_integer_and_boolean_buffers_are_copied_and_not_averaged(callback: Any) -> None:
     averages = callback()
-    module = fit(averages, Counts())
+    module = fit(averages, ChangingBuffers())
     last = module.after[-1]
     names = {name for name, tensor in last.items() if not tensor.is_floating_point() and not tensor.is_complex()}
     assert names == {"position_ids", "mask", "net.1.num_batches_tracked"}
@@ -139,13 +139,13 @@ def test_integers_and_flags_are_copied_and_not_averaged(callback: Any) -> None:
     assert averages.n_averaged == 12 and not torch.equal(module.phase, last["phase"])
 
 
-def test_accumulated_windows_count_as_one_step_each() -> None:
+def test_an_accumulation_window_counts_as_one_step() -> None:
     callback = WeightAveraging()
     fit(callback, accumulate_grad_batches=4)
     assert callback.n_averaged == 4
 
 
-def test_what_runs_after_fit_has_the_averages(tmp_path: Path) -> None:
+def test_the_module_holds_the_averages_after_fit(tmp_path: Path) -> None:
     callback = EMAWeightAveraging(decay=0.9)
     module = fit(callback)
     expected = weights_of(module)
@@ -155,25 +155,25 @@ def test_what_runs_after_fit_has_the_averages(tmp_path: Path) -> None:
     assert not differences(CheckpointReader(path).model(), expected)
 
 
-def test_a_fit_that_goes_on_goes_on_from_the_current_weights() -> None:
+def test_a_continued_fit_starts_from_the_current_weights() -> None:
     straight = fit(EMAWeightAveraging(decay=0.9), max_epochs=4)
     module = fit(EMAWeightAveraging(decay=0.9))
     module.trainer.fit(module, data(shuffle=True), data(), ckpt_path="current", max_epochs=4)
     assert not differences(weights_of(module), weights_of(straight)) and not differences(module.after, straight.after)
 
 
-def test_a_second_fit_starts_from_the_averages_and_averages_anew() -> None:
+def test_a_second_fit_starts_from_the_averages_and_resets_them() -> None:
     callback = EMAWeightAveraging(decay=0.9)
     module = fit(callback)
     start, module.after = copy.deepcopy(module), []
     module.trainer.fit(module, data(shuffle=True), max_epochs=1)
     assert callback.n_averaged == 6
-    assert not differences(weights_of(module), by_hand(module.after, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    assert not differences(weights_of(module), torch_average(module.after, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
     assert (start.net[0].weight != module.after[0]["net.0.weight"]).any()
 
 
-class Ends(Callback):
-    """Raises at a step, or at a batch of a validation."""
+class FailsAtStep(Callback):
+    """Raises after a training step, or in the validation at a step."""
 
     def __init__(self, step: int = -1, validation: int = -1) -> None:
         self.step, self.validation = step, validation
@@ -189,29 +189,29 @@ class Ends(Callback):
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("at", [2, 7, 9])
-def test_a_run_that_broke_off_and_goes_on_equals_the_straight_one(tmp_path: Path, at: int, every: int) -> None:
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, at: int, every: int) -> None:
     def callbacks(folder: str) -> list[Callback]:
         checkpoint = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
         return [EMAWeightAveraging(decay=0.9, update_every_n_steps=every), checkpoint]
 
     straight = fit(callbacks("straight"), enable_checkpointing=True)
     with pytest.raises(RuntimeError, match="end"):
-        fit([*callbacks("broken"), Ends(step=at + 1)], enable_checkpointing=True)
-    resumed = fit(callbacks("broken"), Net(), tmp_path / "broken" / f"step={at}", enable_checkpointing=True)
+        fit([*callbacks("interrupted"), FailsAtStep(step=at + 1)], enable_checkpointing=True)
+    resumed = fit(callbacks("interrupted"), Net(), tmp_path / "interrupted" / f"step={at}", enable_checkpointing=True)
     assert not differences(weights_of(resumed), weights_of(straight))
     assert not differences(resumed.after, straight.after[at:])
     assert not differences(resumed.seen[-6:], straight.seen[-6:])
-    ends = [CheckpointReader(tmp_path / folder / "step=12") for folder in ("straight", "broken")]
+    ends = [CheckpointReader(tmp_path / folder / "step=12") for folder in ("straight", "interrupted")]
     assert not differences(*(reader.model() for reader in ends))
     assert not differences(*(reader.state("callbacks")["EMAWeightAveraging"] for reader in ends))
 
 
-def test_a_checkpoint_holds_the_averages_and_the_callback_the_current_weights(tmp_path: Path) -> None:
+def test_checkpoints_hold_the_averages_and_callback_states_the_current_weights(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
     module = fit([EMAWeightAveraging(decay=0.9), checkpoint], enable_checkpointing=True)
     reader = CheckpointReader(tmp_path / "step=5")
     state = reader.state("callbacks")["EMAWeightAveraging"]
-    averages = by_hand(module.after[:5], multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averages = torch_average(module.after[:5], multi_avg_fn=get_ema_multi_avg_fn(0.9))
     assert not differences(reader.model(), averages)
     current = {name: tensor for name, tensor in module.after[4].items() if "tied" not in name}
     assert state["n_averaged"] == 5 and not differences(
@@ -220,7 +220,7 @@ def test_a_checkpoint_holds_the_averages_and_the_callback_the_current_weights(tm
     assert not differences(weights_of(Net.load_from_checkpoint(tmp_path / "step=5")), averages)
 
 
-def test_a_checkpoint_that_is_written_beside_the_training_is_the_same(tmp_path: Path) -> None:
+def test_asynchronous_checkpoints_equal_synchronous_ones(tmp_path: Path) -> None:
     for asynchronous in (False, True):
         folder = tmp_path / str(asynchronous)
         saves = ModelCheckpoint(
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_is_written_beside_the_training_is_the_same(tmp_path: 
         assert not differences(*states)
 
 
-class SavesInside(Callback):
+class SavesDuringValidation(Callback):
     """Saves during a validation, while the module holds the averages."""
 
     def __init__(self, path: Path) -> None:
@@ -245,24 +245,24 @@ class SavesInside(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_checkpoint_of_a_validation_resumes_exactly(tmp_path: Path) -> None:
-    straight = fit([EMAWeightAveraging(decay=0.9), SavesInside(tmp_path / "inside")])
-    averages = by_hand(straight.after[:6], multi_avg_fn=get_ema_multi_avg_fn(0.9))
+def test_a_checkpoint_saved_during_validation_resumes_exactly(tmp_path: Path) -> None:
+    straight = fit([EMAWeightAveraging(decay=0.9), SavesDuringValidation(tmp_path / "inside")])
+    averages = torch_average(straight.after[:6], multi_avg_fn=get_ema_multi_avg_fn(0.9))
     assert not differences(CheckpointReader(tmp_path / "inside").model(), averages)
     resumed = fit([EMAWeightAveraging(decay=0.9)], Net(), tmp_path / "inside")
     assert not differences(weights_of(resumed), weights_of(straight))
     assert not differences(resumed.after, straight.after[6:])
 
 
-def test_an_error_in_a_validation_leaves_the_current_weights() -> None:
+def test_an_error_in_validation_restores_the_current_weights() -> None:
     torch.manual_seed(0)
     module = Net()
     with pytest.raises(RuntimeError, match="end"):
-        fit([EMAWeightAveraging(decay=0.9), Ends(validation=6)], module)
+        fit([EMAWeightAveraging(decay=0.9), FailsAtStep(validation=6)], module)
     assert differences(weights_of(module), module.seen[0]) and not differences(weights_of(module), module.after[5])
 
 
-def test_a_limit_inside_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
+def test_max_steps_within_an_epoch_is_not_its_end(tmp_path: Path) -> None:
     def callbacks() -> list[Callback]:
         return [EMAWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=0, decay=0.5)]
 
@@ -273,7 +273,7 @@ def test_a_limit_inside_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
     assert not differences(weights_of(fit(callbacks(), Net(), path)), weights_of(straight))
 
 
-def test_weights_alone_are_the_averages_and_start_new_ones(tmp_path: Path) -> None:
+def test_restoring_only_weights_starts_new_averages(tmp_path: Path) -> None:
     path = fit(EMAWeightAveraging(decay=0.9)).trainer.save_checkpoint(tmp_path / "one")
     module, callback = Net(), EMAWeightAveraging(decay=0.9)
     trainer = Trainer(callbacks=callback, max_epochs=1, **QUIET)
@@ -285,14 +285,14 @@ def test_weights_alone_are_the_averages_and_start_new_ones(tmp_path: Path) -> No
         trainer.fit(Net(), data(), ckpt_path=path, restore=parts)
 
 
-def test_a_checkpoint_without_averages_starts_them(tmp_path: Path) -> None:
+def test_resuming_a_checkpoint_without_averages_starts_them(tmp_path: Path) -> None:
     path = fit([], max_epochs=1).trainer.save_checkpoint(tmp_path / "one")
     callback = WeightAveraging()
     module = fit(callback, Net(), path)
-    assert callback.n_averaged == 6 and not differences(weights_of(module), by_hand(module.after))
+    assert callback.n_averaged == 6 and not differences(weights_of(module), torch_average(module.after))
 
 
-def test_a_damaged_state_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_damaged_states_raise_before_anything_changes(tmp_path: Path) -> None:
     callback = EMAWeightAveraging(decay=0.9)
     module = fit(callback)
     state = callback.state_dict()
@@ -316,13 +316,13 @@ def test_a_damaged_state_is_refused_before_anything_changes(tmp_path: Path) -> N
         (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "pass only one"),
     ],
 )
-def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
+def test_invalid_arguments_raise_with_the_fix(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
 
 
 @pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(0.1, 1)])
-def test_averages_that_rounding_would_keep_still_are_refused(callback: Any) -> None:
+def test_averaging_low_precision_weights_raises(callback: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"net\.0\.weight is trained in torch\.bfloat16.*'bf16-mixed'"):
         fit(callback, precision="bf16-true")
     module = Net()
@@ -330,7 +330,7 @@ def test_averages_that_rounding_would_keep_still_are_refused(callback: Any) -> N
     AveragedWeights(module, SingleDeviceStrategy(), AveragedModel).check_dtypes()
 
 
-def test_two_averages_in_one_module_are_refused() -> None:
+def test_two_averaging_callbacks_raise() -> None:
     with pytest.raises(ConfigurationError, match="both put averages into the module"):
         fit([WeightAveraging(), EMAWeightAveraging()])
 
@@ -342,13 +342,13 @@ def exact(dtype: torch.dtype = torch.float64) -> Net:
     return Net(norm=False, dtype=dtype)
 
 
-def sgd_only(module: Net) -> Net:
+def with_sgd(module: Net) -> Net:
     module.configure = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
     return module
 
 
 def run_on_ranks(folder: str, strategy: Any, ckpt: str | None = None) -> Any:
-    module = sgd_only(exact())
+    module = with_sgd(exact())
     checkpoint = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     callbacks = [EMAWeightAveraging(decay=0.8), checkpoint]
     ranks = {} if strategy is None else {"strategy": strategy, "devices": 2, "global_batch_size": 4}
@@ -376,7 +376,7 @@ def on_two_ranks(folder: str) -> list[Any]:
 PLAN = {"net.0": "colwise", "net.2": "rowwise"}
 
 
-def test_ranks_that_share_or_split_the_model_average_as_one_process_does(tmp_path: Path) -> None:
+def test_replicated_and_sharded_ranks_average_like_one_process(tmp_path: Path) -> None:
     expected, loss = run_on_ranks(str(tmp_path / "one"), None)
     for results in run_world(2, on_two_ranks, str(tmp_path)):
         for name, straight, resumed, elsewhere in results:
@@ -426,21 +426,21 @@ def test_batch_norm_resumes_exactly_on_ranks(tmp_path: Path) -> None:
             assert not differences(resumed, straight)
 
 
-def refused_on_a_pipeline() -> str:
+def pipeline_error() -> str:
     strategy = MeshStrategy(pp=2, dp_shard=1, pipeline_module="net")
     trainer = Trainer(strategy=strategy, devices=2, **QUIET)
     with pytest.raises(ConfigurationError) as refused:
-        EMAWeightAveraging().setup(trainer, sgd_only(exact()), "fit")
+        EMAWeightAveraging().setup(trainer, with_sgd(exact()), "fit")
     return str(refused.value)
 
 
-def test_a_pipeline_is_refused_by_name() -> None:
-    for message in run_world(2, refused_on_a_pipeline):
+def test_pipeline_parallelism_raises() -> None:
+    for message in run_world(2, pipeline_error):
         assert message.startswith("EMAWeightAveraging replaces the weights by averages, which strategy='mesh' does not")
         assert message.endswith("Use a mesh without pp.")
 
 
-def test_engines_that_step_copies_are_refused_by_name() -> None:
+def test_engines_that_step_copies_of_the_weights_raise() -> None:
     class Engine(SingleDeviceStrategy):
         drives_one = True
 

@@ -25,7 +25,7 @@ NAMES = ["scale", "seen", "layer.weight", "layer.bias"]
 
 
 class Net(Line):
-    """Has a buffer, records its weights after each step, and fails in a step of the test's choice."""
+    """Has a buffer, records the digests of its weights after each step, and fails in the step `fails_in`."""
 
     def __init__(self, fails_in: int | None = None) -> None:
         torch.manual_seed(0)
@@ -55,15 +55,15 @@ def loader(samples: int = 24) -> DataLoader[Any]:
 
 
 def train(
-    folder: Path, module: Net | None = None, resumes: Any = None, samples: int = 24, **arguments: Any
+    folder: Path, module: Net | None = None, ckpt_path: Any = None, samples: int = 24, **arguments: Any
 ) -> tuple[Net, Trainer]:
     module = Net() if module is None else module
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": folder, **arguments})
-    trainer.fit(module, loader(samples), ckpt_path=resumes)
+    trainer.fit(module, loader(samples), ckpt_path=ckpt_path)
     return module, trainer
 
 
-def test_a_line_holds_the_digest_of_each_tensor_after_a_step(tmp_path: Path) -> None:
+def test_each_line_holds_the_digests_of_all_tensors_after_a_step(tmp_path: Path) -> None:
     module, _ = train(tmp_path, digest_every_n_steps=1)
     records = list(read_digests(tmp_path / "digests.jsonl"))
     assert [record.step for record in records] == list(range(13))
@@ -73,7 +73,7 @@ def test_a_line_holds_the_digest_of_each_tensor_after_a_step(tmp_path: Path) -> 
         assert {name: digest.value for name, digest in record.digests.items()} == module.after[record.step]
 
 
-def test_every_nth_step_counts_accumulation_windows(tmp_path: Path) -> None:
+def test_digest_every_n_steps_counts_optimizer_steps(tmp_path: Path) -> None:
     module, _ = train(tmp_path, digest_every_n_steps=2, accumulate_grad_batches=3)
     first, second, third = read_digests(tmp_path / "digests.jsonl")
     assert [first.step, second.step, third.step] == [0, 2, 4]
@@ -112,7 +112,7 @@ def folder_of(root: Path, logger: bool) -> Path:
 
 
 @pytest.mark.parametrize("logger", [False, True], ids=["no logger", "a logger"])
-def test_the_file_of_a_resumed_run_is_that_of_one_that_was_not_killed(tmp_path: Path, logger: bool) -> None:
+def test_a_killed_and_resumed_run_writes_the_same_file(tmp_path: Path, logger: bool) -> None:
     def arguments(root: Path) -> dict[str, Any]:
         keeper = ModelCheckpoint(root / "saved", every_n_train_steps=4, save_top_k=-1, filename="{step}")
         loggers = CSVLogger(root) if logger else False
@@ -125,28 +125,28 @@ def test_the_file_of_a_resumed_run_is_that_of_one_that_was_not_killed(tmp_path: 
         train(cut, Net(fails_in=8), **arguments(cut))
     file = folder_of(cut, logger) / "digests.jsonl"
     with file.open("a") as half:
-        # As left by a kill during a write.
+        # A kill during a write leaves such a partial line.
         half.write('{"step": 8, "dig')
     assert [record.step for record in read_digests(file)] == list(range(8))
     for at in ("step=4", "step=16"):
-        train(cut, resumes=str(cut / "saved" / at), **arguments(cut))
+        train(cut, ckpt_path=str(cut / "saved" / at), **arguments(cut))
         assert file.read_bytes() == (folder_of(tmp_path / "straight", logger) / "digests.jsonl").read_bytes()
     assert len(list(cut.rglob("digests*.jsonl"))) == 1
 
 
-def test_a_step_that_was_saved_before_it_was_recorded_is_recorded_by_the_resume(tmp_path: Path) -> None:
-    class SavesItself(Net):
+def test_a_resume_records_a_step_saved_before_its_digests(tmp_path: Path) -> None:
+    class SavesInHook(Net):
         def on_train_batch_end(self, *_: Any) -> None:
             if self.trainer.global_step == 3:
                 self.trainer.save_checkpoint(tmp_path / "third")
 
-    train(tmp_path, SavesItself(), digest_every_n_steps=3)
+    train(tmp_path, SavesInHook(), digest_every_n_steps=3)
     straight = (tmp_path / "digests.jsonl").read_bytes()
-    train(tmp_path, SavesItself(), str(tmp_path / "third"), digest_every_n_steps=3)
+    train(tmp_path, SavesInHook(), str(tmp_path / "third"), digest_every_n_steps=3)
     assert (tmp_path / "digests.jsonl").read_bytes() == straight
 
 
-def test_a_new_run_leaves_the_file_of_another_one(tmp_path: Path) -> None:
+def test_a_new_run_keeps_earlier_files(tmp_path: Path) -> None:
     module, trainer = train(tmp_path, digest_every_n_steps=4)
     first = (tmp_path / "digests.jsonl").read_bytes()
     trainer.fit(module, loader())
@@ -156,34 +156,34 @@ def test_a_new_run_leaves_the_file_of_another_one(tmp_path: Path) -> None:
     assert (tmp_path / "digests-v1.jsonl").read_bytes() != first
 
 
-def test_a_fit_that_continues_goes_on_with_its_file(tmp_path: Path) -> None:
+def test_a_continued_fit_appends_to_its_file(tmp_path: Path) -> None:
     module, trainer = train(tmp_path, digest_every_n_steps=6)
     trainer.fit(module, loader(), ckpt_path="current", max_epochs=2)
     assert [record.step for record in read_digests(tmp_path / "digests.jsonl")] == [0, 6, 12, 18, 24]
 
 
-def test_a_resume_that_does_not_find_its_file_begins_another(tmp_path: Path) -> None:
+def test_a_resume_whose_file_has_changed_starts_another_with_a_warning(tmp_path: Path) -> None:
     _, trainer = train(tmp_path, digest_every_n_steps=4, max_steps=8)
     trainer.save_checkpoint(tmp_path / "saved")
     file = tmp_path / "digests.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 4', b'"step": 5'))
     with pytest.warns(UserWarning, match=r"is not the digest file .*digests-v1\.jsonl begins after step 8"):
-        train(tmp_path, resumes=str(tmp_path / "saved"), digest_every_n_steps=4)
+        train(tmp_path, ckpt_path=str(tmp_path / "saved"), digest_every_n_steps=4)
     assert [record.step for record in read_digests(tmp_path / "digests-v1.jsonl")] == [8, 12]
 
 
-def test_a_checkpoint_without_digests_begins_a_file(tmp_path: Path) -> None:
+def test_resuming_a_checkpoint_without_digests_starts_a_file(tmp_path: Path) -> None:
     _, trainer = train(tmp_path, max_steps=5)
     trainer.save_checkpoint(tmp_path / "saved")
     assert not list(tmp_path.glob("digests*"))
-    train(tmp_path, resumes=str(tmp_path / "saved"), digest_every_n_steps=4)
+    train(tmp_path, ckpt_path=str(tmp_path / "saved"), digest_every_n_steps=4)
     assert [record.step for record in read_digests(tmp_path / "digests.jsonl")] == [8, 12]
 
 
 @pytest.mark.parametrize(
     "change", [{"file": "../digests.jsonl"}, {"file": "weights.bin"}, {"size": -1}, {"step": "9"}, {"sum": 3}]
 )
-def test_a_forged_place_is_refused(change: dict[str, Any]) -> None:
+def test_forged_states_raise(change: dict[str, Any]) -> None:
     state = {"file": "digests.jsonl", "size": 3, "sum": "00", "step": 1, **change}
     with pytest.raises(ValueError, match=next(iter(change))):
         WeightDigests().check_state_dict(state)
@@ -193,7 +193,7 @@ def test_a_forged_place_is_refused(change: dict[str, Any]) -> None:
     "lines",
     ["nothing", "[]", '{"step": 1, "digests": []}', '{"format": 9, "algorithm": "xxh3_64", "tensors": {}}', "[" * 9999],
 )
-def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, lines: str) -> None:
+def test_reading_a_damaged_file_raises_with_the_line_number(tmp_path: Path, lines: str) -> None:
     file = tmp_path / "digests.jsonl"
     file.write_text(lines + "\n")
     with pytest.raises(DigestsError, match=r"digests\.jsonl, line 1: is not a line of digests"):
@@ -210,14 +210,14 @@ def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, lines: str) -> 
         ({"digest_every_n_steps": 5, "barebones": True}, "barebones=True disables digest_every_n_steps"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Trainer(**(arguments if "barebones" in arguments else {**QUIET, **arguments}))
     with pytest.raises(ConfigurationError, match="every_n_steps=-1"):
         WeightDigests(-1)
 
 
-def test_a_trial_and_a_quick_run_write_nothing(tmp_path: Path) -> None:
+def test_trials_and_fast_dev_run_write_nothing(tmp_path: Path) -> None:
     _, trainer = train(tmp_path, digest_every_n_steps=1, fast_dev_run=3)
     assert not [callback for callback in trainer.trial().callbacks if isinstance(callback, WeightDigests)]
     assert not list(tmp_path.rglob("digests*"))
@@ -287,7 +287,7 @@ def on_a_mesh(root: str) -> tuple[dict[str, str], dict[str, str]]:
     return found[0], found[1]
 
 
-def test_a_mesh_records_what_its_ranks_hold(tmp_path: Path) -> None:
+def test_pipeline_stages_and_tensor_parallel_shards_are_recorded(tmp_path: Path) -> None:
     pipeline, tensors = run_world(2, on_a_mesh, str(tmp_path))[0]
     first, last = read_digests(tmp_path / "pp" / "digests.jsonl")
     # Each stage holds whole tensors.
