@@ -331,8 +331,8 @@ CASES: dict[str, Any] = {
     "backbone": lambda: (Net(), [backbone()]),
     "frozen norm, one cycle": lambda: (Net(cycle, SGD), [backbone(train_bn=False)]),
     "stages, lambda": lambda: (Net(lambda_by_step), [Stages()]),
-    "by hand, chained": lambda: (AddsGroupInHook(chained), []),
-    "by hand, decay, EMA": lambda: (AddsGroupInHook(decay), [EMAWeightAveraging(decay=0.5)]),
+    "hook, chained": lambda: (AddsGroupInHook(chained), []),
+    "hook, decay, EMA": lambda: (AddsGroupInHook(decay), [EMAWeightAveraging(decay=0.5)]),
     "backbone, plateau": lambda: (Net(plateau), [backbone()]),
 }
 
@@ -373,8 +373,8 @@ def on_ranks(folder: Path, strategy: str, cases: list[str]) -> list[str]:
     ("strategy", "cases"),
     [
         ("ddp", ["frozen norm, one cycle"]),
-        pytest.param("ddp", ["by hand, chained", "stages, lambda"], marks=pytest.mark.full),
-        pytest.param("fsdp", ["frozen norm, one cycle", "by hand, chained"], marks=pytest.mark.full),
+        pytest.param("ddp", ["hook, chained", "stages, lambda"], marks=pytest.mark.full),
+        pytest.param("fsdp", ["frozen norm, one cycle", "hook, chained"], marks=pytest.mark.full),
     ],
 )
 def test_a_resume_on_two_ranks_equals_an_uninterrupted_run(strategy: str, cases: list[str], tmp_path: Path) -> None:
@@ -435,10 +435,6 @@ def test_an_invalid_callback_state_raises() -> None:
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
-class NoBackbone(Squares):
-    pass
-
-
 class OptimizesFrozenParameters(Net):
     def configure_optimizers(self) -> Any:
         return SGD(self.parameters(), lr=0.1)
@@ -461,7 +457,7 @@ class NoOptimizer(Net):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (NoBackbone, r"BackboneFinetuning needs NoBackbone\.backbone"),
+        (Squares, r"BackboneFinetuning needs Squares\.backbone"),
         (OptimizesFrozenParameters, r"filter\(lambda p: p\.requires_grad"),
         (NoOptimizer, "there are 0"),
     ],

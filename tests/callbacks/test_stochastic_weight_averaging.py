@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares, input_of
+from models import QUIET, Squares
 from ranks.world import run_world
 from same import differences, numbers_of, weights_of
 from torch import nn
@@ -236,14 +236,14 @@ class UpdatesBatchNorm(Callback):
 def test_a_batch_norm_pass_within_an_epoch_leaves_the_fits_workers_alone() -> None:
     orders = []
     for callbacks in ([], [UpdatesBatchNorm()]):
-        module = Ordered()
+        module = BatchOrder()
         persistent = DataLoader(data().dataset, 4, num_workers=1, persistent_workers=True)
         Trainer(callbacks=callbacks, **QUIET, max_epochs=2).fit(module, persistent)
         orders.append(module.order)
     assert len(orders[0]) == 12 and orders[0] == orders[1]
 
 
-class Ordered(Net):
+class BatchOrder(Net):
     """Records its training batches."""
 
     def __init__(self) -> None:
@@ -262,16 +262,8 @@ def test_update_batch_norm_outside_fit_raises() -> None:
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
-class OfAllSamples(Net):
-    """Has batch norm over batches of two on each rank, as in one process with batches of two."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(input_of(batch)).square().mean()
-
-
 def run_on_ranks(folder: str, strategy: str | None, norm: bool, ckpt: str | None = None) -> Any:
-    torch.manual_seed(0)
-    module = OfAllSamples(norm)
+    module = net(norm)
     ranks = {} if strategy is None else {"strategy": strategy, "devices": 2, "global_batch_size": 4}
     arguments = {**QUIET, "enable_checkpointing": True, "precision": "64-true", **ranks}
     checkpoint = ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1, filename="{step}")
