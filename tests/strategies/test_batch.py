@@ -1,4 +1,4 @@
-"""Batches of every structure: moved, converted, and their size."""
+"""Moving, converting and measuring batches of every structure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MyDict(dict):  # type: ignore[type-arg]
 
 
 class Graph:
-    """Has its own way to a device, as graphs and encodings do."""
+    """Moves itself to a device, as graphs and tokenizer encodings do."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -59,7 +59,9 @@ class Graph:
         return moved
 
 
-class Forgetful:
+class MovesInPlace:
+    """Moves in place; its `to` returns None."""
+
     def __init__(self) -> None:
         self.x = torch.zeros(1)
 
@@ -99,7 +101,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", build())
-def test_every_kind_is_moved_and_kept(name: str) -> None:
+def test_every_container_moves_and_keeps_its_type(name: str) -> None:
     value = build()[name]
     moved = move_to_device(value, META)
     assert type(moved) is type(value)
@@ -108,7 +110,7 @@ def test_every_kind_is_moved_and_kept(name: str) -> None:
     assert not any(tensor.is_meta for tensor in tensors(value))
 
 
-def test_what_belongs_to_a_container_is_kept() -> None:
+def test_moving_keeps_order_attributes_and_other_values() -> None:
     moved = move_to_device(build(), "meta")
     assert moved["list"][1:] == ["s", None, 3]
     assert list(moved["ordered"]) == ["b", "a"]
@@ -119,21 +121,21 @@ def test_what_belongs_to_a_container_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", build())
-def test_a_value_that_need_not_move_is_the_same_object(name: str) -> None:
+def test_a_batch_already_in_place_is_returned_as_is(name: str) -> None:
     value = build()[name]
     assert move_to_device(value, torch.device("cpu")) is value
     assert convert_floats(value, torch.float32) is value
 
 
 def test_objects_with_a_to_method_move_themselves() -> None:
-    graph, forgetful = Graph(), Forgetful()
-    moved = move_to_device([graph, forgetful, Graph], META)
+    graph, in_place = Graph(), MovesInPlace()
+    moved = move_to_device([graph, in_place, Graph], META)
     assert moved[0].device == META and graph.device.type == "cpu"
-    assert moved[1] is forgetful and forgetful.x.is_meta
+    assert moved[1] is in_place and in_place.x.is_meta
     assert moved[2] is Graph
 
 
-def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
+def test_packed_sequences_keep_batch_sizes_on_the_cpu() -> None:
     packed = pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     assert move_to_device(packed, "cpu") is packed
     moved = move_to_device({"p": packed}, META)["p"]
@@ -142,15 +144,15 @@ def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
     assert batch_size_of(packed) == 2
 
 
-def test_a_tensor_that_stands_twice_is_moved_once() -> None:
+def test_a_repeated_tensor_is_moved_once() -> None:
     tensor = x()
     first, second, third = move_to_device((tensor, [tensor], x()), META)
     assert first is second[0] and first is not third
 
 
 def test_objects_of_unknown_types_are_left_alone() -> None:
-    stranger, counted = SimpleNamespace(x=x()), Counter("aab")
-    values = [stranger, counted, np.zeros(2), "text", b"bytes", 1.5, None, torch.float32]
+    unknown, counted = SimpleNamespace(x=x()), Counter("aab")
+    values = [unknown, counted, np.zeros(2), "text", b"bytes", 1.5, None, torch.float32]
     moved = move_to_device([*values, x()], META)
     assert all(a is b for a, b in zip(moved, values))
 
@@ -161,7 +163,7 @@ def test_only_floats_are_converted() -> None:
     assert dtypes == {"f": torch.float64, "h": torch.float64, "i": torch.int64, "b": torch.bool, "c": torch.complex64}
 
 
-def test_a_batch_is_let_go_without_the_collector() -> None:
+def test_a_moved_batch_is_freed_without_garbage_collection() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -190,11 +192,11 @@ def test_a_batch_is_let_go_without_the_collector() -> None:
         (torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged), 2),
     ],
 )
-def test_the_size_of_a_batch_is_found_in_its_first_tensor(batch: Any, size: int) -> None:
+def test_batch_size_comes_from_the_first_tensor(batch: Any, size: int) -> None:
     assert batch_size_of(batch) == size
 
 
 @pytest.mark.parametrize("batch", [None, "text", [], {}, ["a", "b"], {"a": 1}, object()])
-def test_a_batch_without_a_size_is_an_error_with_its_fix(batch: Any) -> None:
+def test_a_batch_without_a_size_raises_and_suggests_batch_size(batch: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size="):
         batch_size_of(batch)

@@ -1,4 +1,4 @@
-"""The Strategy contract: one set of tests that every implementation passes, a fused engine among them."""
+"""The Strategy contract: tests that every strategy passes, including a fused engine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from leyden.strategies.window import BackwardHooks, Window, read_loss
 class FusedStrategy(SingleDeviceStrategy):
     """An engine that runs forward, backward, clipping and step as one call, as pipelines and DeepSpeed do.
 
-    Gradients live in buffers of its own and are seen by nobody; clipping is its own setting. What the Trainer asks for
-    after the call has been done by then, unless a loader ends early, so that no forward pass closes the window.
+    Gradients live in private buffers, and clipping is an argument of the engine. When the Trainer asks to scale, clip
+    or step after the call, the engine has done so, unless a loader ended early and no forward pass closed the window.
     """
 
     name = "fused"
@@ -85,36 +85,36 @@ class FusedStrategy(SingleDeviceStrategy):
 
     def _step(self) -> None:
         for optimizer in self.optimizers:
-            own = [p for group in optimizer.param_groups for p in group["params"] if p in self.buffers]
-            for parameter in own:
+            params = [p for group in optimizer.param_groups for p in group["params"] if p in self.buffers]
+            for parameter in params:
                 parameter.grad = self.buffers[parameter]
             if self.clip_at is not None and self.algorithm == "norm":
-                nn.utils.clip_grad_norm_(own, self.clip_at)
+                nn.utils.clip_grad_norm_(params, self.clip_at)
             elif self.clip_at is not None:
-                nn.utils.clip_grad_value_(own, self.clip_at)
+                nn.utils.clip_grad_value_(params, self.clip_at)
             optimizer.step()
-            for parameter in own:
+            for parameter in params:
                 parameter.grad = None
         self._done = True
         self.fused_steps += 1
 
 
-class Own(Strategy):
-    """A user's subclass that changes nothing, and has no name."""
+class Custom(Strategy):
+    """A user's subclass that changes nothing and has no name."""
 
 
 Make = Callable[..., Strategy]
 STRATEGIES: dict[str, Make] = {
     "single_device": lambda **clip: SingleDeviceStrategy("cpu"),
     "fused": FusedStrategy,
-    "a user's own": lambda **clip: Own(),
+    "user subclass": lambda **clip: Custom(),
 }
 
 
-# In the full run only: the process group of one rank lasts as long as the process.
+# Only in the full run, since the process group of one rank stays open until the process ends.
 @pytest.fixture(params=[*STRATEGIES, pytest.param("ddp", marks=pytest.mark.full)])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes a strategy; an engine takes how to clip."""
+    """A function that makes a strategy; the fused engine takes clipping arguments."""
     if request.param == "ddp":
         from leyden.strategies.ddp import DDPStrategy
 
@@ -122,12 +122,12 @@ def make(request: pytest.FixtureRequest) -> Make:
     return STRATEGIES[request.param]
 
 
-class Weighing(Regression):
-    """A small network, whose optimizers are handed to it, and whose loss may be a sum over items."""
+class WeightedNet(Regression):
+    """A small network whose loss, with `weighted`, is a sum over items."""
 
-    def __init__(self, configure: Callable[[Any], Any], weighs: bool = False) -> None:
+    def __init__(self, configure: Callable[[Any], Any], weighted: bool = False) -> None:
         super().__init__(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1)), configure)
-        self.weighs = weighs
+        self.weighted = weighted
         self.calls: list[str] = []
 
     def errors(self, batch: Any) -> Any:
@@ -140,7 +140,7 @@ class Weighing(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         errors = self.errors(batch)
         self.log("loss", errors.mean(), on_step=True, on_epoch=True)
-        return {"loss": errors.sum(), "num_items": len(errors)} if self.weighs else errors.mean()
+        return {"loss": errors.sum(), "num_items": len(errors)} if self.weighted else errors.mean()
 
 
 def data(count: int = 10, sizes: Sequence[int] = (4,)) -> list[tuple[Tensor, Tensor]]:
@@ -160,12 +160,12 @@ def scheduled(module: nn.Module) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
 
 
-def two(module: Any) -> Any:
+def two_optimizers(module: Any) -> Any:
     return [SGD(module.net[0].parameters(), lr=0.1), AdamW(module.net[3].parameters(), lr=0.05)]
 
 
-def plain_loop(module: Weighing, batches: Any, epochs: int, accumulate: int, clip: Any) -> None:
-    """What every strategy must come to, bit for bit."""
+def plain_loop(module: WeightedNet, batches: Any, epochs: int, accumulate: int, clip: Any) -> None:
+    """Trains in plain PyTorch, as every strategy must, bit for bit."""
     configured = module.configure(module)
     scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
     found = configured["optimizer"] if isinstance(configured, dict) else configured
@@ -178,11 +178,11 @@ def plain_loop(module: Weighing, batches: Any, epochs: int, accumulate: int, cli
             for x, y in window:
                 ((module.net(x) - y).square().mean() / len(window)).backward()
             for optimizer in optimizers:
-                own = [p for group in optimizer.param_groups for p in group["params"]]
+                params = [p for group in optimizer.param_groups for p in group["params"]]
                 if clip and clip["algorithm"] == "norm":
-                    nn.utils.clip_grad_norm_(own, clip["clip"])
+                    nn.utils.clip_grad_norm_(params, clip["clip"])
                 elif clip:
-                    nn.utils.clip_grad_value_(own, clip["clip"])
+                    nn.utils.clip_grad_value_(params, clip["clip"])
                 optimizer.step()
             if scheduler is not None:
                 scheduler.step()
@@ -200,14 +200,14 @@ def trainer_clip(clip: Any) -> dict[str, Any]:
     return {"gradient_clip_val": clip["clip"], "gradient_clip_algorithm": clip["algorithm"]} if clip else {}
 
 
-@pytest.mark.parametrize("configure", [adamw, scheduled, two])
+@pytest.mark.parametrize("configure", [adamw, scheduled, two_optimizers])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("clip", [{}, {"clip": 0.1, "algorithm": "norm"}, {"clip": 0.01, "algorithm": "value"}])
-def test_weights_equal_those_of_the_plain_loop(
+def test_weights_match_the_plain_loop_bit_for_bit(
     make: Make, trainer: Any, configure: Any, accumulate: int, clip: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    module = Weighing(configure)
+    module = WeightedNet(configure)
     plain = copy.deepcopy(module)
     state = torch.get_rng_state()
     run = trainer(make(**clip), accumulate_grad_batches=accumulate, **trainer_clip(clip))
@@ -221,17 +221,17 @@ def test_weights_equal_those_of_the_plain_loop(
     assert {"loss_step", "loss_epoch", "val_loss"} <= set(run.callback_metrics)
 
 
-def test_an_engine_really_steps_by_itself(trainer: Any) -> None:
+def test_the_fused_engine_takes_every_step(trainer: Any) -> None:
     strategy = FusedStrategy()
     run = trainer(strategy, accumulate_grad_batches=4)
-    run.fit(Weighing(adamw), data())
+    run.fit(WeightedNet(adamw), data())
     assert strategy.fused_steps == run.global_step == 6
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_a_window_weighted_by_items_equals_the_big_batch(make: Make, trainer: Any, accumulate: int) -> None:
+def test_an_item_weighted_window_equals_one_large_batch(make: Make, trainer: Any, accumulate: int) -> None:
     torch.manual_seed(0)
-    module = Weighing(lambda net: SGD(net.parameters(), lr=0.1), weighs=True)
+    module = WeightedNet(lambda net: SGD(net.parameters(), lr=0.1), weighted=True)
     module.net[2] = nn.Identity()
     whole = copy.deepcopy(module)
     parts = data(accumulate, sizes=(1, 5, 2))
@@ -242,47 +242,49 @@ def test_a_window_weighted_by_items_equals_the_big_batch(make: Make, trainer: An
         assert torch.allclose(expected, found, atol=1e-6)
 
 
-class Short(list[Any]):
+class ShortLoader(list[Any]):
+    """Reports three batches more than it has."""
+
     def __len__(self) -> int:
         return super().__len__() + 3
 
 
-def test_a_window_that_closes_early_is_divided_by_its_true_length(make: Make, trainer: Any) -> None:
+def test_a_window_cut_short_is_averaged_over_its_actual_length(make: Make, trainer: Any) -> None:
     torch.manual_seed(0)
-    module = Weighing(lambda net: SGD(net.parameters(), lr=0.1))
+    module = WeightedNet(lambda net: SGD(net.parameters(), lr=0.1))
     module.net[2] = nn.Identity()
     plain = copy.deepcopy(module)
     with pytest.warns(UserWarning, match="reports 9 batches but ended after 6"):
-        trainer(make(), accumulate_grad_batches=4).fit(module, Short(data(6)))
+        trainer(make(), accumulate_grad_batches=4).fit(module, ShortLoader(data(6)))
     plain_loop(plain, data(6), 2, 4, {})
     for expected, found in zip(plain.parameters(), module.parameters(), strict=True):
         assert torch.allclose(expected, found, atol=1e-6)
 
 
 BACKWARD = ("on_before_backward", "on_after_backward")
-LAST = (*BACKWARD, "on_before_optimizer_step", "on_train_batch_end")
-OF_TWO_WINDOWS = ["on_before_zero_grad", *BACKWARD, "on_train_batch_end", *LAST, "on_before_zero_grad", *LAST]
-"""The hooks of a window of two batches, and of one of a single batch."""
+LAST_BATCH = (*BACKWARD, "on_before_optimizer_step", "on_train_batch_end")
+TWO_WINDOWS = ["on_before_zero_grad", *BACKWARD, "on_train_batch_end", *LAST_BATCH, "on_before_zero_grad", *LAST_BATCH]
+"""Hooks called in a window of two batches followed by a window of one."""
 
 
-def recording() -> tuple[list[str], Weighing]:
-    """A module that notes the hooks around its steps, and its notes."""
+def recording() -> tuple[list[str], WeightedNet]:
+    """Returns a list of hook calls, and the module that appends to it."""
     calls: list[str] = []
 
     def recorder(hook: str) -> Callable[..., None]:
         return lambda self, *args: calls.append(hook)
 
-    return calls, type("Recording", (Weighing,), {hook: recorder(hook) for hook in OF_TWO_WINDOWS})(adamw)
+    return calls, type("Recording", (WeightedNet,), {hook: recorder(hook) for hook in TWO_WINDOWS})(adamw)
 
 
-def test_hooks_around_the_step_come_in_their_order(make: Make, trainer: Any) -> None:
+def test_hooks_around_a_step_run_in_order(make: Make, trainer: Any) -> None:
     calls, module = recording()
     trainer(make(), accumulate_grad_batches=2, max_epochs=1).fit(module, data(3))
-    assert calls == OF_TWO_WINDOWS
+    assert calls == TWO_WINDOWS
 
 
-def test_manual_optimization_has_the_weights_of_the_plain_loop(make: Make, trainer: Any) -> None:
-    class Manual(Weighing):
+def test_manual_optimization_matches_the_plain_loop(make: Make, trainer: Any) -> None:
+    class Manual(WeightedNet):
         def __init__(self) -> None:
             super().__init__(lambda net: SGD(net.parameters(), lr=0.1))
             self.automatic_optimization = False
@@ -306,7 +308,7 @@ def test_manual_optimization_has_the_weights_of_the_plain_loop(make: Make, train
 @pytest.mark.parametrize("other", STRATEGIES)
 def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp_path: Path, other: str) -> None:
     torch.manual_seed(0)
-    whole = Weighing(adamw)
+    whole = WeightedNet(adamw)
     half = copy.deepcopy(whole)
     state = torch.get_rng_state()
     trainer(make(), max_epochs=4, accumulate_grad_batches=3).fit(whole, data(), data(2))
@@ -314,7 +316,7 @@ def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp
     first = trainer(make(), max_steps=6, max_epochs=4, accumulate_grad_batches=3)
     first.fit(half, data(), data(2))
     path = first.save_checkpoint(tmp_path / "half")
-    resumed = Weighing(adamw)
+    resumed = WeightedNet(adamw)
     second = trainer(STRATEGIES[other](), max_epochs=4, accumulate_grad_batches=3)
     second.fit(resumed, data(), data(2), ckpt_path=path)
     for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
@@ -322,8 +324,8 @@ def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp
     assert second.global_step == 16
 
 
-def test_evaluation_equals_the_plain_module(make: Make, trainer: Any) -> None:
-    run, module = trainer(make()), Weighing(adamw)
+def test_evaluation_matches_the_plain_module(make: Make, trainer: Any) -> None:
+    run, module = trainer(make()), WeightedNet(adamw)
     [values] = run.validate(module, data(3), verbose=False)
     module.eval()
     with torch.no_grad():
@@ -336,7 +338,7 @@ def test_evaluation_equals_the_plain_module(make: Make, trainer: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
 def test_every_precision_trains_in_its_dtype(make: Make, trainer: Any, precision: str) -> None:
-    module = Weighing(adamw)
+    module = WeightedNet(adamw)
     run = trainer(make(), precision=precision)
     run.fit(module, data(3), data(1))
     assert run.precision == precision and run.global_step == 6
@@ -345,8 +347,8 @@ def test_every_precision_trains_in_its_dtype(make: Make, trainer: Any, precision
     assert bool(torch.isfinite(run.callback_metrics["loss_epoch"]))
 
 
-def test_closures_run_or_are_refused_by_name(make: Make, trainer: Any) -> None:
-    module = Weighing(lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3))
+def test_optimizer_closures_run_or_raise(make: Make, trainer: Any) -> None:
+    module = WeightedNet(lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3))
     strategy = make()
     if strategy.supports_closure:
         run = trainer(strategy, max_epochs=1)
@@ -357,7 +359,7 @@ def test_closures_run_or_are_refused_by_name(make: Make, trainer: Any) -> None:
         trainer(strategy).fit(module, data(2))
 
 
-def test_one_rank_has_nothing_to_exchange(make: Make) -> None:
+def test_collectives_on_one_rank_return_their_input(make: Make) -> None:
     strategy = make()
     tensor = torch.arange(3.0)
     assert strategy.ranks.all_gather(tensor).shape == (1, 3) and strategy.ranks.broadcast("x") == "x"
@@ -375,7 +377,7 @@ def test_one_rank_has_nothing_to_exchange(make: Make) -> None:
     ) and strategy.ranks.is_global_zero
 
 
-def test_a_strategy_is_set_up_and_torn_down_twice(make: Make) -> None:
+def test_teardown_may_run_twice(make: Make) -> None:
     strategy = make()
     strategy.setup_environment()
     with strategy.init_module():
@@ -391,30 +393,30 @@ def test_a_strategy_is_set_up_and_torn_down_twice(make: Make) -> None:
     assert strategy.modules == [] == strategy.optimizers
 
 
-def test_init_module_in_the_precision_of_the_trainer(make: Make, trainer: Any) -> None:
+def test_init_module_uses_the_trainers_precision(make: Make, trainer: Any) -> None:
     run = trainer(make(), precision="64-true")
     with run.init_module():
-        module = Weighing(adamw)
+        module = WeightedNet(adamw)
     assert module.dtype == torch.float64 and run.strategy.precision.name == "64-true"
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
 
 
-def ranks_against_one(name: str) -> list[str]:
-    """What each of these trainings leaves otherwise than one process that is given the batches of both ranks."""
+def differences_from_one_process(name: str) -> list[str]:
+    """Returns the parameters that differ from those of one process trained on the batches of both ranks."""
     wrong: list[str] = []
-    for configure, accumulate, clip, weighs in [
+    for configure, accumulate, clip, weighted in [
         (adamw, 1, {}, False),
         (scheduled, 4, {"clip": 0.1, "algorithm": "norm"}, False),
-        (two, 3, {"clip": 0.01, "algorithm": "value"}, False),
+        (two_optimizers, 3, {"clip": 0.01, "algorithm": "value"}, False),
         (scheduled, 3, {}, True),
     ]:
         torch.manual_seed(0)
-        module = Weighing(configure, weighs)
+        module = WeightedNet(configure, weighted)
         module.net[2] = nn.Identity()
         plain = copy.deepcopy(module)
-        batches = data(20, sizes=(4, 4, 2, 2) if weighs else (4,))
+        batches = data(20, sizes=(4, 4, 2, 2) if weighted else (4,))
         run = Trainer(strategy=name, max_epochs=2, accumulate_grad_batches=accumulate, **QUIET, **trainer_clip(clip))
         run.fit(module, batches, data(3))
         joined = [
@@ -460,38 +462,38 @@ def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
         "flags": strategy.ranks.exchange_flags([rank == 0, False])() == [True, False],
     }
     strategy.ranks.barrier()
-    wrong += [label for label, fine in checks.items() if not fine]
+    wrong += [label for label, passed in checks.items() if not passed]
     strategy.teardown()
     strategy.teardown()
     assert strategy.modules == [] == strategy.optimizers
     return calls, wrong
 
 
-def on_a_rank(name: str) -> dict[str, list[str]]:
-    wrong = ranks_against_one(name)
+def check_rank(name: str) -> dict[str, list[str]]:
+    wrong = differences_from_one_process(name)
     calls, collectives = hooks_and_collectives(name)
     return {"weights": wrong, "hooks": calls, "collectives": collectives}
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, list[str]]]:
-    """What each of two ranks found under a strategy."""
-    return run_world(2, on_a_rank, request.param)
+    """Results of `check_rank` on each of two ranks."""
+    return run_world(2, check_rank, request.param)
 
 
-def test_two_ranks_train_the_weights_of_one_with_the_batches_of_both(ranks: list[dict[str, list[str]]]) -> None:
+def test_two_ranks_match_one_process_on_the_batches_of_both(ranks: list[dict[str, list[str]]]) -> None:
     assert [rank["weights"] for rank in ranks] == [[], []]
 
 
-def test_two_ranks_call_the_hooks_of_one(ranks: list[dict[str, list[str]]]) -> None:
-    assert [rank["hooks"] for rank in ranks] == [OF_TWO_WINDOWS] * 2
+def test_two_ranks_call_the_same_hooks_as_one(ranks: list[dict[str, list[str]]]) -> None:
+    assert [rank["hooks"] for rank in ranks] == [TWO_WINDOWS] * 2
 
 
-def test_collectives_of_two_ranks_return_what_they_promise(ranks: list[dict[str, list[str]]]) -> None:
+def test_collectives_on_two_ranks_return_correct_results(ranks: list[dict[str, list[str]]]) -> None:
     assert [rank["collectives"] for rank in ranks] == [[], []]
 
 
-def test_gradients_that_are_all_sparse_are_scaled() -> None:
+def test_sparse_gradients_are_scaled() -> None:
     strategy, table = SingleDeviceStrategy(), nn.Embedding(4, 2, sparse=True)
     strategy.setup_optimizers([table], [torch.optim.SGD(table.parameters(), 0.1)])
     table(torch.tensor([1])).sum().backward()
@@ -501,6 +503,6 @@ def test_gradients_that_are_all_sparse_are_scaled() -> None:
 
 
 @pytest.mark.parametrize("name", ["world_size", "broadcast", "all_gather_object"])
-def test_a_strategy_that_answers_for_its_ranks_is_refused_when_it_is_defined(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"Own overrides {name}.* Strategy\\(ranks=…\\)"):
-        type("Own", (Strategy,), {name: property(lambda self: 2)})
+def test_overriding_an_attribute_of_ranks_raises_at_class_definition(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Custom overrides {name}.* Strategy\\(ranks=…\\)"):
+        type("Custom", (Strategy,), {name: property(lambda self: 2)})

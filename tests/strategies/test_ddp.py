@@ -1,4 +1,4 @@
-"""DDP on two ranks: bit for bit the hand-written script, with every option of torch's DDP."""
+"""DDP on two ranks matches a hand-written script bit for bit, with every option of torch's DDP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cross_entropy(net: nn.Module, batch: Any) -> Tensor:
 
 
 class Module(TrainModule):
-    """Trains `net` as the case says."""
+    """Trains `net` with the optimizers of a case."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def by_hand(case: str, rank: int, epochs: int = 2) -> dict[str, Tensor]:
             if number == start:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-            # torch learns a static graph in a synced backward, and aborts if the first one is not.
+            # torch learns a static graph in a synced backward, and aborts if the first one is not synced.
             syncs = closes or (case == "static graph" and (epoch, number) == (0, 0))
             with contextlib.nullcontext() if syncs else ddp.no_sync():
                 with context:
@@ -134,13 +134,13 @@ def weights(module: Module) -> dict[str, Tensor]:
 
 
 def compare(case: str) -> tuple[list[str], str]:
-    """Names of tensors that differ from the hand-written script's, and a digest of this rank's parameters."""
+    """Returns the tensors that differ from the hand-written script's, and a digest of this rank's parameters."""
     arguments, ddp_arguments = CASES[case]
-    fitted = trainer(strategy=DDPStrategy(**ddp_arguments), **arguments)
+    run = trainer(strategy=DDPStrategy(**ddp_arguments), **arguments)
     torch.manual_seed(3)
     module = Module(case)
-    fitted.fit(module, batches(fitted.global_rank))
-    ours, theirs = weights(module), by_hand(case, fitted.global_rank)
+    run.fit(module, batches(run.global_rank))
+    ours, theirs = weights(module), by_hand(case, run.global_rank)
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     return [name for name in theirs if not torch.equal(ours[name], theirs[name])], digest(parameters)
 
@@ -151,20 +151,22 @@ def compare_all() -> dict[str, tuple[list[str], str]]:
 
 @pytest.fixture(scope="module")
 def compared() -> list[dict[str, tuple[list[str], str]]]:
-    """Of each rank; one world for all cases, since each costs seconds to import torch's parts."""
+    """Results of every case on each rank, from one world, since starting ranks takes seconds."""
     return run_world(2, compare_all)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bit_identical_to_the_hand_written_script(case: str, compared: list[dict[str, tuple[list[str], str]]]) -> None:
-    (wrong, first), (also_wrong, second) = (found[case] for found in compared)
-    assert not wrong and not also_wrong
+def test_weights_match_the_hand_written_script_bit_for_bit(
+    case: str, compared: list[dict[str, tuple[list[str], str]]]
+) -> None:
+    (wrong, first), (wrong_too, second) = (found[case] for found in compared)
+    assert not wrong and not wrong_too
     assert first == second
 
 
 # manual optimization --------------------------------------------------------------------------------------------------
 class Manual(Module):
-    """A generator and a discriminator, two backward passes into one of them, and its own accumulation."""
+    """Two optimizers as in a GAN, with two backward passes into one net and manual accumulation for the other."""
 
     def __init__(self, case: str) -> None:
         super().__init__(case)
@@ -221,16 +223,16 @@ def manual_by_hand(rank: int) -> list[Tensor]:
 
 
 def compare_manual() -> tuple[list[int], str]:
-    fitted = trainer(strategy="ddp")
+    run = trainer(strategy="ddp")
     torch.manual_seed(3)
     module = Manual("plain")
-    fitted.fit(module, batches(fitted.global_rank))
-    theirs = manual_by_hand(fitted.global_rank)
+    run.fit(module, batches(run.global_rank))
+    theirs = manual_by_hand(run.global_rank)
     ours = list(module.state_dict().values())
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     wrong = [i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(one, other)]
-    # What was held back of `other` goes along with the next synced backward, whatever it is of: averaged twice, which
-    # rounds in another way.
+    # Unsynced gradients of `other` are sent with the next synced backward of any module, so they are averaged twice,
+    # which rounds differently.
     assert all(
         torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(ours[-2:], theirs[-2:], strict=True)
     )
@@ -238,14 +240,14 @@ def compare_manual() -> tuple[list[int], str]:
 
 
 def test_manual_optimization_syncs_each_backward() -> None:
-    (wrong, first), (also_wrong, second) = run_world(2, compare_manual)
-    assert not wrong and not also_wrong
+    (wrong, first), (wrong_too, second) = run_world(2, compare_manual)
+    assert not wrong and not wrong_too
     assert first == second
 
 
-# what is sent ---------------------------------------------------------------------------------------------------------
+# communication --------------------------------------------------------------------------------------------------------
 def count_bytes(accumulate: int) -> list[tuple[int, int]]:
-    """For each batch: its place in the window, and the bytes of gradients that were sent."""
+    """Returns for each batch its index in the window and the bytes of gradients sent."""
     sent: list[tuple[int, int]] = []
 
     def counting(state: Any, bucket: Any) -> Any:
@@ -257,12 +259,12 @@ def count_bytes(accumulate: int) -> list[tuple[int, int]]:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             sent.append((self.trainer.window.index, 0))
 
-    fitted = trainer(strategy=DDPStrategy(ddp_comm_hook=counting), accumulate_grad_batches=accumulate, max_epochs=1)
-    fitted.fit(Counted("plain"), batches(fitted.global_rank))
+    run = trainer(strategy=DDPStrategy(ddp_comm_hook=counting), accumulate_grad_batches=accumulate, max_epochs=1)
+    run.fit(Counted("plain"), batches(run.global_rank))
     return sent
 
 
-def test_no_gradient_is_sent_inside_a_window() -> None:
+def test_gradients_are_sent_only_at_the_end_of_a_window() -> None:
     size = sum(p.numel() for p in Net().parameters()) * 4
     expected = [(0, 0), (1, 0), (2, size), (0, 0), (1, 0), (2, size), (0, size)]
     assert run_world(2, count_bytes, 3) == [expected, expected]
@@ -270,11 +272,11 @@ def test_no_gradient_is_sent_inside_a_window() -> None:
 
 def run_hook(hook: str, wrapped: bool) -> tuple[float, str]:
     wrapper = default_hooks.fp16_compress_wrapper if wrapped else None
-    fitted = trainer(strategy=DDPStrategy(ddp_comm_hook=hook, ddp_comm_wrapper=wrapper))
+    run = trainer(strategy=DDPStrategy(ddp_comm_hook=hook, ddp_comm_wrapper=wrapper))
     torch.manual_seed(3)
     module = Module("plain")
-    fitted.fit(module, batches(fitted.global_rank))
-    exact = by_hand("plain", fitted.global_rank)
+    run.fit(module, batches(run.global_rank))
+    exact = by_hand("plain", run.global_rank)
     ours = weights(module)
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     error = max(float((ours[name] - exact[name]).abs().max()) for name in exact if exact[name].is_floating_point())
@@ -282,7 +284,7 @@ def run_hook(hook: str, wrapped: bool) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])
-def test_a_hook_reaches_spawned_ranks(hook: str) -> None:
+def test_communication_hooks_survive_pickling(hook: str) -> None:
     wrapper = default_hooks.fp16_compress_wrapper
     for strategy in (DDPStrategy(ddp_comm_hook=hook), DDPStrategy(ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)):
         copy = pickle.loads(pickle.dumps(strategy))
@@ -298,43 +300,43 @@ def run_hooks() -> list[tuple[float, str]]:
 
 
 def test_communication_hooks_are_chosen_by_name() -> None:
-    for (_, _, most), (error, first), (_, second) in zip(HOOKS, *run_world(2, run_hooks), strict=True):
+    for (_, _, tolerance), (error, first), (_, second) in zip(HOOKS, *run_world(2, run_hooks), strict=True):
         assert first == second
-        # PowerSGD sends whole gradients until its step 1000; a compressed hook is near, and not the same.
-        assert error <= most and (error > 0) == (most > 0)
+        # PowerSGD does not compress before its step 1000; compressed results are close, but not equal.
+        assert error <= tolerance and (error > 0) == (tolerance > 0)
 
 
 # start, buffers, short windows ----------------------------------------------------------------------------------------
-def start_apart() -> tuple[list[float], str, list[str]]:
-    """Every rank builds other weights; gives what on_fit_start saw, and digests after the fit and in a validation."""
+def fit_from_different_weights() -> tuple[list[float], str, list[str]]:
+    """Fits from different weights on each rank; returns sums in on_fit_start, digests after fit and in validation."""
     seen: list[float] = []
     digests: list[str] = []
 
-    class Apart(Module):
+    class RecordingModule(Module):
         def on_fit_start(self) -> None:
             seen.append(float(self.net.first.weight.detach().sum()))
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             digests.append(digest(self.state_dict()))
 
-    fitted = trainer(strategy="ddp", max_epochs=1, num_sanity_val_steps=0)
-    torch.manual_seed(fitted.global_rank)
-    module = Apart("plain")
-    fitted.fit(module, batches(fitted.global_rank), batches(0)[:1])
-    torch.manual_seed(10 + fitted.global_rank)
-    fitted.validate(Apart("plain"), batches(0)[:1], verbose=False)
+    run = trainer(strategy="ddp", max_epochs=1, num_sanity_val_steps=0)
+    torch.manual_seed(run.global_rank)
+    module = RecordingModule("plain")
+    run.fit(module, batches(run.global_rank), batches(0)[:1])
+    torch.manual_seed(10 + run.global_rank)
+    run.validate(RecordingModule("plain"), batches(0)[:1], verbose=False)
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     return seen, digest(parameters), digests
 
 
-def test_all_ranks_have_the_weights_and_buffers_of_rank_0_wherever_they_are_looked_at() -> None:
-    first, second = run_world(2, start_apart)
+def test_all_ranks_start_and_validate_with_rank_0s_weights_and_buffers() -> None:
+    first, second = run_world(2, fit_from_different_weights)
     assert first == second
     assert len(first[2]) == 2
 
 
-class Short:
-    """A loader that says 6 batches and gives 4."""
+class ShortLoader:
+    """A loader that reports 6 batches and yields 4."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -346,31 +348,31 @@ class Short:
         return iter(batches(self.rank)[:4])
 
 
-class Plain(Module):
-    """By SGD: Adam makes much of gradients that are nothing but rounding."""
+class SGDModule(Module):
+    """Trains with SGD, since Adam amplifies gradients that are only rounding errors."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
 def end_early() -> list[list[float]]:
-    """The weights after a loader that ends early, and after one that says so."""
+    """Returns the weights after a loader that ends early, and after one that reports its true length."""
     found = []
     for short in (True, False):
-        fitted = trainer(strategy="ddp", max_epochs=1, accumulate_grad_batches=3)
+        run = trainer(strategy="ddp", max_epochs=1, accumulate_grad_batches=3)
         torch.manual_seed(3)
-        module = Plain("plain")
-        loader: Any = Short(fitted.global_rank) if short else batches(fitted.global_rank)[:4]
+        module = SGDModule("plain")
+        loader: Any = ShortLoader(run.global_rank) if short else batches(run.global_rank)[:4]
         with pytest.warns(UserWarning, match="6 batches but ended after 4") if short else contextlib.nullcontext():
-            fitted.fit(module, loader)
+            run.fit(module, loader)
         found.append([value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()])
     return found
 
 
-def test_a_window_that_ends_before_it_was_known_to_is_synced_too() -> None:
+def test_a_window_cut_short_by_its_loader_is_synced() -> None:
     (short, known), (other, _) = run_world(2, end_early)
     assert short == other
-    # Divided by three and multiplied by three again: the same but for rounding.
+    # Divided by three and multiplied by three again, so equal up to rounding.
     assert short == pytest.approx(known, rel=1e-5, abs=1e-6)
 
 
@@ -390,15 +392,15 @@ def sized(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 UNEVEN: dict[str, tuple[list[Any], list[Any]]] = {
-    # One stream that both ranks read, and the global batches that it makes.
-    "odd": (sized(4, 4, 4, 4, 4), [(0, 1), (2, 3), (4,)]),
-    # The ranks' own streams, of which the second ends first: 0 1 2 on rank 0, 3 on rank 1.
-    "own": (sized(2, 4, 3, 4), [(0, 3), (1,), (2,)]),
+    # One stream that both ranks read, and the global batches of a run.
+    "shared": (sized(4, 4, 4, 4, 4), [(0, 1), (2, 3), (4,)]),
+    # A stream per rank, of which rank 1's ends first: 0 1 2 on rank 0, 3 on rank 1.
+    "per rank": (sized(2, 4, 3, 4), [(0, 3), (1,), (2,)]),
 }
 
 
 class Linear(Module):
-    """Without batch norm, whose statistics are each rank's own."""
+    """Without batch norm, whose statistics differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__("plain")
@@ -411,19 +413,19 @@ class Linear(Module):
 def fit_uneven() -> dict[str, tuple[int, list[float]]]:
     found = {}
     for name, (data, _) in UNEVEN.items():
-        fitted = trainer(strategy="ddp", max_epochs=1, use_distributed_sampler=name == "odd")
+        run = trainer(strategy="ddp", max_epochs=1, use_distributed_sampler=name == "shared")
         torch.manual_seed(3)
         module = Linear()
-        own = data if name == "odd" else data[:3] if fitted.global_rank == 0 else data[3:]
-        fitted.fit(module, Stream(own))
+        stream = data if name == "shared" else data[:3] if run.global_rank == 0 else data[3:]
+        run.fit(module, Stream(stream))
         found[name] = (
-            fitted.global_step,
+            run.global_step,
             [value for p in module.parameters() for value in p.detach().flatten().tolist()],
         )
     return found
 
 
-def test_ranks_whose_data_ends_first_wait_for_no_one() -> None:
+def test_uneven_ranks_match_training_on_the_global_batches() -> None:
     first, second = run_world(2, fit_uneven)
     assert first == second
     for name, (data, groups) in UNEVEN.items():
@@ -441,33 +443,33 @@ def test_ranks_whose_data_ends_first_wait_for_no_one() -> None:
         assert weights == pytest.approx([v for p in net.parameters() for v in p.detach().flatten().tolist()], abs=1e-6)
 
 
-class Frozen(Module):
+class PartlyUsed(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net.first(batch[0]).mean()  # type: ignore[no-any-return]
 
 
 def leave_parameters_unused(strategy: str) -> str:
-    fitted = trainer(strategy=strategy, max_epochs=1)
-    fitted.fit(Frozen("plain"), batches(fitted.global_rank))
+    run = trainer(strategy=strategy, max_epochs=1)
+    run.fit(PartlyUsed("plain"), batches(run.global_rank))
     return "fine"
 
 
-def test_unused_parameters_are_found_where_that_is_asked_for_and_else_named() -> None:
+def test_unused_parameters_raise_unless_ddp_looks_for_them() -> None:
     assert run_world(2, leave_parameters_unused, "ddp_find_unused_parameters_true") == ["fine", "fine"]
     messages = run_world(2, leave_parameters_unused, "ddp", may_fail=True)
     assert any("strategy='ddp_find_unused_parameters_true'" in str(message) for message in messages), messages
 
 
-class Closure(Module):
+class LBFGSModule(Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, line_search_fn="strong_wolfe")
 
 
 def fit_lbfgs() -> str:
-    fitted = trainer(strategy="ddp", max_epochs=1)
+    run = trainer(strategy="ddp", max_epochs=1)
     torch.manual_seed(3)
-    module = Closure("plain")
-    fitted.fit(module, batches(fitted.global_rank))
+    module = LBFGSModule("plain")
+    run.fit(module, batches(run.global_rank))
     return digest({name: value.detach() for name, value in module.named_parameters()})
 
 
@@ -492,7 +494,7 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], match: str) ->
         DDPStrategy(**arguments)
 
 
-def test_names_choose_start_method_and_unused_parameters() -> None:
+def test_strategy_names_set_start_method_and_find_unused_parameters() -> None:
     for name, start in (("ddp", "script"), ("ddp_spawn", "spawn"), ("ddp_fork", "fork"), ("ddp_notebook", "notebook")):
         for ending, expected in (
             ("", {}),
@@ -504,7 +506,7 @@ def test_names_choose_start_method_and_unused_parameters() -> None:
             assert strategy.ddp_arguments == ({"find_unused_parameters": expected} if ending else {})
 
 
-def test_sync_batchnorm_is_refused_on_the_cpu_with_the_reason() -> None:
+def test_sync_batchnorm_is_refused_on_the_cpu() -> None:
     with pytest.raises(ConfigurationError, match="sync_batchnorm=True needs GPUs.*does not run on the CPU"):
         trainer(strategy="ddp", devices=2, sync_batchnorm=True)
     assert trainer(sync_batchnorm=True).world_size == 1

@@ -1,4 +1,4 @@
-"""`devices=` and `accelerator=`: what they mean on machines of several kinds."""
+"""How `devices=` and `accelerator=` choose devices on CPUs, GPUs and Macs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has four GPUs: enough for a plan, which starts nothing."""
-    monkeypatch.setattr(torch.cuda, "is_available", starts_cuda)
+    """A machine that reports four GPUs: enough for planning, which starts nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", fail_to_start_cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def starts_cuda() -> bool:
-    """What torch's own does: a process that was forked after it cannot use a GPU (torch 2.9 built for CUDA, tried)."""
-    raise AssertionError("is_available() starts CUDA in the process that is to fork ranks")
+def fail_to_start_cuda() -> bool:
+    """Replaces torch's is_available(), after which a forked process cannot use a GPU (seen with torch 2.9 for CUDA)."""
+    raise AssertionError("is_available() initializes CUDA in the process that forks ranks")
 
 
 @pytest.mark.parametrize(
     ("devices", "count"),
     [("auto", 1), (-1, 1), ("-1", 1), (1, 1), (3, 3), ("2", 2), ([0, 1], 2), ("0,1", 2), ("1,", 1)],
 )
-def test_devices_count_processes_on_the_cpu(devices: Any, count: int) -> None:
+def test_devices_sets_the_number_of_processes_on_the_cpu(devices: Any, count: int) -> None:
     assert find_devices("cpu", devices) == [CPU] * count
 
 
@@ -50,18 +50,18 @@ def test_devices_count_processes_on_the_cpu(devices: Any, count: int) -> None:
         *(([1, 3], [1, 3]), ("1,3", [1, 3]), ("3,", [3])),
     ],
 )
-def test_devices_choose_gpus_by_count_and_by_index(devices: Any, indices: list[int]) -> None:
+def test_devices_chooses_gpus_by_count_or_index(devices: Any, indices: list[int]) -> None:
     assert [device.index for device in find_devices("auto", devices)] == indices
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_missing_gpu_is_refused_by_its_index() -> None:
+def test_the_index_of_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"devices=\[0, 7\]: there is no cuda:7, this machine has 4 GPUs"):
         find_devices("gpu", [0, 7])
 
 
 @pytest.mark.usefixtures("gpus")
-def test_several_gpus_without_a_named_strategy_are_ddp() -> None:
+def test_several_gpus_default_to_ddp() -> None:
     trainer = Trainer(logger=False)
     assert (trainer.strategy.name, trainer.world_size, trainer.num_devices, trainer.device_ids) == (
         "ddp",
@@ -75,13 +75,13 @@ def test_several_gpus_without_a_named_strategy_are_ddp() -> None:
     assert Trainer(logger=False, devices=2, num_nodes=3).world_size == 6
 
 
-def test_several_ranks_on_the_cpu_are_ddp_too() -> None:
+def test_several_cpu_processes_default_to_ddp() -> None:
     assert Trainer(accelerator="cpu", devices=2, logger=False).strategy.name == "ddp"
     assert Trainer(accelerator="cpu", logger=False).strategy.name == "single_device"
 
 
 @pytest.mark.usefixtures("gpus")
-def test_auto_means_one_device_in_an_interactive_session_and_says_so(
+def test_interactive_sessions_default_to_one_device_with_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
@@ -95,8 +95,8 @@ def test_auto_means_one_device_in_an_interactive_session_and_says_so(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_nothing_before_the_ranks_starts_cuda() -> None:
-    """The fixture's is_available() fails."""
+def test_planning_a_run_does_not_initialize_cuda() -> None:
+    """The fixture's is_available() raises."""
     strategy = find_strategy("ddp_fork", "gpu", precision=MixedPrecision("16"))
     assert strategy.ranks.are_planned and strategy.root_device == torch.device("cuda", 0)
     data = torch.utils.data.TensorDataset(torch.ones(4, 1))
@@ -111,7 +111,7 @@ def test_nothing_before_the_ranks_starts_cuda() -> None:
         (8, None, 2, "auto", [0, 1]),
         (8, None, 2, [2, 3], [2, 3]),
         (8, "4,5", 2, 2, [0, 1]),
-        # SLURM's --gpus-per-task=1: each rank sees its own, as number 0.
+        # SLURM's --gpus-per-task=1: each rank sees only its GPU, as number 0.
         (1, "3", 4, "auto", [0, 0, 0, 0]),
         (1, "3", 4, 4, [0, 0, 0, 0]),
         (1, None, 1, 1, [0]),
@@ -138,20 +138,20 @@ def test_each_rank_gets_its_gpu(
         assert strategy.root_device == torch.device("cuda", indices[rank])
 
 
-def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="started 4 ranks on a machine with 2 GPUs. Start one rank per GPU"):
         DDPStrategy().place_on("auto", "auto", 1)
-    # As many as the ranks are asked for by number, and they are not there.
+    # devices=4 matches the 4 ranks, but the machine has 2 GPUs.
     with pytest.raises(ConfigurationError, match="there is no cuda:2"):
         DDPStrategy().place_on("auto", 4, 1)
 
 
-def test_a_device_without_a_number_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda.set_device refuses the bare name, and no tensor's device equals it."""
+def test_a_device_without_an_index_gets_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_device rejects a device without an index, and no tensor's device equals one."""
     assert SingleDeviceStrategy("cuda").root_device == torch.device("cuda", 0)
     assert SingleDeviceStrategy("mps").root_device == torch.device("mps", 0)
     assert SingleDeviceStrategy("cpu").root_device == CPU
@@ -161,8 +161,8 @@ def test_a_device_without_a_number_has_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert SingleDeviceStrategy("cuda").root_device == torch.device("cuda", 2)
 
 
-def test_the_device_is_current_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """is_bf16_supported() asks the current device, and takes memory there."""
+def test_the_device_is_set_before_bf16_support_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """is_bf16_supported() queries the current device and allocates memory on it."""
     order: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: order.append("bf16") or True)
@@ -170,7 +170,7 @@ def test_the_device_is_current_before_it_is_asked(monkeypatch: pytest.MonkeyPatc
     assert order == [torch.device("cuda", 1), "bf16"]
 
 
-def test_a_rank_that_was_forked_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_forked_after_cuda_initialization_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(ConfigurationError, match="CUDA is already initialized.*is_available.*ddp_spawn"):
         DDPStrategy(devices=[torch.device("cuda", 0)]).setup_environment()
@@ -190,10 +190,10 @@ def test_a_mac_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         DoublePrecision().check(torch.device("mps", 0))
 
 
-def test_a_gpus_tensor_in_an_object_arrives_on_the_gpu_of_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensors_in_objects_arrive_on_the_receivers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[Any] = []
 
-    class Arrivals(TorchFunctionMode):
+    class RecordMoves(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function is Tensor.to:
                 places.append(args[1])
@@ -202,7 +202,7 @@ def test_a_gpus_tensor_in_an_object_arrives_on_the_gpu_of_the_receiver(monkeypat
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     sent = pickle.dumps({"x": [Travelling(torch.arange(2.0))], "n": 1})
-    with Arrivals():
+    with RecordMoves():
         found = pickle.loads(sent)
     assert places == [torch.device("cuda", 3)]
     assert found["x"][0].tolist() == [0.0, 1.0] and found["n"] == 1

@@ -1,4 +1,4 @@
-"""Which errors mean that memory is short, and what a run makes of them."""
+"""Which errors mean out of memory, and how a run explains them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TwoArguments(RuntimeError):
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        # The runtime itself: no context, or no pinned memory, could be made.
+        # From the CUDA runtime, which could not create a context or pinned memory.
         torch.AcceleratorError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
@@ -34,14 +34,14 @@ class TwoArguments(RuntimeError):
 def test_out_of_memory_errors_are_explained(error: Exception, tmp_path: Path) -> None:
     assert is_out_of_memory(error)
 
-    class Short(Line):
+    class ExhaustedNet(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise error
 
     trainer = Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path)
     kind = RuntimeError if isinstance(error, TwoArguments) else type(error)
     with pytest.raises(kind, match=r"out of memory on cpu in step 0.*\(2, 2\) float32.*Try \(1\)") as caught:
-        trainer.fit(Short(), [torch.ones(2, 2)])
+        trainer.fit(ExhaustedNet(), [torch.ones(2, 2)])
     assert caught.value.__cause__ is error
 
 

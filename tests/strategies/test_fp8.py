@@ -1,4 +1,4 @@
-"""fp8 on one process: which layers, what they compute, that nothing else changes, and what is refused."""
+"""fp8 in one process: which layers it converts, what they compute, that nothing else changes, and what is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Regression(TrainModule):
 
 
 def batches(count: int = 5) -> list[Tensor]:
-    """Of 3 × 7 tokens: no multiple of 16."""
+    """Returns batches of 3 × 7 tokens, not a multiple of 16."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, 7, 16, generator=generator) for _ in range(count)]
 
@@ -82,7 +82,7 @@ def converted(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, Float8Linear)]
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
     first, second = a.state_dict(), b.state_dict()
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -107,7 +107,7 @@ def test_arguments_choose_the_converted_layers(arguments: Any, expected: list[st
     assert converted(Float8Precision(**arguments).convert_module(Net())) == expected
 
 
-def test_each_layer_left_alone_has_a_reason() -> None:
+def test_every_unconverted_layer_has_a_reason() -> None:
     chosen = Float8Precision(skip=["blocks.0"]).layers.of(Net())
     assert chosen.left["first"] == chosen.left["last"] == "first or last"
     assert chosen.left["odd"] == chosen.left["back"] == "not divisible by 16"
@@ -122,17 +122,17 @@ def test_a_model_without_an_fp8_layer_is_reported(tmp_path: Path) -> None:
         Float8Precision().convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
-def test_an_entry_that_fits_nothing_is_refused() -> None:
+def test_skipping_an_unknown_module_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"skip='block': Net has no such module\. Did you mean 'blocks'\?"):
         Float8Precision(skip=["block"]).convert_module(Net())
 
 
-# what they compute ----------------------------------------------------------------------------------------------------
+# computation ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "recipe",
     ["tensorwise", pytest.param("rowwise", marks=BY_ROWS), pytest.param("rowwise_with_gw_hp", marks=BY_ROWS)],
 )
-def test_a_layer_computes_what_torchaos_own_does(recipe: Any) -> None:
+def test_a_converted_layer_matches_torchaos_float8linear(recipe: Any) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(32, 48)), torch.randn(2, 16, 32)
     expected = nn.Sequential(nn.Linear(32, 48))
@@ -152,10 +152,10 @@ def test_a_layer_computes_what_torchaos_own_does(recipe: Any) -> None:
     assert all(new is old for new, old in zip(net.parameters(), parameters, strict=True))
     for mine, other in zip(net.parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None and torch.equal(mine.grad, other.grad)
-    # It is not merely bf16.
+    # The result differs from that of bf16.
     with torch.autocast("cpu", torch.bfloat16):
         assert not torch.equal(ours, nn.functional.linear(x, *parameters))
-    # Outside of the run's context it is the plain layer, as under every mixed precision.
+    # Outside the run's context it computes as a plain layer, as in every mixed precision.
     assert torch.equal(net(x), nn.functional.linear(x, *parameters))
 
 
@@ -169,15 +169,15 @@ def test_conversion_keeps_layers_hooks_and_names(tmp_path: Path) -> None:
     assert len(seen) == 6
     assert list(module.state_dict()) == list(plain.state_dict())
     assert converted(module.net) == BLOCKS
-    # A run in another precision has plain layers again: it is the very run of a module that never was in fp8.
+    # A later run in another precision has plain layers again, and equals that of a module never converted.
     twin = build()
     twin.load_state_dict(module.state_dict())
     fitted("bf16-mixed", tmp_path, module)
     fitted("bf16-mixed", tmp_path, twin)
-    assert converted(module) == [] and same(module, twin) and not hasattr(layer, "linear_mm_config")
+    assert converted(module) == [] and same_weights(module, twin) and not hasattr(layer, "linear_mm_config")
 
 
-def test_the_line_at_the_start_says_what_runs_in_fp8(tmp_path: Path, capsys: Any) -> None:
+def test_the_startup_line_says_how_many_layers_run_in_fp8(tmp_path: Path, capsys: Any) -> None:
     fitted("fp8", tmp_path)
     assert "precision fp8: tensorwise in 4 of 9 Linear layers, emulated by the CPU" in capsys.readouterr().out
 
@@ -197,7 +197,7 @@ def test_in_evaluation_chooses_fp8_or_bf16(tmp_path: Path) -> None:
 
 # the Trainer ----------------------------------------------------------------------------------------------------------
 class StopAt(Callback):
-    """Ends the run at a step, as a kill does, with a checkpoint."""
+    """Saves a checkpoint at a step and stops the run there."""
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
@@ -214,15 +214,15 @@ def test_a_run_with_accumulation_and_clipping_resumes_exactly(recipe: Any, tmp_p
     whole = fitted(Float8Precision(recipe), tmp_path, **settings)
     stop = StopAt(4, tmp_path / "at-4")
     part = fitted(Float8Precision(recipe), tmp_path, callbacks=[stop], **settings)
-    assert not same(part, whole)
+    assert not same_weights(part, whole)
     resumed = build()
     trainer = Trainer(**{**QUIET, **settings, "precision": Float8Precision(recipe), "default_root_dir": tmp_path})
     trainer.fit(resumed, batches(), batches(1), ckpt_path=stop.path)
-    assert trainer.global_step == 6 and same(resumed, whole)
-    assert not same(whole, fitted("bf16-mixed", tmp_path, **settings))
+    assert trainer.global_step == 6 and same_weights(resumed, whole)
+    assert not same_weights(whole, fitted("bf16-mixed", tmp_path, **settings))
 
 
-def test_the_gradients_of_accumulation_are_those_of_the_plain_loop(tmp_path: Path) -> None:
+def test_accumulated_gradients_match_the_plain_loop(tmp_path: Path) -> None:
     module, by_hand = build(), build()
     Trainer(**QUIET, max_epochs=1, precision="fp8", accumulate_grad_batches=2, default_root_dir=tmp_path).fit(
         module, batches()
@@ -238,10 +238,10 @@ def test_the_gradients_of_accumulation_are_those_of_the_plain_loop(tmp_path: Pat
                 loss = by_hand.training_step(batch, 0)
             (loss / len(window)).backward()
         optimizer.step()
-    assert same(module, by_hand)
+    assert same_weights(module, by_hand)
 
 
-def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path) -> None:
+def test_a_compiled_module_trains_like_the_plain_one(tmp_path: Path) -> None:
     module = build()
     torch._dynamo.reset()
     compiled: Any = torch.compile(module, backend="aot_eager")
@@ -253,7 +253,7 @@ def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path) -> None:
         assert torch.allclose(value, plain.state_dict()[name], atol=2e-3), name
 
 
-# it learns ------------------------------------------------------------------------------------------------------------
+# learning -------------------------------------------------------------------------------------------------------------
 def example() -> ModuleType:
     """The module examples/lm.py."""
     spec = importlib.util.spec_from_file_location("lm", Path(__file__).parents[2] / "examples" / "lm.py")
@@ -272,7 +272,7 @@ class Losses(Callback):
 
 
 def trained(precision: Any, folder: Path, steps: int = 200) -> list[float]:
-    """The losses of a small GPT on the plays."""
+    """Returns the losses of a small GPT on the plays."""
     lm, losses = example(), Losses()
     torch.manual_seed(0)
     alphabet, loader, _ = lm.make_loaders(32, 8)
@@ -295,8 +295,8 @@ def check_learned(fp8: list[float], bf16: list[float]) -> None:
     assert abs(ends[0] / ends[1] - 1) < 0.02, ends
 
 
-def test_products_on_a_cpu_leave_out_onednn_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its fp8 kernel takes seconds for a step on CPUs with AVX512-FP16."""
+def test_onednn_is_disabled_only_during_fp8_products_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's fp8 kernel takes seconds per step on CPUs with AVX512-FP16."""
     product, seen = torch._scaled_mm, []
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
@@ -315,14 +315,14 @@ def test_products_on_a_cpu_leave_out_onednn_and_nothing_else_does(monkeypatch: p
 
 
 @pytest.mark.full
-def test_a_gpt_learns_as_in_bf16(tmp_path: Path) -> None:
+def test_a_gpt_learns_as_well_as_in_bf16(tmp_path: Path) -> None:
     check_learned(trained("fp8", tmp_path), trained("bf16-mixed", tmp_path))
 
 
 @pytest.mark.full
 @BY_ROWS
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_a_gpt_learns_by_the_other_recipes(recipe: Any, tmp_path: Path) -> None:
+def test_a_gpt_learns_as_well_with_rowwise_recipes(recipe: Any, tmp_path: Path) -> None:
     check_learned(trained(Float8Precision(recipe), tmp_path), trained("bf16-mixed", tmp_path))
 
 
@@ -342,8 +342,8 @@ def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     Float8Precision().check(torch.device("cuda"))
 
 
-def test_scales_by_rows_are_refused_on_a_cpu_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.9 and 2.10 are."""
+def test_rowwise_scaling_is_refused_on_a_cpu_without_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.9 and 2.10 have no such support."""
     if fp8._cpu_supports_rowwise():
         monkeypatch.setattr(fp8, "_cpu_supports_rowwise", lambda: False)
     cpu = torch.device("cpu")
@@ -358,8 +358,8 @@ def test_scales_by_rows_are_refused_on_a_cpu_without_them(monkeypatch: pytest.Mo
     Float8Precision(config=replace(rows, emulate=True)).check(cpu)
 
 
-def test_a_torchao_that_does_not_go_with_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip does not know which torch a torchao is made for: here its import fails as 0.18 does beside torch 2.9."""
+def test_a_torchao_incompatible_with_torch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip does not know which torch a torchao is built for: here its import fails as 0.18's does with torch 2.9."""
     monkeypatch.delitem(sys.modules, "leyden.strategies.precision.float8_linear", raising=False)
     monkeypatch.delattr(leyden.strategies.precision, "float8_linear", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
@@ -387,7 +387,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
         Float8Precision(**settings)
 
 
-def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(
         MissingExtraError, match=r"precision='fp8' needs the package 'torchao': pip install 'leyden\[fp8\]'"
@@ -398,7 +398,7 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # the keys of fp8_config -----------------------------------------------------------------------------------------------
-def test_torchaos_keys_of_a_config_become_settings() -> None:
+def test_torchao_keys_of_a_config_become_settings() -> None:
     made = precision_of_config({"backend": "ao", "pad_inner_dim": False, "fp8_enable_fsdp_float8_all_gather": True})
     assert isinstance(made, Float8Precision) and (made.pad_inner_dim, made.gathers) == (False, True)
     evaluates = precision_of_config({"fp8_backend": "AO", "fp8_use_autocast_during_eval": False})
@@ -419,21 +419,21 @@ def test_invalid_keys_of_a_config_are_refused() -> None:
     ]
 
 
-# Transformer Engine, by a stand-in with its documented names ----------------------------------------------------------
+# Transformer Engine, as a fake with its documented names --------------------------------------------------------------
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is asked of Transformer Engine, which needs a GPU: the names are those of its documentation."""
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Calls of a fake Transformer Engine with the documented names; the real one needs a GPU."""
     from contextlib import contextmanager
     from importlib.machinery import ModuleSpec
 
-    asked: dict[str, Any] = {"linear": [], "recipes": [], "contexts": []}
+    recorded: dict[str, Any] = {"linear": [], "recipes": [], "contexts": []}
 
     class Linear(nn.Module):
         def __init__(
             self, in_features: int, out_features: int, bias: bool = True, params_dtype: Any = None, device: Any = "cuda"
         ) -> None:
             super().__init__()
-            asked["linear"].append((in_features, out_features, bias, params_dtype, device))
+            recorded["linear"].append((in_features, out_features, bias, params_dtype, device))
             self.weight = nn.Parameter(torch.zeros(out_features, in_features))
             self.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
             self.bias = nn.Parameter(torch.zeros(out_features)) if bias else torch.Tensor()
@@ -443,15 +443,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype)) + 1
 
         def get_extra_state(self) -> Tensor:
-            raise AssertionError("a pickle")
+            raise AssertionError("extra state is a pickle")
 
     class Recipe:
         def __init__(self, **arguments: Any) -> None:
-            asked["recipes"].append((type(self).__name__, arguments))
+            recorded["recipes"].append((type(self).__name__, arguments))
 
     @contextmanager
     def autocast(enabled: bool, recipe: Any) -> Any:
-        asked["contexts"].append((enabled, type(recipe).__name__))
+        recorded["contexts"].append((enabled, type(recipe).__name__))
         yield
 
     names = (
@@ -473,10 +473,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         setattr(recipes, name, type(name, (Recipe,), {}))
     engine: Any = made["transformer_engine.pytorch"]
     engine.Linear, engine.autocast = Linear, autocast
-    return asked
+    return recorded
 
 
-def test_transformer_engine_is_asked_by_its_names(stand_in: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_is_called_by_its_documented_names(
+    fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     precision: Any = find_precision("transformer-engine")
     with pytest.raises(ConfigurationError, match="needs a CUDA GPU. On cpu use precision='bf16-mixed', or fp8"):
         precision.check(torch.device("cpu"))
@@ -488,10 +490,10 @@ def test_transformer_engine_is_asked_by_its_names(stand_in: dict[str, Any], monk
     weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     layer, weight = net.blocks[0][0], net.blocks[0][0].weight
     precision.convert_module(net)
-    assert stand_in["linear"][0] == (32, 64, True, torch.float32, "cuda") and len(stand_in["linear"]) == 4
+    assert fake_engine["linear"][0] == (32, 64, True, torch.float32, "cuda") and len(fake_engine["linear"]) == 4
     assert net.blocks[0][0] is layer and layer.weight is weight and weight.tensor_model_parallel is False
     assert type(layer).__mro__[1].__name__ == "Linear" and layer.fp8_meta == {"recipe": None}
-    # No key of its own in a state dict, which would hold a pickle.
+    # The state dict has no extra key, which would hold a pickle.
     assert net.state_dict().keys() == weights.keys()
     assert all(torch.equal(net.state_dict()[name], weights[name]) for name in weights)
     precision._device_type = "cpu"
@@ -499,13 +501,13 @@ def test_transformer_engine_is_asked_by_its_names(stand_in: dict[str, Any], monk
         net(torch.randn(2, 16))
     with torch.no_grad(), precision.forward_context():
         pass
-    assert stand_in["contexts"] == [(True, "Float8CurrentScaling"), (False, "Float8CurrentScaling")]
+    assert fake_engine["contexts"] == [(True, "Float8CurrentScaling"), (False, "Float8CurrentScaling")]
     assert precision.describe([net]) == "Float8CurrentScaling in 4 of 9 Linear layers"
     find_precision("32").convert_module(net)
     assert type(layer) is nn.Linear and "fp8_meta" not in vars(layer)
 
 
-def test_keys_of_a_config_choose_the_recipe_of_transformer_engine(stand_in: dict[str, Any]) -> None:
+def test_config_keys_choose_transformer_engines_recipe(fake_engine: dict[str, Any]) -> None:
     for config in (
         {"fp8_backend": "TE"},
         {"margin": 2, "fp8_amax_history_len": 16, "amax_compute_algo": "max", "fp8_format": "E4M3"},
@@ -513,7 +515,7 @@ def test_keys_of_a_config_choose_the_recipe_of_transformer_engine(stand_in: dict
     ):
         made: Any = precision_of_config(config)
         made._recipe()
-    assert stand_in["recipes"] == [
+    assert fake_engine["recipes"] == [
         ("Float8CurrentScaling", {"fp8_format": "hybrid"}),
         ("DelayedScaling", {"fp8_format": "e4m3", "margin": 2, "amax_history_len": 16, "amax_compute_algo": "max"}),
         ("MXFP8BlockScaling", {"fp8_format": "hybrid"}),

@@ -1,4 +1,4 @@
-"""The docstring of Strategy lists its methods in the order in which a fit calls them; this test holds both together."""
+"""Strategy's docstring lists its methods in the order in which a fit calls them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LISTED = re.findall(r"^    (\[?)([a-z_]+)\]?(?: |$)", inspect.getdoc(Strategy) o
 ORDER = [name for _, name in LISTED]
 ALWAYS = [name for optional, name in LISTED if not optional]
 FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce", "reduce_boolean_decision"}
-"""Collectives of Lightning's contract that pass on to `strategy.ranks`, where alone they can be overridden."""
-WITHIN = {"loss_to_backward", "clip_parameters", "forward"}
+"""Collectives of Lightning's contract, which call `strategy.ranks` and can be overridden only there."""
+INTERNAL = {"loss_to_backward", "clip_parameters", "forward"}
 """Methods that other methods call."""
 ANY_TIME = {
     "init_module",
@@ -40,7 +40,7 @@ def methods() -> set[str]:
 
 
 def recorded(calls: list[str]) -> type[Strategy]:
-    """A strategy that notes the calls of its methods."""
+    """Returns a strategy class that records the calls of its methods."""
 
     def recorder(name: str) -> Callable[..., Any]:
         plain = getattr(Strategy, name)
@@ -76,10 +76,10 @@ def calls_of_a_fit(folder: Path) -> list[str]:
 
 def test_the_docstring_lists_every_method() -> None:
     assert len(ORDER) == len(set(ORDER))
-    assert methods() == {*ORDER} | FOR_USERS | WITHIN | ANY_TIME
+    assert methods() == {*ORDER} | FOR_USERS | INTERNAL | ANY_TIME
 
 
-def test_a_fit_calls_them_in_this_order(tmp_path: Path) -> None:
+def test_a_fit_calls_methods_in_the_documented_order(tmp_path: Path) -> None:
     first = [name for name in dict.fromkeys(calls_of_a_fit(tmp_path)) if name in ORDER]
     assert [name for name in ORDER if name in first] == first
     assert set(ALWAYS) <= set(first)

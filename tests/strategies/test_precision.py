@@ -26,7 +26,7 @@ DTYPES = {
 }
 
 
-class Looking(TrainModule):
+class DtypeRecorder(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 2)
@@ -58,8 +58,8 @@ BATCHES = [(torch.ones(2, 4), torch.arange(2)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_precision_has_its_dtypes(quiet: Any, name: str) -> None:
-    module = Looking()
+def test_each_precision_uses_its_dtypes(quiet: Any, name: str) -> None:
+    module = DtypeRecorder()
     trainer = Trainer(**quiet, precision=name)
     trainer.fit(module, BATCHES, BATCHES)
     assert module.seen == {DTYPES[name]}
@@ -69,7 +69,7 @@ def test_every_precision_has_its_dtypes(quiet: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
-def test_a_true_precision_leaves_complex_tensors_as_they_are(name: str) -> None:
+def test_true_precisions_do_not_convert_complex_tensors(name: str) -> None:
     module = nn.Linear(2, 2)
     module.turn = nn.Parameter(torch.tensor([1 + 2j]))
     module.register_buffer("phase", torch.tensor([3 + 4j], dtype=torch.complex128))
@@ -82,7 +82,7 @@ def test_a_true_precision_leaves_complex_tensors_as_they_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("short", "name"), [*ALIASES.items(), (16, "16-mixed"), (32, "32-true"), (64, "64-true"), (None, "32-true")]
 )
-def test_short_names_stand_for_full_names(short: Any, name: str) -> None:
+def test_short_names_resolve_to_full_names(short: Any, name: str) -> None:
     assert find_precision(short).name == name
     assert Trainer(precision=short, logger=False, enable_checkpointing=False).precision == name
 
@@ -95,17 +95,17 @@ def test_unknown_names_and_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("as_plugin", [True, False])
-def test_settings_of_the_scaler_are_used(quiet: Any, as_plugin: bool) -> None:
+def test_scaler_settings_are_applied(quiet: Any, as_plugin: bool) -> None:
     precision = MixedPrecision("16", init_scale=4.0, growth_factor=4.0, growth_interval=2)
     trainer = Trainer(**quiet, **({"plugins": precision} if as_plugin else {"precision": precision}))
-    trainer.fit(Looking(), BATCHES)
+    trainer.fit(DtypeRecorder(), BATCHES)
     assert precision.scaler is not None and precision.scaler.get_scale() == 16.0
     assert trainer.strategy.precision is precision
 
 
-def test_a_scaler_given_by_the_user_is_used(quiet: Any) -> None:
+def test_a_users_scaler_is_used(quiet: Any) -> None:
     scaler = GradScaler("cpu", init_scale=2.0, growth_interval=1)
-    Trainer(**quiet, precision=MixedPrecision("16", scaler=scaler)).fit(Looking(), BATCHES)
+    Trainer(**quiet, precision=MixedPrecision("16", scaler=scaler)).fit(DtypeRecorder(), BATCHES)
     assert scaler.get_scale() == 16.0
 
 
@@ -116,7 +116,7 @@ def test_a_users_precision_scales_the_loss(quiet: Any) -> None:
         def scale_loss(self, loss: Any) -> Any:
             return loss / 2
 
-    plain, halved = Looking(), Looking()
+    plain, halved = DtypeRecorder(), DtypeRecorder()
     halved.load_state_dict(plain.state_dict())
     before = plain.net.weight.detach().clone()
     Trainer(**quiet).fit(plain, BATCHES[:1])
@@ -126,21 +126,21 @@ def test_a_users_precision_scales_the_loss(quiet: Any) -> None:
     assert torch.allclose((before - plain.net.weight) / 2, before - halved.net.weight, atol=1e-7)
 
 
-def test_a_strategy_keeps_its_precision_unless_one_is_given() -> None:
+def test_a_strategy_keeps_its_precision_unless_the_trainer_has_one() -> None:
     strategy = SingleDeviceStrategy("cpu", MixedPrecision("bf16"))
     assert Trainer(**QUIET, strategy=strategy).precision == "bf16-mixed"
     assert Trainer(**QUIET, strategy=strategy, precision="64").precision == "64-true"
 
 
-def test_a_device_that_cannot_is_refused() -> None:
+def test_float64_is_refused_on_mps() -> None:
     with pytest.raises(
         ConfigurationError, match="mps does not support float64. Use precision='32-true', or accelerator='cpu'"
     ):
         find_precision("64").check(torch.device("mps"))
 
 
-def test_an_optimizer_is_hooked_once() -> None:
-    """A fit that goes on registers its optimizers again."""
+def test_registering_an_optimizer_again_adds_no_hook() -> None:
+    """A continued fit registers its optimizers again."""
     precision = MixedPrecision("16")
     precision.check(torch.device("cpu"))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -150,7 +150,7 @@ def test_an_optimizer_is_hooked_once() -> None:
 
 
 class Overflowing(TrainModule):
-    """Its second batch has gradients without an end, and its optimizer is fused."""
+    """Has infinite gradients in its second batch, and a fused optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +168,8 @@ class Overflowing(TrainModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
 
 
-def test_a_step_that_a_fused_optimizer_skips_is_one_that_was_skipped(quiet: dict[str, Any]) -> None:
-    """It is called all the same, and skips within its kernel: its schedulers must not step."""
+def test_schedulers_do_not_step_when_a_fused_optimizer_skips(quiet: dict[str, Any]) -> None:
+    """A fused optimizer is called even for a skipped step, and skips in its kernel."""
     module = Overflowing()
     trainer = Trainer(plugins=MixedPrecision("16", init_scale=16.0), **quiet)
     trainer.fit(module, BATCHES)

@@ -1,4 +1,4 @@
-"""rank_zero_only, rank_zero_info, rank_zero_warn: on the first rank, before ranks talk and while they do."""
+"""rank_zero_only, rank_zero_info and rank_zero_warn act on rank 0 only, before and after ranks connect."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from leyden import rank_zero_debug, rank_zero_deprecation, rank_zero_info, rank_
 
 @pytest.fixture(params=[0, 1])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """As torchrun tells a process, before it has joined the others."""
+    """The rank that torchrun sets for a process that has not joined a group yet."""
     settings = {"RANK": request.param, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     for name, value in settings.items():
         monkeypatch.setenv(name, str(value))
     return int(request.param)
 
 
-def test_a_decorated_function_is_called_on_the_first_rank_alone(rank: int) -> None:
+def test_decorated_functions_run_only_on_rank_0(rank: int) -> None:
     @rank_zero_only
     def double(number: int) -> int:
         """Doubles."""
@@ -34,26 +34,26 @@ def test_a_decorated_function_is_called_on_the_first_rank_alone(rank: int) -> No
     assert rank_zero_only(len, default=-1)("ab") == (2 if rank == 0 else -1)
 
 
-def test_warnings_name_the_line_of_the_call_and_its_category(rank: int) -> None:
+def test_warnings_keep_the_callers_line_and_category(rank: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rank_zero_warn("low", category=RuntimeWarning)
         rank_zero_deprecation("old")
-    own = [(found.category, str(found.message), Path(found.filename).name) for found in caught]
+    warned = [(found.category, str(found.message), Path(found.filename).name) for found in caught]
     here = Path(__file__).name
-    assert own == ([(RuntimeWarning, "low", here), (DeprecationWarning, "old", here)] if rank == 0 else [])
+    assert warned == ([(RuntimeWarning, "low", here), (DeprecationWarning, "old", here)] if rank == 0 else [])
 
 
-def test_messages_go_to_the_logger_of_the_package(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_go_to_the_packages_logger(rank: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="leyden"):
         rank_zero_info("step %d", 3)
         rank_zero_debug("detail")
-    own = [(record.levelname, record.getMessage(), record.filename) for record in caplog.records]
+    logged = [(record.levelname, record.getMessage(), record.filename) for record in caplog.records]
     here = Path(__file__).name
-    assert own == ([("INFO", "step 3", here), ("DEBUG", "detail", here)] if rank == 0 else [])
+    assert logged == ([("INFO", "step 3", here), ("DEBUG", "detail", here)] if rank == 0 else [])
 
 
-def test_a_script_without_logging_sees_messages_but_no_details(
+def test_without_a_logging_setup_only_info_messages_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("leyden")
@@ -72,14 +72,14 @@ def test_a_script_may_set_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    # Nobody has started these ranks, and a message ends nothing.
+    # Without MASTER_ADDR the variables describe no launch, and a message must not raise.
     assert rank_zero_only.rank == 0
 
 
-def ranks_that_talk() -> dict[str, Any]:
+def rank_and_result() -> dict[str, Any]:
     return {"rank": rank_zero_only.rank, "found": rank_zero_only(lambda: "here", default="elsewhere")()}
 
 
-def test_ranks_that_talk_know_who_they_are() -> None:
-    found = run_world(2, ranks_that_talk)
+def test_connected_ranks_use_the_rank_of_their_group() -> None:
+    found = run_world(2, rank_and_result)
     assert found == [{"rank": 0, "found": "here"}, {"rank": 1, "found": "elsewhere"}]

@@ -18,24 +18,24 @@ from leyden.strategies.settings import RunSettings
 
 
 class Halving(SingleDeviceStrategy):
-    """Keeps its settings, refuses a batch size, and halves the learning rate in each step."""
+    """Records its settings, rejects a given batch size, and halves the learning rate in each step."""
 
-    def __init__(self, refuses: int | None = None) -> None:
+    def __init__(self, refused_batch_size: int | None = None) -> None:
         super().__init__("cpu")
         self.settings: list[RunSettings] = []
-        self.refuses = refuses
+        self.refused_batch_size = refused_batch_size
 
     def check_settings(self, settings: RunSettings) -> None:
         self.settings.append(settings)
-        if settings.batch_size == self.refuses is not None:
-            raise ConfigurationError(f"batch_size={self.refuses}: use another.")
+        if settings.batch_size == self.refused_batch_size is not None:
+            raise ConfigurationError(f"batch_size={self.refused_batch_size}: use another.")
 
     def make_schedulers(self) -> list[Any]:
         return [LambdaLR(self.optimizers[0], lambda step: 0.5**step)]
 
 
 class Net(Line):
-    """Notes the rate of each step."""
+    """Records the learning rate of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def fit(strategy: Halving, **arguments: Any) -> tuple[Trainer, Net]:
     return trainer, module
 
 
-def test_a_strategy_gets_each_setting_as_soon_as_it_is_known() -> None:
+def test_a_strategy_receives_settings_as_they_become_known() -> None:
     strategy = Halving()
     fit(strategy, accumulate_grad_batches=2, gradient_clip_val=0.5)
     made, prepared, loaded = strategy.settings
@@ -68,12 +68,12 @@ def test_a_strategy_gets_each_setting_as_soon_as_it_is_known() -> None:
     assert loaded.batch_size == 3
 
 
-def test_a_refused_setting_ends_the_run_before_the_first_step() -> None:
+def test_a_setting_that_a_strategy_refuses_raises() -> None:
     with pytest.raises(ConfigurationError, match="batch_size=3: use another"):
-        fit(Halving(refuses=3))
+        fit(Halving(refused_batch_size=3))
 
 
-def test_a_strategys_schedulers_step_beside_the_modules() -> None:
+def test_a_strategys_schedulers_step_alongside_the_modules() -> None:
     trainer, module = fit(Halving(), accumulate_grad_batches=2)
     assert [type(config.scheduler) for config in trainer.lr_scheduler_configs] == [StepLR, LambdaLR]
     assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.25]

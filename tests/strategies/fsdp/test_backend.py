@@ -17,12 +17,12 @@ from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 @pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
 @pytest.mark.parametrize(("device", "backend"), [("cuda:0", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
-def test_what_waits_on_the_cpu_has_a_backend_there(kind: Any, device: str, backend: str) -> None:
-    """In every run, since the group lasts as long as the process, and a later run may offload."""
+def test_process_groups_include_a_cpu_backend(kind: Any, device: str, backend: str) -> None:
+    """Every run needs one, since the group stays open until the process ends, and a later run may offload."""
     assert kind(devices=[torch.device(device)]).ranks.default_backend == backend
 
 
-def on_a_group_without_the_cpu() -> str:
+def error_without_a_cpu_backend() -> str:
     # Registers the backend "fake".
     import torch.testing._internal.distributed.fake_pg
 
@@ -37,6 +37,6 @@ def on_a_group_without_the_cpu() -> str:
     return ""
 
 
-def test_a_group_that_cannot_reduce_on_the_cpu_is_refused() -> None:
-    [message] = run_world(1, on_a_group_without_the_cpu)
+def test_cpu_offload_without_a_cpu_backend_is_refused() -> None:
+    [message] = run_world(1, error_without_a_cpu_backend)
     assert "has only 'fake': leave out process_group_backend, or use 'cpu:gloo,cuda:nccl'" in message

@@ -1,4 +1,4 @@
-"""Modules built on the meta device are given, tensor by tensor, the values of a plain build."""
+"""Modules built on the meta device receive, tensor by tensor, the values of a plain build."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.strategies.fsdp.values import Values
 
 
 class Rope(nn.Module):
-    """Buffers that are computed, constants from Python, a parameter that is drawn and scaled."""
+    """Computed buffers, constants from Python, and a random parameter that is scaled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Rope(nn.Module):
 
 
 class Everything(nn.Module):
-    """Ways in which modules draw: in their own __init__, again at the end by apply, by rejection, through views."""
+    """Draws random numbers in many ways: in __init__, again by apply, by rejection sampling, through views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,18 +62,18 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-def test_values_drawn_one_by_one_equal_those_of_a_plain_build(seed: int) -> None:
+def test_tensors_materialized_one_by_one_match_a_plain_build(seed: int) -> None:
     torch.manual_seed(seed)
     plain, after = Everything(), torch.rand(3)
     torch.manual_seed(seed)
     deferred = Deferred()
     with deferred.recording():
         late = Everything()
-    assert torch.equal(after, torch.rand(3)), "the generator does not stand where a plain build leaves it"
+    assert torch.equal(after, torch.rand(3)), "the generator's state differs from that after a plain build"
     state = torch.get_rng_state()
     assert all(tensor.is_meta for tensor in tensors(late).values())
     assert late.head.weight is late.embed.weight
-    # In an order of its own: no value depends on which were made before.
+    # In reverse order, since no value depends on those materialized before it.
     for name, expected in reversed(tensors(plain).items()):
         recipe = deferred.recipe(tensors(late)[name])
         assert recipe is not None, name
@@ -81,7 +81,7 @@ def test_values_drawn_one_by_one_equal_those_of_a_plain_build(seed: int) -> None
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_values_are_filled_in_and_ties_and_attributes_stay() -> None:
+def test_filling_in_values_keeps_ties_and_attributes() -> None:
     values = Values()
     torch.manual_seed(0)
     with values.deferred.recording():
@@ -100,7 +100,7 @@ def test_values_are_filled_in_and_ties_and_attributes_stay() -> None:
     assert late.head.weight is late.embed.weight and late.embed.weight.decays is False
 
 
-def test_without_draws_only_what_is_computed_is_there() -> None:
+def test_recording_without_draws_replays_only_computed_tensors() -> None:
     deferred = Deferred()
     state = torch.get_rng_state()
     with deferred.recording(draws=False):
@@ -110,29 +110,29 @@ def test_without_draws_only_what_is_computed_is_there() -> None:
     assert recipe is not None and torch.equal(deferred.values([recipe])[recipe], Rope().cos)  # type: ignore[arg-type]
 
 
-def test_tensors_made_elsewhere_have_no_recipe() -> None:
+def test_tensors_created_outside_recording_have_no_recipe() -> None:
     deferred = Deferred()
     assert deferred.recipe(torch.ones(2)) is None and deferred.recipe(torch.ones(2, device="meta")) is None
 
 
-def draw_by_values() -> Any:
+def sample_by_value() -> Any:
     return torch.multinomial(torch.ones(4), 2)
 
 
-def test_draws_that_depend_on_values_are_refused() -> None:
+def test_draws_that_depend_on_tensor_values_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="draws random numbers that depend on values"), Deferred().recording():
-        draw_by_values()
+        sample_by_value()
 
 
-def rejecting() -> nn.Module:
+def rejection_sampled() -> nn.Module:
     layer = nn.Linear(3, 4)
     nn.init.trunc_normal_(layer.weight)
     nn.init.orthogonal_(layer.weight)
     return layer
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.Embedding(3, 4), rejecting])
-def test_empty_init_on_one_device_draws_nothing(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.Embedding(3, 4), rejection_sampled])
+def test_empty_init_on_one_device_draws_no_random_numbers(make: Callable[[], nn.Module]) -> None:
     state = torch.get_rng_state()
     with SingleDeviceStrategy("cpu").init_module(empty_init=True):
         module = make()

@@ -1,4 +1,4 @@
-"""Arguments of FSDP1, Lightning and Accelerate: each is mapped, or refused with the reason."""
+"""Arguments of FSDP1, Lightning and Accelerate: each is mapped to FSDP2's or refused with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 
 def settings(**given: Any) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """Returns the settings that differ from the defaults."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = FSDPStrategy(**given).settings
@@ -24,7 +24,7 @@ def settings(**given: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != plain[name]}
 
 
-def test_all_arguments_are_settings() -> None:
+def test_every_argument_is_a_setting() -> None:
     assert set(FSDPStrategy().settings) == set(inspect.signature(FSDPStrategy).parameters) - {"kwargs"}
 
 
@@ -63,11 +63,11 @@ MAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("given", "expected"), MAPPED, ids=range(len(MAPPED)))
-def test_fsdp1_names_become_settings_of_fsdp2(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fsdp1_arguments_map_to_fsdp2_settings(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert settings(**given) == expected
 
 
-def test_fsdp1s_mixed_precision_becomes_a_policy() -> None:
+def test_fsdp1_mixed_precision_maps_to_a_policy() -> None:
     policy = settings(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))["mp_policy"]
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     with pytest.raises(ConfigurationError, match="FSDP2 does not convert buffers"):
@@ -84,7 +84,7 @@ def test_fsdp1s_mixed_precision_becomes_a_policy() -> None:
         ({"fsdp_version": 1}, "FSDP2 runs instead"),
     ],
 )
-def test_fsdp1_names_without_effect_are_warned_of(given: dict[str, Any], note: str) -> None:
+def test_fsdp1_arguments_without_effect_warn(given: dict[str, Any], note: str) -> None:
     with pytest.warns(UserWarning, match=note):
         FSDPStrategy(**given)
 
@@ -109,13 +109,13 @@ def test_fsdp1_names_without_effect_are_warned_of(given: dict[str, Any], note: s
         ({"auto_wrap_policies": 1}, "Did you mean 'auto_wrap_policy'"),
     ],
 )
-def test_fsdp1_names_without_a_counterpart_are_refused(given: dict[str, Any], reason: str) -> None:
+def test_fsdp1_arguments_without_a_counterpart_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         FSDPStrategy(**given)
 
 
-def test_the_config_of_an_accelerate_file() -> None:
-    """As its questionnaire writes it."""
+def test_from_accelerate_reads_an_accelerate_config() -> None:
+    """The keys that `accelerate config` writes."""
     config = {
         "fsdp_activation_checkpointing": False,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -1,4 +1,4 @@
-"""Gradients of shards: multiplied where they lie, also with CPU offload, where the factor comes from a GPU."""
+"""Sharded gradients are scaled on their device, also with CPU offload, where the factor comes from a GPU."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from leyden.strategies import SingleDeviceStrategy
 from leyden.strategies.fsdp.gradients import multiply
 
 
-class Copies(TorchFunctionMode):
-    """The copies to the CPU, and whether the host waits for them."""
+class RecordCopies(TorchFunctionMode):
+    """Records for each copy to the CPU whether it is asynchronous."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.beside: list[bool] = []
+        self.non_blocking: list[bool] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.to and args[1] == torch.device("cpu"):
-            self.beside.append(bool((kwargs or {}).get("non_blocking")))
+            self.non_blocking.append(bool((kwargs or {}).get("non_blocking")))
         return function(*args, **(kwargs or {}))
 
 
-def by_strategy(grads: list[Tensor], factor: Tensor) -> None:
+def scale_by_strategy(grads: list[Tensor], factor: Tensor) -> None:
     parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
@@ -35,11 +35,11 @@ def by_strategy(grads: list[Tensor], factor: Tensor) -> None:
     strategy.scale_gradients(factor)
 
 
-@pytest.mark.parametrize("scale", [multiply, by_strategy])
-def test_the_host_waits_for_the_factor_that_it_multiplies_by(scale: Any) -> None:
-    """From a GPU, `.to("cpu", non_blocking=True)` gives memory into which the factor is still to come."""
+@pytest.mark.parametrize("scale", [multiply, scale_by_strategy])
+def test_the_scaling_factor_is_copied_to_the_cpu_synchronously(scale: Any) -> None:
+    """From a GPU, `.to("cpu", non_blocking=True)` returns memory that may not hold the factor yet."""
     grads = [torch.ones(2), torch.ones(3)]
-    with Copies() as copies:
+    with RecordCopies() as copies:
         scale(grads, torch.tensor(0.5))
     assert [grad.tolist() for grad in grads] == [[0.5, 0.5], [0.5, 0.5, 0.5]]
-    assert copies.beside == [False]
+    assert copies.non_blocking == [False]

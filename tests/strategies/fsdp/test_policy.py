@@ -1,4 +1,4 @@
-"""Wrap policies, on models of one process: nothing is sharded here."""
+"""Wrap policies, on unsharded models in one process."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_auto_wraps_the_repeated_block() -> None:
     assert choose(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), "auto").names == []
     stages = nn.Module()
     stages.stages = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
-    # The outermost repetition is the group: what is within a block is gathered with it.
+    # The outermost repeated module is the group, and its inner modules are gathered with it.
     assert choose(stages, "auto").names == ["stages.0", "stages.1"]
 
 
 @pytest.mark.parametrize("policy", [Block, "Block", {Block}, ["Block", Decoder]])
-def test_classes_and_their_names_choose_groups(policy: Any) -> None:
+def test_classes_and_class_names_choose_groups(policy: Any) -> None:
     assert sorted(choose(Model(), policy).names) == sorted(BLOCKS)
     assert choose(Model(), {"Decoder"}).names == ["decoder.0", "decoder.1"]
 
@@ -62,13 +62,13 @@ def test_classes_and_their_names_choose_groups(policy: Any) -> None:
         ({nn.ModuleList}, "'encoder', a ModuleList, which has no forward"),
     ],
 )
-def test_a_policy_that_chooses_no_layer_is_refused(policy: Any, message: str) -> None:
+def test_invalid_policies_are_refused(policy: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         choose(Model(), policy)
 
 
 @pytest.mark.parametrize("least", [12, 30, 45, 60])
-def test_a_minimum_size_groups_as_fsdp1_does(least: int) -> None:
+def test_a_minimum_size_chooses_groups_as_in_fsdp1(least: int) -> None:
     """A block has 28 parameters, the embedding 40, the head 50."""
     ours = choose(Model(), least).names
     theirs = choose(Model(), functools.partial(size_based_auto_wrap_policy, min_num_params=least)).names
@@ -87,7 +87,7 @@ def test_a_function_chooses_groups() -> None:
     assert choose(Model(), None).names == []
 
 
-def test_children_before_parents_and_nothing_without_parameters() -> None:
+def test_groups_list_children_first_and_skip_modules_without_parameters() -> None:
     names = choose(Model(), {Block, nn.Linear, nn.LayerNorm}).names
     assert names.index("encoder.0.layer") < names.index("encoder.0") and "decoder.2" in names
     assert choose(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), {nn.ReLU}).names == []
@@ -95,7 +95,7 @@ def test_children_before_parents_and_nothing_without_parameters() -> None:
     assert "head" not in choose(model, {nn.Linear}, ignored=set(model.head.parameters())).names
 
 
-def test_tied_parameters_stay_in_the_group_that_has_both() -> None:
+def test_groups_that_share_a_parameter_dissolve_into_their_parent() -> None:
     model = Model()
     model.encoder[1].layer.weight = model.encoder[0].layer.weight
     groups = choose(model, "auto")
@@ -106,21 +106,21 @@ def test_tied_parameters_stay_in_the_group_that_has_both() -> None:
     }
     shared = Model()
     shared.encoder.append(shared.encoder[0])
-    # A module that stands in the model twice is one group, and is called twice.
+    # A module used twice in the model is one group.
     assert choose(shared, "auto").names == BLOCKS and not choose(shared, "auto").tied
 
 
-def test_parameters_tied_within_a_group_stay_there() -> None:
+def test_parameters_tied_within_a_group_do_not_dissolve_it() -> None:
     model = Model()
     model.encoder[0].other = nn.Linear(4, 4)
     model.encoder[0].other.weight = model.encoder[0].layer.weight
     assert choose(model, "auto").names == BLOCKS
-    # Tied from an inner group to its outer one: only the inner one dissolves.
+    # Inner groups that share a parameter dissolve into the outer one, which stays.
     groups = choose(model, {Block, nn.Linear})
     assert {"encoder.0.layer", "encoder.0.other"} == set(groups.tied) and "encoder.0" in groups.names
 
 
-def test_torchs_own_classes_cannot_be_compiled_in_place() -> None:
+def test_torch_nn_classes_cannot_be_compiled_in_place() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="'0' is a Linear from torch.nn"):
         compile_blocks(model, choose(model, "auto"), {})

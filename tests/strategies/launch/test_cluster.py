@@ -1,4 +1,4 @@
-"""A ClusterEnvironment says which rank a process is; its ranks run as those of torchrun do."""
+"""Cluster environments report the rank of a process; their ranks run like torchrun's."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from leyden.strategies import (
 from leyden.strategies.launch.cluster import publish
 from leyden.strategies.launch.environment import rank_environment
 
-TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Farm(ClusterEnvironment):
-    """Ranks that a test has started, which are known by variables of its own."""
+    """Reads variables that only this test sets, and records calls."""
 
     creates_processes_externally = True
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     @property
     def main_address(self) -> str:
@@ -52,26 +52,26 @@ class Farm(ClusterEnvironment):
         return int(os.environ["FARM_SIZE"])
 
     def set_world_size(self, size: int) -> None:
-        self.told.append(("size", size))
+        self.calls.append(("size", size))
 
     def global_rank(self) -> int:
         return int(os.environ["FARM_RANK"])
 
     def set_global_rank(self, rank: int) -> None:
-        self.told.append(("rank", rank))
+        self.calls.append(("rank", rank))
 
     def local_rank(self) -> int:
         return self.global_rank() % 2
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        self.told.append((num_devices, num_nodes))
+        self.calls.append((num_devices, num_nodes))
 
     def teardown(self) -> None:
-        self.told.append("teardown")
+        self.calls.append("teardown")
 
 
-class FarmOfTheirs:
-    """The same contract without the base class, and without what may be left out."""
+class DuckTypedFarm:
+    """The same contract without the base class and without its optional methods."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -106,37 +106,37 @@ def trained(**arguments: Any) -> tuple[Trainer, list[Any]]:
     return trainer, [parameter.tolist() for parameter in module.parameters()]
 
 
-def on_a_farm(_: None = None) -> Any:
-    """Fits on ranks that nothing but the user's own environment knows, by name and by object."""
-    values = {name: os.environ.pop(name) for name in list(os.environ) if name in TORCHS}
+def fit_on_a_farm(_: None = None) -> Any:
+    """Fits on ranks that only a user's environment recognizes, then on ranks of MPIEnvironment."""
+    values = {name: os.environ.pop(name) for name in list(os.environ) if name in TORCHRUN_NAMES}
     for name in ("TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ |= {"FARM_RANK": values["RANK"], "FARM_SIZE": values["WORLD_SIZE"], "FARM_PORT": values["MASTER_PORT"]}
     farm = Farm()
     trainer, first = trained(plugins=[farm], devices=2)
     assert trainer.strategy.name == "ddp" and rank_environment().starter == "Farm"
-    for name in TORCHS:
+    for name in TORCHRUN_NAMES:
         del os.environ[name]
     strategy = DDPStrategy()
     os.environ |= {f"OMPI_COMM_WORLD_{name}": values["RANK"] for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
     again, second = trained(plugins=MPIEnvironment(), strategy=strategy)
-    return trainer.global_rank, trainer.world_size, farm.told, first, again.global_rank, second
+    return trainer.global_rank, trainer.world_size, farm.calls, first, again.global_rank, second
 
 
-def test_two_ranks_run_through_an_environment_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_run_through_a_users_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, alone = trained()
-    ranks = run_world(2, on_a_farm, None)
-    for rank, (number, size, told, first, again, second) in enumerate(ranks):
+    ranks = run_world(2, fit_on_a_farm, None)
+    for rank, (number, size, calls, first, again, second) in enumerate(ranks):
         assert (number, size, again) == (rank, 2, rank)
-        assert told == [("size", 2), ("rank", rank), (2, 1), "teardown"]
+        assert calls == [("size", 2), ("rank", rank), (2, 1), "teardown"]
         torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(alone[0]), rtol=0, atol=1e-12)
         assert first == second
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*TORCHS, "LEYDEN_CLUSTER"):
+    for name in (*TORCHRUN_NAMES, "LEYDEN_CLUSTER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -147,9 +147,7 @@ def read(environment: Any) -> tuple[Any, ...]:
     return *numbers, environment.main_address, environment.main_port
 
 
-def test_environments_of_lightnings_names_read_what_their_starters_set(
-    clean: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lightnings_environments_read_their_launchers_variables(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     here = socket.gethostname()
     hosts.write_text(f"launcher\nfirst\nfirst\n{here}\n{here}\n")
@@ -223,25 +221,25 @@ def test_environments_of_lightnings_names_read_what_their_starters_set(
             _ = MPIEnvironment().main_address
 
 
-def test_what_an_environment_says_is_published_and_what_cannot_be_is_refused(clean: pytest.MonkeyPatch) -> None:
-    publish(FarmOfTheirs(3, 1, 4, 1), "auto", 2)
+def test_an_environments_ranks_are_published_and_impossible_ones_refused(clean: pytest.MonkeyPatch) -> None:
+    publish(DuckTypedFarm(3, 1, 4, 1), "auto", 2)
     place = rank_environment()
     assert place is not None and (place.rank, place.local_rank, place.world_size, place.node_rank) == (3, 1, 4, 1)
     assert (place.local_world_size, os.environ["MASTER_PORT"]) == (2, "5")
-    for wrong, nodes in ((FarmOfTheirs(3, 1, 4, 1), 1), (FarmOfTheirs(4, 0, 4), 1), (FarmOfTheirs(0, 0, 3), 2)):
-        with pytest.raises(ConfigurationError, match=r"FarmOfTheirs reports rank .*Set Trainer\(num_nodes"):
+    for wrong, nodes in ((DuckTypedFarm(3, 1, 4, 1), 1), (DuckTypedFarm(4, 0, 4), 1), (DuckTypedFarm(0, 0, 3), 2)):
+        with pytest.raises(ConfigurationError, match=r"DuckTypedFarm reports rank .*Set Trainer\(num_nodes"):
             publish(wrong, "auto", nodes)
     with pytest.raises(ConfigurationError, match="LightningEnvironment does not start processes on other machines"):
         publish(LightningEnvironment(), 2, 2)
-    with pytest.raises(ConfigurationError, match="more than one cluster environment, FarmOfTheirs and Farm"):
-        Trainer(**QUIET, plugins=[FarmOfTheirs(0, 0, 1), Farm()])
+    with pytest.raises(ConfigurationError, match="more than one cluster environment, DuckTypedFarm and Farm"):
+        Trainer(**QUIET, plugins=[DuckTypedFarm(0, 0, 1), Farm()])
 
 
-def test_without_ranks_of_others_the_trainer_starts_its_own(clean: pytest.MonkeyPatch) -> None:
+def test_lightning_environment_leaves_starting_ranks_to_the_trainer(clean: pytest.MonkeyPatch) -> None:
     environment = LightningEnvironment()
     trainer, _ = trained(plugins=environment)
     assert trainer.world_size == 1 and rank_environment() is None
-    # A starter that is known is not asked twice.
+    # Ranks that are recognized without the environment are not published.
     for name, text in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         clean.setenv(name, text)
     clean.setenv("MASTER_ADDR", "127.0.0.1")

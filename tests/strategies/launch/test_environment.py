@@ -1,4 +1,4 @@
-"""Ranks that somebody has started: recognized from their variables, and never started twice."""
+"""Ranks of an external launcher are recognized by their variables and never started twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_torchruns_variables_give_the_rank() -> None:
     assert rank_environment(TORCHRUN) == RankEnvironment(3, 1, 4, 2, 1, "torchrun")
 
 
-def test_srun_gives_every_task_the_same_meeting_place() -> None:
+def test_all_tasks_of_srun_get_the_same_rendezvous_address() -> None:
     found = rank_environment(SRUN)
     assert found == RankEnvironment(3, 1, 4, 2, 1, "slurm", ("gpu07", 15000 + 71234 % 15000))
     first = rank_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
@@ -60,13 +60,13 @@ def test_srun_gives_every_task_the_same_meeting_place() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        # The batch script itself: a task 0 of no step.
+        # The batch script: task 0, but of no step.
         {"SLURM_STEP_ID": None, "SLURM_STEP_NUM_TASKS": None},
         # A shell that `srun --pty bash` opened.
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     ],
 )
-def test_a_batch_script_and_a_shell_of_slurm_are_no_ranks(changes: dict[str, str | None]) -> None:
+def test_slurm_batch_scripts_and_shells_are_not_ranks(changes: dict[str, str | None]) -> None:
     environ = {name: value for name, value in {**SRUN, **changes}.items() if value is not None}
     assert rank_environment(environ) is None
 
@@ -80,7 +80,7 @@ def test_a_batch_script_and_a_shell_of_slurm_are_no_ranks(changes: dict[str, str
         ("rack1-gpu[3,5]-ib", "rack1-gpu3-ib"),
     ],
 )
-def test_the_first_host_of_a_slurm_list_is_found(nodes: str, host: str) -> None:
+def test_first_host_reads_slurm_node_lists(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
@@ -100,7 +100,7 @@ def test_contradictory_variables_are_refused(environ: dict[str, str], match: str
         rank_environment(environ)
 
 
-def test_a_stray_rank_exported_by_hand_is_an_error_of_every_trainer_but_a_single_device() -> None:
+def test_stray_rank_variables_raise_except_on_a_single_device() -> None:
     os.environ.update(RANK="1", WORLD_SIZE="8")
     for arguments in ({}, {"devices": 2}, {"strategy": "ddp"}):
         with pytest.raises(ConfigurationError, match="RANK=1 and WORLD_SIZE=8.*Unset"):
@@ -108,7 +108,7 @@ def test_a_stray_rank_exported_by_hand_is_an_error_of_every_trainer_but_a_single
     assert Trainer(accelerator="cpu", strategy="single_device").world_size == 1
 
 
-def test_ranks_that_are_there_are_counted_and_never_started_again() -> None:
+def test_running_ranks_are_used_and_not_started_again() -> None:
     for variables in (TORCHRUN, SRUN):
         os.environ.update(variables)
         trainer = Trainer(accelerator="cpu", logger=False)
@@ -135,7 +135,7 @@ def test_arguments_that_fit_the_ranks_are_accepted() -> None:
     assert Trainer(accelerator="cpu", num_nodes=2).world_size == 4
 
 
-def test_one_rank_of_torchrun_needs_no_group() -> None:
+def test_a_single_rank_of_torchrun_runs_on_a_single_device() -> None:
     os.environ.update(
         {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     )
@@ -145,14 +145,14 @@ def test_one_rank_of_torchrun_needs_no_group() -> None:
         find_strategy("auto", "cpu", 2)
 
 
-def test_kubernetes_starts_one_rank_on_each_machine() -> None:
+def test_variables_without_a_local_rank_mean_one_rank_per_machine() -> None:
     environ = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     assert rank_environment(environ) == RankEnvironment(3, 0, 4, 1, 3, "hand")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="needs two CPUs of Linux")
-def test_ranks_share_the_cpus_that_their_starter_may_use() -> None:
-    """In a container, or under taskset, these are fewer than the machine has."""
+def test_ranks_share_the_cpus_available_to_their_launcher() -> None:
+    """In a container, or under taskset, they are fewer than the machine's."""
     one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     asked = "from leyden.strategies.launch.processes import threads_each; print(threads_each(1))"
     done = run_program(["-c", f"{one}; {asked}"])

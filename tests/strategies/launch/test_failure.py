@@ -1,4 +1,4 @@
-"""Which errors only follow from the end of another rank; a store that does not answer is waited for within a limit."""
+"""Which errors follow from another rank's failure; a rank waits only briefly for an unresponsive store."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from leyden.strategies.launch.failure import FirstFailure, is_lost
         "NCCL communicator was aborted on rank 1.",
     ],
 )
-def test_errors_of_a_lost_connection_are_recognized(text: str) -> None:
+def test_lost_connection_errors_are_recognized(text: str) -> None:
     assert is_lost(DistBackendError(text)) and is_lost(RuntimeError(text))
     assert not is_lost(ValueError(text))
 
 
-def test_a_ranks_own_errors_are_no_lost_connection() -> None:
+def test_other_errors_are_not_lost_connections() -> None:
     assert not is_lost(DistBackendError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"))
     assert not is_lost(RuntimeError("Timed out waiting for a remote process exiting prematurely"))
 
@@ -46,8 +46,8 @@ signal.pause()
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
-def test_a_rank_fails_on_its_own_where_the_process_with_the_store_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGSTOP")
+def test_a_rank_reports_its_error_when_the_stores_process_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "ANSWER", 0.5)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Ranks that a test, a REPL or a notebook forks or spawns: what comes back to the caller, and how a run ends."""
+"""Ranks forked or spawned from a test, a REPL or a notebook: what they return to the caller, and how a run ends."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make(tmp_path: Path, strategy: str = "ddp_fork", devices: int = 2, **argumen
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.full)])
-def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) -> None:
+def test_weights_metrics_and_callback_states_return_to_the_caller(strategy: str, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(monitor="val_loss")
     stopping = EarlyStopping("val_loss", patience=5)
     torch.manual_seed(1)
@@ -77,7 +77,7 @@ def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) 
     assert checkpoint.best_model_score is not None
     assert float(checkpoint.best_model_score) == pytest.approx(float(trainer.callback_metrics["val_loss"]))
     assert stopping.best_score == checkpoint.best_model_score
-    # The same in a world of its own that goes on from the weights.
+    # New ranks validate with the weights that the fit returned.
     [values] = trainer.validate(module, loader(6), verbose=False)
     assert values["val_loss"] == pytest.approx(float(checkpoint.best_model_score))  # type: ignore[arg-type]
     predictions = trainer.predict(module, loader(6))
@@ -95,12 +95,12 @@ class Draws(Module):
     drawn: Any = None
 
     def setup(self, stage: str) -> None:
-        # Rank 0 sends back what both have drawn.
+        # Only rank 0's attributes return to the caller, so it gathers the numbers of both.
         self.drawn = self.all_gather(torch.tensor(draw(), dtype=torch.float64)).tolist()
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.full)])
-def test_ranks_begin_with_the_random_numbers_of_the_process_that_starts_them(strategy: str, tmp_path: Path) -> None:
+def test_ranks_start_with_the_callers_random_state(strategy: str, tmp_path: Path) -> None:
     module = Draws()
     seed_everything(11)
     expected = draw()
@@ -109,7 +109,7 @@ def test_ranks_begin_with_the_random_numbers_of_the_process_that_starts_them(str
     assert module.drawn == [expected, expected]
 
 
-def test_an_error_is_the_callers_with_the_ranks_traceback_as_its_cause(tmp_path: Path) -> None:
+def test_a_ranks_error_is_raised_in_the_caller_with_its_traceback_as_the_cause(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="of rank one") as caught:
         make(tmp_path).fit(Module("raise"), loader())
     assert "in training_step" in str(caught.value.__cause__)
@@ -117,12 +117,12 @@ def test_an_error_is_the_callers_with_the_ranks_traceback_as_its_cause(tmp_path:
         assert "leyden: raised on rank 1, step 1 (epoch 0, batch 1) in fit" in caught.value.__notes__[0]
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_raises_an_error_with_its_number_and_signal(tmp_path: Path) -> None:
     with pytest.raises(LeydenError, match=r"rank 1 was killed by signal 9 \(SIGKILL\)"):
         make(tmp_path).fit(Module("kill"), loader())
 
 
-def test_cuda_that_is_in_use_cannot_be_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_forking_after_cuda_initialization_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for strategy in ("ddp_fork", "ddp_notebook"):
         with pytest.raises(ConfigurationError, match="CUDA is already initialized.*Restart the kernel"):
@@ -134,7 +134,7 @@ def fork_after_a_run_with_a_group(folder: str) -> None:
     make(Path(folder)).fit(Module(), loader())
 
 
-def test_a_process_group_of_an_earlier_run_is_not_forked(tmp_path: Path) -> None:
+def test_forking_with_an_open_process_group_raises(tmp_path: Path) -> None:
     code = f"import {Path(__file__).stem} as tests; tests.fork_after_a_run_with_a_group({str(tmp_path)!r})"
     done = run_program(["-c", code], environ={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
     assert re.search(r"a process group of 1 rank\(s\), but the run has 2.*start_method='spawn'", done.stderr), (
@@ -142,7 +142,7 @@ def test_a_process_group_of_an_earlier_run_is_not_forked(tmp_path: Path) -> None
     )
 
 
-def test_what_cannot_be_pickled_is_refused_before_ranks_run(tmp_path: Path) -> None:
+def test_an_unpicklable_module_is_refused(tmp_path: Path) -> None:
     class Local(Module): ...
 
     with pytest.raises(ConfigurationError, match="could not pickle.*Local.*ddp_fork"):
@@ -150,9 +150,9 @@ def test_what_cannot_be_pickled_is_refused_before_ranks_run(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_a_run_whose_ranks_are_gone_resumes_from_a_checkpoint_alone(strategy: str, tmp_path: Path) -> None:
+def test_a_run_whose_ranks_have_exited_resumes_only_from_a_checkpoint(strategy: str, tmp_path: Path) -> None:
     trainer, module = make(tmp_path, strategy), Module()
-    # Of a Trainer that has run nothing, and of one whose ranks have run and are gone.
+    # First with a Trainer that has run nothing, then with one whose ranks have exited.
     for number in range(2):
         before = module.net.weight.detach().clone()
         with pytest.raises(
@@ -177,13 +177,13 @@ def test_several_machines_need_a_script(tmp_path: Path) -> None:
         make(tmp_path, num_nodes=2).fit(Module(), loader())
 
 
-def test_a_script_cannot_be_run_anew_from_pytest(tmp_path: Path) -> None:
+def test_ddp_cannot_rerun_a_script_under_pytest(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="pytest is running this process.*ddp_notebook.*ddp_spawn"):
         make(tmp_path, "ddp").fit(Module(), loader())
 
 
 class Interrupts(Module):
-    """Sends Ctrl-C to the caller alone, as a notebook does; counts in a file what the ranks did after it."""
+    """Sends Ctrl-C to the caller only, as a notebook does; each rank writes a file when its training ends."""
 
     def __init__(self, caller: int, folder: Path) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Interrupts(Module):
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_ends_the_ranks_in_order(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_gracefully(tmp_path: Path) -> None:
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, max_epochs=-1).fit(Interrupts(os.getpid(), tmp_path), loader())
@@ -219,7 +219,7 @@ class Module(TrainModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 module = Module()
-was = float(module.net.weight.detach().sum())
+before = float(module.net.weight.detach().sum())
 quiet = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
 try:
     Trainer(devices=2, strategy="ddp", **quiet).fit(module, [torch.ones(2, 2)] * 4)
@@ -228,19 +228,19 @@ except ValueError as error:
 
 trainer = Trainer(devices=2, strategy=STRATEGY, **quiet)
 trainer.fit(module, [torch.ones(2, 2)] * 4)
-print("DONE", trainer.world_size, trainer.global_step, was != float(module.net.weight.detach().sum()))
+print("DONE", trainer.world_size, trainer.global_step, before != float(module.net.weight.detach().sum()))
 """
 
 
 @pytest.mark.parametrize(
-    ("arguments", "strategy", "why"),
+    ("arguments", "strategy", "reason"),
     [
         pytest.param(["-i"], "auto", "this is an interactive session", id="REPL"),
         pytest.param(["-c"], "ddp_notebook", "there is no script file", id="-c", marks=pytest.mark.full),
     ],
 )
-def test_a_session_without_a_script_trains_by_ddp_notebook_alone(
-    arguments: list[str], strategy: str, why: str, tmp_path: Path
+def test_sessions_without_a_script_refuse_ddp_but_run_ddp_notebook(
+    arguments: list[str], strategy: str, reason: str, tmp_path: Path
 ) -> None:
     program = SESSION.replace("STRATEGY", repr(strategy))
     command = [sys.executable, *arguments, *([program] if arguments == ["-c"] else [])]
@@ -252,14 +252,14 @@ def test_a_session_without_a_script_trains_by_ddp_notebook_alone(
         text=True,
         timeout=200,
     )
-    assert f"REFUSED strategy='ddp' starts its ranks by running the script again, but {why}" in found.stdout, (
+    assert f"REFUSED strategy='ddp' starts its ranks by running the script again, but {reason}" in found.stdout, (
         found.stderr
     )
     assert "DONE 2" in found.stdout and "True" in found.stdout, found.stderr
 
 
-def test_what_was_packed_on_a_gpu_comes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank would load it to the GPU that the caller had it on, and the caller to that of rank 0."""
+def test_gpu_tensors_are_unpacked_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every rank would load them onto the caller's GPU, and the caller onto rank 0's."""
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     data = packed({"x": torch.arange(3)})
     with pytest.raises(RuntimeError, match="CUDA"):
@@ -269,7 +269,7 @@ def test_what_was_packed_on_a_gpu_comes_to_the_cpu(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
-def test_a_trainer_of_any_precision_can_be_handed_to_ranks(precision: str) -> None:
+def test_trainers_of_any_precision_can_be_sent_to_ranks(precision: str) -> None:
     trainer = unpacked(packed(Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, precision=precision)))
     plugin = trainer.strategy.precision
     plugin.check(torch.device("cpu"))
@@ -279,7 +279,7 @@ def test_a_trainer_of_any_precision_can_be_handed_to_ranks(precision: str) -> No
     assert plugin.name == precision and len(optimizer._optimizer_step_post_hooks) == (precision == "16-mixed")
 
 
-def test_a_data_module_of_data_sets_can_be_handed_to_ranks() -> None:
+def test_data_modules_from_datasets_can_be_sent_to_ranks() -> None:
     data = DataModule.from_datasets(TensorDataset(torch.arange(6)), batch_size=2)
     data.note = "kept"  # type: ignore[attr-defined]
     found = unpacked(packed(data))
@@ -297,7 +297,7 @@ def rank(starter):
         os.sched_yield()
     os.environ[STARTER] = "fork"
     end_with_parent()
-    print("goes on", flush=True)
+    print("still running", flush=True)
 
 def start():
     context.Process(target=rank, args=(os.getpid(),)).start()
@@ -312,7 +312,7 @@ print("starter", starter.exitcode, flush=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_a_rank_whose_starter_is_killed_before_it_looks_ends() -> None:
-    # The pipe is closed when nobody is left.
+def test_a_rank_exits_if_its_parent_was_killed_before_the_first_check() -> None:
+    # Returns when all processes have closed the pipe.
     done = run_program(["-c", ORPHAN])
     assert done.stdout.split() == ["starter", "-9"], done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""How ranks meet: missing ranks are named, no wait is without a limit, and one machine uses the loopback device."""
+"""Rendezvous: errors name the missing ranks, every wait has a limit, and one machine uses the loopback device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON = timedelta(seconds=0.5)
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The variables of a rank that is started by hand; gives the port of rank 0."""
+    """Sets the variables of a rank started by hand; returns rank 0's port."""
     for name in ("LEYDEN_AGENT", "LEYDEN_STARTER", "LOCAL_RANK", meeting.AGENTS_STORE):
         monkeypatch.delenv(name, raising=False)
     port = free_port()
@@ -35,7 +35,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def test_variables_that_are_left_over_are_named(by_hand: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_timeout_error_explains_leftover_variables(by_hand: int, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LeydenError, match=r"rank 0 of 8 waited 0 s at 127.0.0.1:\d+ for ranks 1 to 7.*left over"):
         meet(RankEnvironment(0, 0, 8, 1, starter="hand"), SOON)
     printed = capfd.readouterr().err
@@ -44,7 +44,7 @@ def test_variables_that_are_left_over_are_named(by_hand: int, capfd: pytest.Capt
     assert "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in printed
 
 
-def test_a_store_that_nobody_opens_is_not_waited_for_for_ever(by_hand: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_a_store_that_never_opens_times_out(by_hand: int, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LeydenError, match=r"rank 1 of 8 waited 0 s for rank 0, but its store at .* did not open"):
         meet(RankEnvironment(1, 0, 8, 1, 1, "hand"), timedelta(minutes=30))
     printed = capfd.readouterr().err
@@ -59,7 +59,7 @@ meet(RankEnvironment(0, 0, 3, 1, starter="hand"), timedelta(minutes=30))
 """
 
 
-def test_a_rank_0_that_ends_before_all_are_there_is_named(
+def test_rank_1_raises_if_rank_0_exits_before_all_ranks_join(
     by_hand: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(meeting, "STORE_OPENS", timedelta(minutes=2))
@@ -73,15 +73,15 @@ def test_a_rank_0_that_ends_before_all_are_there_is_named(
 
     rank_0 = start_program(["-c", RANK_0], tmp_path, tmp_path / "printed.txt", tmp_path / "printed.txt")
     try:
-        waits = threading.Thread(target=rank_1)
-        waits.start()
-        # Blocks until rank 1 has written that it is there.
+        waiting = threading.Thread(target=rank_1)
+        waiting.start()
+        # Blocks until rank 1 has announced itself in the store.
         store = TCPStore("127.0.0.1", by_hand, None, False, timedelta(minutes=2), wait_for_workers=False)
         PrefixStore("leyden/ranks/0", store).wait(["here/1"])
     finally:
         rank_0.kill()
         rank_0.join()
-    waits.join(60.0)
+    waiting.join(60.0)
     [error] = found
     assert isinstance(error, LeydenError) and "before all ranks had joined: rank 0" in str(error)
 
@@ -123,9 +123,9 @@ Trainer(
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp_fork", marks=pytest.mark.full)])
-def test_ranks_of_one_machine_listen_on_the_loopback_device_alone(strategy: str, tmp_path: Path) -> None:
+def test_ranks_of_one_machine_listen_only_on_the_loopback_device(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LISTENS)
     environ = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Ranks that a plain script starts: who runs which lines, exit codes, breakpoints, `-m`, torchrun; two machines."""
+"""Ranks started by a plain script: the lines each one runs, exit codes, breakpoints, `-m`, torchrun, two machines."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Module(TrainModule):
         self.net = torch.nn.Linear(4, 3)
 
     def training_step(self, batch, batch_idx):
-        self.do(batch_idx)
+        self.before_loss(batch_idx)
         return self.net(batch).square().mean()
 
-    def do(self, batch_idx):
+    def before_loss(self, batch_idx):
         pass
 
     def validation_step(self, batch, batch_idx):
@@ -75,21 +75,21 @@ def run(command: list[str], folder: Path, text: str | None = None, **environ: st
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "of_test.py").write_text(MODULE)
+    (tmp_path / "script_parts.py").write_text(MODULE)
     return tmp_path
 
 
 PACKAGE = """
 import os, sys
 from leyden import Trainer
-from of_test import QUIET, Module, batches, say
+from script_parts import QUIET, Module, batches, say
 
 say("BEFORE", os.environ.get("RANK"), sys.argv[1:])
 os.makedirs("elsewhere", exist_ok=True)
 os.chdir("elsewhere")
 
-class Stops(Module):
-    def do(self, batch_idx):
+class BreakpointModule(Module):
+    def before_loss(self, batch_idx):
         if batch_idx == 1 and self.trainer.global_rank == 0:
             breakpoint()
         if batch_idx == 2 and self.trainer.global_rank == 1:
@@ -97,13 +97,13 @@ class Stops(Module):
 
 trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
 say("PLAN", trainer.world_size, trainer.is_global_zero)
-trainer.fit(Stops(), batches())
+trainer.fit(BreakpointModule(), batches())
 say("AFTER", trainer.global_rank, os.path.basename(os.getcwd()))
 sys.exit(3)
 """
 
 
-def test_lines_before_and_after_fit_and_a_breakpoint_under_m(folder: Path) -> None:
+def test_every_rank_runs_the_whole_script_and_rank_0_can_open_a_debugger(folder: Path) -> None:
     package = folder / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -123,35 +123,35 @@ def test_lines_before_and_after_fit_and_a_breakpoint_under_m(folder: Path) -> No
 
 SIGNALLED = """
 from leyden import Trainer
-from of_test import *
+from script_parts import *
 
-class Signals(Module):
-    def do(self, batch_idx):
+class SignalModule(Module):
+    def before_loss(self, batch_idx):
         if batch_idx == 2 and self.trainer.global_rank == 0:
             os.kill(int(os.environ["LEYDEN_AGENT"]), getattr(signal, sys.argv[1]))
 
     def on_train_end(self):
-        say("ENDED IN ORDER", self.trainer.global_rank)
+        say("ENDED GRACEFULLY", self.trainer.global_rank)
 
-Trainer(devices=2, strategy="ddp", max_epochs=-1, **QUIET).fit(Signals(), batches())
+Trainer(devices=2, strategy="ddp", max_epochs=-1, **QUIET).fit(SignalModule(), batches())
 say("NEVER")
 """
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.full)])
-def test_a_signal_ends_every_rank_in_order(name: str, code: int, folder: Path) -> None:
+def test_a_signal_ends_every_rank_gracefully(name: str, code: int, folder: Path) -> None:
     (folder / "script.py").write_text(SIGNALLED)
     found = run(["script.py", name], folder)
     assert sorted(line for line in found.stdout.splitlines() if line.startswith("ENDED")) == [
-        "ENDED IN ORDER 0",
-        "ENDED IN ORDER 1",
+        "ENDED GRACEFULLY 0",
+        "ENDED GRACEFULLY 1",
     ], found.stderr
     assert found.returncode == code == 128 + getattr(signal, name) and "NEVER" not in found.stdout
 
 
 SEVERAL_RUNS = """
 from leyden import Trainer
-from of_test import *
+from script_parts import *
 
 say("BEFORE", os.environ["RANK"])
 trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
@@ -167,7 +167,7 @@ say("RANK", trainer.global_rank, other.world_size, alone.world_size)
 """
 
 
-def test_torchruns_ranks_are_used_for_several_runs_and_not_started_again(folder: Path) -> None:
+def test_ranks_of_torchrun_are_reused_for_several_runs(folder: Path) -> None:
     (folder / "script.py").write_text(SEVERAL_RUNS)
     found = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"], folder)
     assert found.returncode == 0, found.stderr
@@ -176,11 +176,11 @@ def test_torchruns_ranks_are_used_for_several_runs_and_not_started_again(folder:
 
 
 @pytest.mark.full
-# A launch takes 5 s, and on a machine that others use as well 20.
+# A launch takes 5 s, and 20 s on a busy machine.
 @pytest.mark.timeout(1800)
-def test_fifty_launches_in_a_row_end_with_0(folder: Path) -> None:
+def test_fifty_launches_in_a_row_exit_with_0(folder: Path) -> None:
     (folder / "script.py").write_text(
-        "from leyden import Trainer\nfrom of_test import *\nmodule = Module()\n"
+        "from leyden import Trainer\nfrom script_parts import *\nmodule = Module()\n"
         'trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)\n'
         "trainer.fit(module, batches(), batches(1))\nkept = trainer.strategy, trainer._fit\n"
     )
@@ -192,7 +192,7 @@ def test_fifty_launches_in_a_row_end_with_0(folder: Path) -> None:
 # two machines ---------------------------------------------------------------------------------------------------------
 MACHINES = """
 from leyden import Trainer
-from of_test import *
+from script_parts import *
 
 torch.manual_seed(0)
 module = Module()
@@ -206,9 +206,9 @@ Machines = list[tuple[list[str], dict[str, str]]]
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    """For each of two machines a command's prefix and its variables.
+    """Command prefix and environment variables for each of two machines.
 
-    Network namespaces with a cable between them or, where those are refused, two agents on the loopback device.
+    They are network namespaces joined by a virtual cable or, where those are not permitted, two agents on loopback.
     """
     port = str(free_port())
     names = [f"leyden{os.getpid()}{end}" for end in "ab"]
@@ -266,7 +266,7 @@ def make_namespaces(names: list[str]) -> bool:
 
 
 def ranks_of(output: str) -> dict[int, tuple[list[str], str]]:
-    """Rank -> its place and its weights."""
+    """Returns the place and the weights of each rank."""
     found = {}
     for line in output.splitlines():
         if line.startswith("RANK "):
@@ -276,19 +276,17 @@ def ranks_of(output: str) -> dict[int, tuple[list[str], str]]:
 
 
 def on_one_machine(folder: str) -> list[float]:
-    """The script's weights on a rank of one machine that has them all."""
+    """Returns the script's weights, trained with all ranks on one machine."""
     sys.path.insert(0, folder)
-    of_test = importlib.import_module("of_test")
+    script_parts = importlib.import_module("script_parts")
     torch.manual_seed(0)
-    module = of_test.Module()
-    Trainer(strategy="ddp", max_epochs=1, **of_test.QUIET).fit(module, of_test.batches())
-    return of_test.weights(module)  # type: ignore[no-any-return]
+    module = script_parts.Module()
+    Trainer(strategy="ddp", max_epochs=1, **script_parts.QUIET).fit(module, script_parts.batches())
+    return script_parts.weights(module)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_two_machines_have_the_weights_of_one_with_as_many_ranks(
-    devices: int, folder: Path, machines: Machines
-) -> None:
+def test_two_machines_match_one_machine_with_as_many_ranks(devices: int, folder: Path, machines: Machines) -> None:
     (folder / "script.py").write_text(MACHINES)
     agents = [
         subprocess.Popen(
@@ -330,7 +328,7 @@ def test_two_machines_have_the_weights_of_one_with_as_many_ranks(
         ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
     ],
 )
-def test_several_machines_need_to_know_each_other(
+def test_incomplete_variables_of_several_machines_are_refused(
     environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -341,19 +339,19 @@ def test_several_machines_need_to_know_each_other(
         machines_of(2)
 
 
-# what is left behind --------------------------------------------------------------------------------------------------
+# temporary folders ----------------------------------------------------------------------------------------------------
 LEAVES = """
 from leyden import Trainer
-from of_test import *
+from script_parts import *
 
-class Ends(Module):
-    def do(self, batch_idx):
+class FailingModule(Module):
+    def before_loss(self, batch_idx):
         if batch_idx == 1 and self.trainer.global_rank == 0:
             if sys.argv[1] == "raise":
                 raise ValueError("of rank 0")
             os.kill(int(os.environ["LEYDEN_AGENT"]), getattr(signal, sys.argv[1]))
 
-Trainer(devices=1, strategy="ddp", max_epochs=3, **QUIET).fit(Ends(), batches())
+Trainer(devices=1, strategy="ddp", max_epochs=3, **QUIET).fit(FailingModule(), batches())
 """
 
 
@@ -361,7 +359,9 @@ Trainer(devices=1, strategy="ddp", max_epochs=3, **QUIET).fit(Ends(), batches())
     ("command", "code"),
     [(["raise"], 1), pytest.param(["SIGTERM"], 143, marks=pytest.mark.full), (["SIGKILL"], -9)],
 )
-def test_a_launch_leaves_no_folder_behind(command: list[str], code: int, folder: Path, tmp_path: Path) -> None:
+def test_a_launch_leaves_no_temporary_folder_behind(
+    command: list[str], code: int, folder: Path, tmp_path: Path
+) -> None:
     (folder / "script.py").write_text(LEAVES)
     place = tmp_path / "tmp"
     place.mkdir()
@@ -369,8 +369,8 @@ def test_a_launch_leaves_no_folder_behind(command: list[str], code: int, folder:
     found = run([*launch, *command], folder, TMPDIR=str(place))
     assert found.returncode == code, found.stderr
     left = {path.name.split("-")[1] for path in place.glob("leyden-*")}
-    # One that is killed can delete nothing, and the next one on this host does.
+    # A killed launch cannot delete its folders; the next launch on this host does.
     assert left == ({"launch", "tries"} if code == -9 else set())
-    code_of = f"import tempfile; tempfile.tempdir = {str(place)!r}; from leyden.strategies.launch import processes"
-    assert run(["-c", f"{code_of}; processes.clear_left_behind()"], folder).returncode == 0
+    prelude = f"import tempfile; tempfile.tempdir = {str(place)!r}; from leyden.strategies.launch import processes"
+    assert run(["-c", f"{prelude}; processes.clear_left_behind()"], folder).returncode == 0
     assert not list(place.glob("leyden-*"))

@@ -1,4 +1,4 @@
-"""The watchdog's parts: how long each phase may take, whose stacks are read, which rank is the odd one."""
+"""The watchdog's parts: time limits of phases, stacks of threads, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def shared() -> Iterator[SharedSlots]:
 
 
 # how long a phase may take --------------------------------------------------------------------------------------------
-def trained(beat: Heartbeat, pulse: Pulse, batches: int, seconds: float) -> float:
-    """Trains so many batches, each of which takes so long; returns the time."""
+def simulate_training(beat: Heartbeat, pulse: Pulse, batches: int, seconds: float) -> float:
+    """Simulates batches of the given duration; returns the time at their end."""
     beat.begin_fit(0)
     beat.begin_epoch(0, 0, 0, 0)
     now = pulse.since
@@ -47,7 +47,7 @@ def trained(beat: Heartbeat, pulse: Pulse, batches: int, seconds: float) -> floa
 
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.01, 60.0), (20.0, 200.0)])
-def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
+def test_the_limit_is_ten_times_the_slowest_batch_and_at_least_a_minute(
     shared: SharedSlots, tmp_path: Path, seconds: float, limit: float
 ) -> None:
     beat = Heartbeat()
@@ -56,7 +56,7 @@ def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
         # A setup of ten minutes says nothing about batches.
         pulse.look(pulse.since)
         pulse.look(pulse.since + 600)
-        now = trained(beat, pulse, 5, seconds)
+        now = simulate_training(beat, pulse, 5, seconds)
         assert pulse.phase == Phase.TRAINING and pulse.limit(Phase.TRAINING) == pytest.approx(limit)
         assert not pulse.is_overdue(now + limit - 0.1) and pulse.is_overdue(now + limit + 0.1)
         assert pulse.limit(Phase.EPOCH) == pulse.limit(Phase.EVALUATION) == pulse.limit(Phase.SAVING) == 1800
@@ -64,7 +64,7 @@ def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
         assert pulse.limit(Phase.LOOP) == math.inf
 
 
-def test_batches_that_take_minutes_are_no_hang_from_the_first_on(shared: SharedSlots, tmp_path: Path) -> None:
+def test_batches_that_take_minutes_are_never_taken_for_a_hang(shared: SharedSlots, tmp_path: Path) -> None:
     beat, seconds = Heartbeat(), 400.0
     with beat.beating(shared.slots[0], 0, AUTO, str(tmp_path)):
         pulse = Pulse(shared.slots[0])
@@ -83,22 +83,22 @@ def test_batches_that_take_minutes_are_no_hang_from_the_first_on(shared: SharedS
             assert not pulse.is_overdue(now + 3 * seconds)
 
 
-def test_where_other_ranks_are_not_seen_a_batch_may_wait_for_them(shared: SharedSlots, tmp_path: Path) -> None:
-    """They may compile, and nobody here knows."""
+def test_batches_may_wait_for_ranks_on_other_machines(shared: SharedSlots, tmp_path: Path) -> None:
+    """Those may be compiling, which cannot be seen from here."""
     with Heartbeat().beating(shared.slots[0], 0, AUTO, str(tmp_path)):
         assert Pulse(shared.slots[0], 60.0 * 30).limit(Phase.TRAINING) == 1800
     with Heartbeat().beating(shared.slots[0], 0, 2000, str(tmp_path)):
         assert Pulse(shared.slots[0], 60.0 * 30).limit(Phase.TRAINING) == 2
 
 
-def test_each_phase_has_a_multiple_of_a_given_limit(shared: SharedSlots, tmp_path: Path) -> None:
+def test_each_phase_gets_a_multiple_of_a_given_limit(shared: SharedSlots, tmp_path: Path) -> None:
     beat = Heartbeat()
     with beat.beating(shared.slots[0], 0, 7500, str(tmp_path)):
         pulse = Pulse(shared.slots[0])
         phases = [pulse.phase]
-        trained(beat, pulse, 1, 100.0)
+        simulate_training(beat, pulse, 1, 100.0)
         phases.append(pulse.phase)
-        trained(beat, pulse, 5, 100.0)
+        simulate_training(beat, pulse, 5, 100.0)
         with beat.during(Phase.EVALUATION), beat.during(Phase.SAVING):
             phases.append(pulse.phase)
         beat.begin_epoch(1, 0, 5, 5)
@@ -110,7 +110,7 @@ def test_each_phase_has_a_multiple_of_a_given_limit(shared: SharedSlots, tmp_pat
     assert pulse.phase == Phase.OUTSIDE
 
 
-def test_compiling_is_a_phase_of_its_own(shared: SharedSlots, tmp_path: Path) -> None:
+def test_compiling_is_a_separate_phase(shared: SharedSlots, tmp_path: Path) -> None:
     import torch
     from torch._dynamo.callback import callback_handler
 
@@ -129,7 +129,7 @@ def test_compiling_is_a_phase_of_its_own(shared: SharedSlots, tmp_path: Path) ->
     assert len(callback_handler.start_callbacks) == before
 
 
-def test_a_run_within_a_run_leaves_the_slot_as_it_was(shared: SharedSlots, tmp_path: Path) -> None:
+def test_a_nested_run_restores_the_outer_runs_slot(shared: SharedSlots, tmp_path: Path) -> None:
     outer, slot = Heartbeat(), shared.slots[0]
     with outer.beating(slot, 0, 5000, str(tmp_path)):
         outer.begin_epoch(3, 2, 20, 20)
@@ -138,11 +138,11 @@ def test_a_run_within_a_run_leaves_the_slot_as_it_was(shared: SharedSlots, tmp_p
             assert slot.folder.endswith("inner") and slot.words[words.LIMIT] == 90_000
         after = slot.words.tolist()
         assert slot.folder == str(tmp_path)
-        # What it has done is progress.
+        # The inner run's progress counts as the outer's.
         assert after.pop(words.MARKS) > before.pop(words.MARKS) and after == before
 
 
-def test_a_process_that_a_rank_starts_takes_no_slot(shared: SharedSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_of_a_rank_get_no_slot(shared: SharedSlots, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slot_of_watchdog(0) is None
     monkeypatch.setenv(HEARTBEATS, shared.path)
     assert slot_of_watchdog(1) is not None and slot_of_watchdog(2) is None
@@ -156,10 +156,10 @@ def test_a_process_that_a_rank_starts_takes_no_slot(shared: SharedSlots, monkeyp
 
 # stacks ---------------------------------------------------------------------------------------------------------------
 @HAS_SIGNAL
-def test_every_thread_is_read_whatever_it_waits_for(tmp_path: Path) -> None:
+def test_stacks_of_all_threads_are_read(tmp_path: Path) -> None:
     over = threading.Event()
-    waits = threading.Thread(target=over.wait)
-    waits.start()
+    waiting = threading.Thread(target=over.wait)
+    waiting.start()
     answers = StackFile(str(tmp_path / "stacks"))
     try:
         with open(tmp_path / "stacks", "r+b") as file:
@@ -167,15 +167,15 @@ def test_every_thread_is_read_whatever_it_waits_for(tmp_path: Path) -> None:
     finally:
         answers.close()
         over.set()
-        waits.join()
+        waiting.join()
     mine = next(thread for thread in found if thread.ident == threading.main_thread().ident)
-    assert mine.users is not None and mine.users.function == "test_every_thread_is_read_whatever_it_waits_for"
+    assert mine.users is not None and mine.users.function == "test_stacks_of_all_threads_are_read"
     assert "ask({os.getpid(): file})" in mine.users.source
-    assert any(thread.ident == waits.ident for thread in found)
+    assert any(thread.ident == waiting.ident for thread in found)
 
 
 @HAS_SIGNAL
-def test_a_process_that_does_not_answer_is_not_harmed(tmp_path: Path) -> None:
+def test_an_unresponsive_process_is_not_harmed(tmp_path: Path) -> None:
     other = subprocess.Popen(["sleep", "60"])
     try:
         with open(tmp_path / "stacks", "w+b") as file:
@@ -218,9 +218,9 @@ def test_a_debuggers_prompt_is_recognized(tmp_path: Path) -> None:
         debugged.wait()
 
 
-# who is the odd one ---------------------------------------------------------------------------------------------------
+# the odd rank ---------------------------------------------------------------------------------------------------------
 def sight(rank: int, at: str = "train.py", state: str = "S (sleeping)", batch: int = 5, function: str = "f") -> Sight:
-    """A rank whose innermost line is in this file; "" for one that does not answer."""
+    """A rank whose innermost line is in the file `at`, or an unresponsive one where `at` is empty."""
     found = [0] * 16
     found[words.RANK], found[words.BATCHES] = rank, batch
     threads = [Thread(0, (Frame(at, 3, function), Frame("train.py", 9, "main")))] if at else None
@@ -239,14 +239,14 @@ COLLECTIVE = "/x/site-packages/torch/distributed/distributed_c10d.py"
         ([sight(0, COLLECTIVE), sight(1, COLLECTIVE, batch=4)], [1]),
         ([sight(0, COLLECTIVE), sight(1, COLLECTIVE), sight(2, COLLECTIVE, function="barrier")], [2]),
         ([sight(0, COLLECTIVE), sight(1, COLLECTIVE)], []),
-        # On a GPU ranks wait in whatever reads a value back.
+        # On a GPU, ranks wait wherever they read a value back.
         ([sight(0), sight(1, "data.py"), sight(2)], [1]),
         ([sight(0), sight(1, "data.py")], [0, 1]),
         ([sight(0)], [0]),
         ([sight(0, COLLECTIVE)], []),
     ],
 )
-def test_the_odd_rank_is_the_one_that_the_others_wait_for(sights: list[Sight], odd: list[int]) -> None:
+def test_the_odd_rank_is_the_one_the_others_wait_for(sights: list[Sight], odd: list[int]) -> None:
     hang = Hang(sights, 61.0, "All ranks were terminated.")
     assert [found.rank for found in hang.odd] == odd
     assert ("the cause is not on this machine" in str(hang)) is not bool(odd)
@@ -255,7 +255,7 @@ def test_the_odd_rank_is_the_one_that_the_others_wait_for(sights: list[Sight], o
         assert str(hang).count(f"rank {rank}, at step") == 1
 
 
-def test_ranks_in_different_collectives_are_both_named() -> None:
+def test_mismatched_collectives_are_reported_for_each_rank() -> None:
     hang = Hang([sight(0, COLLECTIVE, function="all_reduce"), sight(1, COLLECTIVE, function="barrier")], 61.0, "")
     text = str(hang)
     assert "rank 0 waits in all_reduce, at step" in text and "rank 1 waits in barrier, at step" in text
@@ -267,19 +267,19 @@ def test_ranks_in_different_collectives_are_both_named() -> None:
     ("given", "limit"),
     [(None, None), (False, None), (True, "auto"), ("auto", "auto"), (90, 90.0), (timedelta(minutes=5), 300.0)],
 )
-def test_what_hang_timeout_means(given: Any, limit: Any) -> None:
+def test_hang_timeout_accepts_seconds_timedeltas_auto_and_booleans(given: Any, limit: Any) -> None:
     assert hang_limit(given) == limit
     assert Trainer(hang_timeout=given, logger=False).arguments.hang_timeout == limit
     assert Trainer(logger=False).arguments.hang_timeout == "auto"
 
 
 @pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), "1 minute", timedelta(0), [60]])
-def test_a_limit_that_cannot_be_is_refused(given: Any) -> None:
+def test_invalid_hang_timeouts_are_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="hang_timeout=.*Use a positive number of seconds"):
         Trainer(hang_timeout=given)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGURG")
-def test_the_watchdogs_signal_cannot_preempt() -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGURG")
+def test_preemption_cannot_use_the_watchdogs_signal() -> None:
     with pytest.raises(ConfigurationError, match="SIGURG cannot announce a preemption: the watchdog uses it"):
         Preemption(signals="SIGURG")

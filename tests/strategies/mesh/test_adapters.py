@@ -12,7 +12,7 @@ from leyden.strategies.mesh.plan import Plan
 
 
 class Adapted(nn.Module):
-    """As peft wraps a layer."""
+    """A layer with adapters, as peft wraps it."""
 
     def __init__(self, **others: nn.Module) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Adapted(nn.Module):
             self.add_module(name, other)
 
 
-def found(style: Any, **others: nn.Module) -> dict[str, Any]:
+def matched(style: Any, **others: nn.Module) -> dict[str, Any]:
     return Plan({"up": style}).matched(nn.ModuleDict({"up": Adapted(**others)}))
 
 
@@ -32,7 +32,7 @@ def found(style: Any, **others: nn.Module) -> dict[str, Any]:
     [("colwise", "replicate", "colwise"), ("gather", "replicate", "gather"), ("rowwise", "rowwise", "replicate")],
 )
 def test_adapters_are_placed_to_match_their_layer(style: str, first: str, second: str) -> None:
-    assert found(style, lora_dropout=nn.Dropout()) == {
+    assert matched(style, lora_dropout=nn.Dropout()) == {
         "up.base_layer": style,
         "up.lora_A.default": first,
         "up.lora_A.second": first,
@@ -41,8 +41,8 @@ def test_adapters_are_placed_to_match_their_layer(style: str, first: str, second
     }
 
 
-def test_adapters_of_another_kind_are_refused_by_name() -> None:
+def test_unsupported_adapters_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"an Adapted around a layer with 'lora_magnitude_vector': adapters"):
-        found("colwise", lora_magnitude_vector=nn.Linear(1, 8))
+        matched("colwise", lora_magnitude_vector=nn.Linear(1, 8))
     with pytest.raises(ConfigurationError, match=r"'up' 'sequence', .* Name the inner layers .*: 'up\.base_layer'"):
-        found("sequence")
+        matched("sequence")

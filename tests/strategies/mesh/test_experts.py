@@ -1,4 +1,4 @@
-"""Plans that name parameters, and the styles of transformers that do not fit: refused by name."""
+"""Plans that split parameters of experts, and the errors for transformers' unsupported styles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mixture(nn.Module):
 SPLIT = {"up": "packed_colwise", "down": "rowwise"}
 
 
-def test_a_packed_weight_gives_a_rank_its_part_of_each_matrix() -> None:
+def test_a_rank_gets_a_part_of_each_matrix_in_a_packed_weight() -> None:
     placement: Any = split_of("packed_colwise", torch.zeros(4, 8, 2))
     (first, second), _ = placement._split_tensor(torch.arange(8).view(1, 8, 1), 2, with_padding=False)
     assert (first.flatten().tolist(), second.flatten().tolist()) == ([0, 1, 4, 5], [2, 3, 6, 7])
@@ -37,14 +37,12 @@ def test_a_packed_weight_gives_a_rank_its_part_of_each_matrix() -> None:
         (Mixture(), Experts(splits=SPLIT, sequence=True), 2, "'experts' and has 'sequence' layers"),
     ],
 )
-def test_experts_that_cannot_be_split_are_refused_by_name(
-    module: nn.Module, style: Experts, size: int, message: str
-) -> None:
+def test_experts_that_cannot_be_split_are_refused(module: nn.Module, style: Experts, size: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_experts("experts", module, style, size)
 
 
-def test_a_parameter_is_split_only_in_a_module_of_experts() -> None:
+def test_parameters_are_split_only_in_modules_of_experts() -> None:
     with pytest.raises(ConfigurationError, match="nothing sums .* add 'mlp': 'experts'"):
         check_split("mlp.up", Mixture(), "packed_colwise", owner_style=None)
     with pytest.raises(ConfigurationError, match="makes the parameter 'mlp.up' 'sequence'"):
@@ -52,12 +50,12 @@ def test_a_parameter_is_split_only_in_a_module_of_experts() -> None:
 
 
 @pytest.mark.parametrize("style", ["mla_kv_a_proj", "packed_rowwise", "local_params", "ep_dispatch_experts"])
-def test_styles_of_transformers_that_do_not_fit_are_refused_by_name(style: str) -> None:
+def test_unsupported_transformers_styles_are_refused(style: str) -> None:
     with pytest.raises(ConfigurationError, match=f"the style '{style}' of transformers, for .* with tp=1"):
         Plan({"layers.*.attention": style})
 
 
-def test_what_a_transformers_plan_names_and_a_model_lacks_is_left_out() -> None:
+def test_entries_of_a_transformers_plan_for_missing_layers_are_dropped() -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.Qwen3MoeConfig(
         vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

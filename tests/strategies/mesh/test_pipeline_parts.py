@@ -1,4 +1,4 @@
-"""Where a model is cut, how batches are, and what passes between stages: all that needs no ranks."""
+"""How a pipeline cuts models and batches, and what its stages exchange: everything that needs no ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Model(nn.Module):
         self.head = nn.Linear(2, 4)
 
 
-def test_a_model_is_cut_evenly_and_what_stands_around_belongs_to_the_ends() -> None:
+def test_blocks_are_cut_evenly_and_outer_layers_belong_to_the_end_stages() -> None:
     found = find_cut(Model(), 2)
     assert (found.container, found.starts) == ("inner.blocks", (0, 3))
     assert [list(found.blocks_of(stage)) for stage in range(2)] == [[0, 1, 2], [3, 4]]
@@ -39,14 +39,14 @@ def test_a_model_is_cut_evenly_and_what_stands_around_belongs_to_the_ends() -> N
     assert stages["inner.blocks.3.bias"] == stages["inner.norm.weight"] == stages["head.bias"] == 1
 
 
-def test_a_parameter_of_the_list_itself_belongs_to_the_first_stage() -> None:
+def test_a_parameter_of_the_block_list_belongs_to_the_first_stage() -> None:
     model = Model()
     model.inner.blocks.offset = nn.Parameter(torch.zeros(2))
     found = find_cut(model, 2)
     assert "inner.blocks.offset" in found.before and found.stage_of("inner.blocks.offset") == 0
 
 
-def test_blocks_may_be_split_by_name_and_parts_moved() -> None:
+def test_cuts_and_stages_of_outer_layers_can_be_given_by_name() -> None:
     found = find_cut(Model(), 3, "inner", ["inner.blocks.1", "inner.blocks.4"], ("head",), ("scale",))
     assert found.starts == (0, 1, 4)
     assert (found.stage_of("head.weight"), found.stage_of("scale"), found.stage_of("inner.blocks.3.weight")) == (
@@ -56,7 +56,7 @@ def test_blocks_may_be_split_by_name_and_parts_moved() -> None:
     )
 
 
-def test_a_rank_keeps_its_stage_and_has_nan_for_the_others() -> None:
+def test_a_rank_keeps_its_stage_and_replaces_the_others_with_nan() -> None:
     model = Model()
     model.head.weight = model.embedding.weight
     absent: set[nn.Parameter] = set()
@@ -70,7 +70,7 @@ def test_a_rank_keeps_its_stage_and_has_nan_for_the_others() -> None:
     assert len(left) + len(dropped) == len(slots)
     first = model.inner.first.weight
     assert first.shape == (2, 2) and first.isnan().all() and first.untyped_storage().nbytes() == 4
-    assert model.head.weight is model.embedding.weight, "both ends hold what they share"
+    assert model.head.weight is model.embedding.weight, "the end stages no longer share their tied weight"
     assert [name for _, name in holdings.shared_slots()] == ["weight"]
 
 
@@ -85,19 +85,19 @@ SCHEDULES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), SCHEDULES)
-def test_a_schedule_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_schedules_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         Schedule(**{"name": "1F1B", "micro_batches": 4, "ranks": 2, **arguments})
     assert str(error.value).startswith(message)
 
 
-def test_stages_are_dealt_out_in_turns_or_back_and_forth() -> None:
+def test_stages_are_assigned_round_robin_or_in_a_v() -> None:
     looped, folded = Schedule("LoopedBFS", 4, 3), Schedule("ZBVZeroBubble", 4, 3)
     assert [looped.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     assert [folded.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
-def test_everything_that_has_a_sample_is_cut_and_nothing_else() -> None:
+def test_only_values_with_a_sample_dimension_are_cut() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0), "mode": "test"}
     parts = cut(batch, 2)
     assert [part.rows for part in parts] == [2, 1] and sum(part.share for part in parts) == 1
@@ -107,12 +107,12 @@ def test_everything_that_has_a_sample_is_cut_and_nothing_else() -> None:
     assert parts[0].signature != parts[1].signature
 
 
-def test_a_batch_of_fewer_samples_is_filled_with_parts_that_do_not_count() -> None:
+def test_a_batch_with_too_few_samples_is_filled_with_zero_weight_parts() -> None:
     parts = cut(torch.arange(2), 3)
     assert [(part.rows, part.share, len(part.batch)) for part in parts] == [(1, 0.5, 1), (1, 0.5, 1), (0, 0.0, 1)]
 
 
-def test_outputs_of_micro_batches_are_those_of_the_batch() -> None:
+def test_outputs_of_micro_batches_are_merged_into_those_of_the_batch() -> None:
     parts = cut(torch.arange(3), 2)
     outputs = [
         {"loss": torch.tensor(1.0), "rows": part.batch * 2, "mean": float(place), "num_items": part.rows, "note": "n"}
@@ -124,7 +124,7 @@ def test_outputs_of_micro_batches_are_those_of_the_batch() -> None:
     assert together([o["loss"] for o in outputs], parts, torch.tensor(5.0)) == 5.0
 
 
-def test_smaller_micro_batches_are_padded_on_their_way_and_cut_on_arrival() -> None:
+def test_smaller_micro_batches_are_padded_for_sending_and_trimmed_on_arrival() -> None:
     specs = [PayloadSpec((torch.zeros(2, 3), None)), PayloadSpec((torch.zeros(1, 3), None))]
     common = enclosing(specs)
     assert common == (TensorSpec(torch.Size([2, 3]), torch.float32),)
@@ -134,7 +134,7 @@ def test_smaller_micro_batches_are_padded_on_their_way_and_cut_on_arrival() -> N
     assert tensor.tolist() == [[1.0] * 3] and nothing is None
 
 
-def test_a_torch_whose_pipelines_do_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_working_pipelines_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leyden.strategies.mesh.pipeline.schedule.IS_SUPPORTED", False)
     with pytest.raises(ConfigurationError, match=r"a pipeline needs a newer torch than 2\."):
         Schedule("1F1B", 4, 2)
@@ -146,7 +146,7 @@ class Sample:
     x: Any
 
 
-def test_the_shapes_in_any_container_are_part_of_a_signature() -> None:
+def test_signatures_include_the_shapes_in_any_container() -> None:
     def signatures(wrap: Any) -> set[Any]:
         return {cut(wrap(torch.zeros(4, width)), 2)[0].signature for width in (5, 7)}
 

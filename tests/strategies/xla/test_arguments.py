@@ -1,4 +1,4 @@
-"""What of XLA is decided without it: names, rules of a mesh, and what an installation without torch_xla says."""
+"""What needs no torch_xla: strategy names, mesh rules, and the error where it is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.strategies.xla.strategy import XLAFSDPStrategy, XLAStrategy
 @pytest.mark.parametrize(
     "arguments", [{"strategy": "xla"}, {"accelerator": "xla"}, {"accelerator": "tpu"}, {"strategy": "xla_fsdp"}]
 )
-def test_a_missing_torch_xla_names_its_extra(arguments: dict[str, Any]) -> None:
+def test_a_missing_torch_xla_error_names_the_extra(arguments: dict[str, Any]) -> None:
     with pytest.raises(MissingExtraError, match=r"pip install 'leyden\[xla\]'"):
         Trainer(**arguments)
 
@@ -32,19 +32,18 @@ def test_a_missing_torch_xla_names_its_extra(arguments: dict[str, Any]) -> None:
         ({"shard": {"*": ("model",)}}, "the mesh has no 'model'"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_meshes_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         XLAStrategy(**arguments)
 
 
-def test_rules_of_fully_sharded_parameters() -> None:
-    """They go by the one dimension that its mesh has."""
+def test_xla_fsdp_rules_may_use_only_the_fsdp_axis() -> None:
     assert XLAFSDPStrategy(shard={"*.bias": ("fsdp",)}).name == "xla_fsdp"
     with pytest.raises(ConfigurationError, match="the mesh has no 'data'"):
         XLAFSDPStrategy(shard={"*.bias": ("data",)})
 
 
-def test_a_mesh_must_have_the_devices_of_the_run() -> None:
+def test_the_mesh_must_match_the_number_of_devices() -> None:
     layout = XLALayout({"data": 2, "model": 2})
     layout.check_devices(4)
     layout.check_devices(None)
@@ -58,6 +57,6 @@ def test_batches_are_split_over_data_and_fsdp_by_default() -> None:
     assert XLALayout({"a": 2, "b": 2}, batch=["b"]).batch_axes == ("b",)
 
 
-def test_an_accelerator_of_xla_asks_for_a_strategy_of_xla() -> None:
+def test_the_xla_accelerator_requires_an_xla_strategy() -> None:
     with pytest.raises(ConfigurationError, match="Use strategy='xla'"):
         Trainer(accelerator="xla", strategy="single_device")
