@@ -18,7 +18,7 @@ from leyden import Trainer
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.timeout(300)
-# Nothing is left on rank 1; of the global batch that opens a window of three; of the one that closes it; of all three.
+# No good samples on rank 1; in the batch that opens a window of three; in the one that closes it; in all three.
 CASES: list[set[int]] = [{4, 5, 6, 7, 9}, set(range(8)), set(range(16, 24)) | {1}, set(range(24))]
 
 
@@ -40,16 +40,16 @@ def trained(bad: set[int], size: int, **arguments: Any) -> tuple[list[Any], list
     return weights, [progress.samples, progress.bad_samples, progress.global_step, progress.stepped, progress.batches]
 
 
-def on_ranks() -> list[Any]:
+def train_at_every_stage() -> list[Any]:
     return [
         [trained(bad, 4, strategy=DeepSpeedStrategy(stage=stage)) for bad in (CASES if stage == 2 else CASES[2:])]
         for stage in (0, 1, 2, 3)
     ]
 
 
-def test_two_ranks_train_as_one_process_on_what_is_left() -> None:
+def test_two_ranks_match_one_process_on_the_remaining_samples() -> None:
     alone = [trained(bad, 8) for bad in CASES]
-    for stages in run_world(2, on_ranks):
+    for stages in run_world(2, train_at_every_stage):
         for found in stages:
             for (weights, counts), (expected, expected_counts) in zip(found, alone[-len(found) :], strict=True):
                 assert counts == expected_counts

@@ -16,7 +16,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 def save(folder: str) -> dict[str, dict[str, Any]]:
-    """One step of DeepSpeed's engine by itself, saved by itself; returns the masters."""
+    """Saves a step of DeepSpeed's engine by its own method; returns the float32 masters."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
@@ -48,9 +48,9 @@ def convert(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def test_masters_become_a_checkpoint(tmp_path: Path) -> None:
+def test_convert_writes_the_masters_of_deepspeed_folders(tmp_path: Path) -> None:
     expected = run_world(2, save, str(tmp_path))[0]
-    # As Accelerate has it, and as Lightning has it.
+    # Stage 2 stays in Accelerate's layout, stage 3 moves to Lightning's.
     shutil.move(tmp_path / "stage 3" / "pytorch_model", tmp_path / "stage 3" / "checkpoint")
     (tmp_path / "stage 3" / "latest").write_text("checkpoint")
     for name, weights in expected.items():

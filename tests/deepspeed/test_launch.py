@@ -1,4 +1,4 @@
-"""`leyden launch` with an Accelerate DeepSpeed file: DDP's losses, from the user's own loop and from a Trainer."""
+"""`leyden launch` with an Accelerate file for DeepSpeed: a user's loop and a Trainer match DDP."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def launch(*command: str) -> str:
     return done.stdout
 
 
-def losses_of(said: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", said, re.MULTILINE)]
+def losses_of(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", output, re.MULTILINE)]
 
 
 COMMANDS = {
@@ -155,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, str]:
-    """What each command prints."""
+    """The output of each command."""
 
     def run(command: tuple[str, ...]) -> str:
         file, script, *arguments = command
@@ -166,7 +166,7 @@ def printed(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["loop", "trainer", "own file"])
-def test_scripts_launched_by_files_of_accelerate_have_the_losses_of_ddp(printed: dict[str, str], name: str) -> None:
+def test_scripts_launched_with_accelerate_files_match_ddp(printed: dict[str, str], name: str) -> None:
     expected = losses_of(printed["ddp"])
     assert len(expected) == 6 and expected[0] > expected[-1]
     assert losses_of(printed[name]) == pytest.approx(expected, rel=1e-6)

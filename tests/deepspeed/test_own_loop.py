@@ -1,4 +1,4 @@
-"""DeepSpeed through the Accelerator: DDP's losses, norms and rates in the user's loop; one owner for each setting."""
+"""DeepSpeed through the Accelerator: a user's loop matches DDP, and conflicting settings are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leyden import (
 from leyden.strategies.fragment import Fragment
 
 STEPS = 3
-"""Batches of a step; an epoch has 5 on each of 2 ranks, so that its last window is shorter."""
+"""Batches per step; an epoch has 5 on each of 2 ranks, so that its last window is shorter."""
 
 
 def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -47,7 +47,7 @@ def accelerator_of(stage: int | None, **kwargs: Any) -> Accelerator:
 
 
 def train(stage: int | None, **kwargs: Any) -> dict[str, Any]:
-    """Two epochs; what a user sees of them."""
+    """Trains two epochs; returns what a user sees."""
     accelerator = accelerator_of(stage, gradient_accumulation_steps=STEPS, **kwargs)
     model, optimizer, loader, scheduler = prepared(accelerator)
     found: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "seen": []}
@@ -77,7 +77,7 @@ def train(stage: int | None, **kwargs: Any) -> dict[str, Any]:
 
 
 def prepared(accelerator: Accelerator) -> Any:
-    # Ranks that begin apart are given rank 0's weights.
+    # Ranks start from different weights and receive rank 0's.
     model, optimizer, scheduler = build(accelerator.process_index)
     scheduler, model, loader, optimizer = accelerator.prepare(scheduler, model, data(), optimizer)
     return model, optimizer, loader, scheduler
@@ -96,7 +96,7 @@ def results(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_losses_norms_rates_and_weights_equal_those_of_ddp(results: Any, stage: int) -> None:
+def test_losses_norms_rates_and_weights_match_ddp(results: Any, stage: int) -> None:
     for rank in results:
         ours, ddp = rank[f"stage {stage}"], rank["ddp"]
         assert len(ours["losses"]) == 2 * (10 if len(results) == 1 else 5)
@@ -111,8 +111,8 @@ def test_losses_norms_rates_and_weights_equal_those_of_ddp(results: Any, stage: 
             torch.testing.assert_close(Tensor(value), Tensor(ddp["weights"][name]), rtol=1e-5, atol=1e-6)
 
 
-def test_bf16_trains_as_under_ddp(results: Any) -> None:
-    """Autocast over float32 weights, as everywhere."""
+def test_bf16_matches_ddp(results: Any) -> None:
+    """Under DeepSpeed, too, bf16 means autocast over float32 weights."""
     for rank in results:
         assert rank["bf16"]["losses"] == pytest.approx(rank["bf16 ddp"]["losses"], rel=1e-3)
         assert rank["bf16"]["losses"] != rank["ddp"]["losses"]
@@ -140,7 +140,7 @@ CONFIG = {
 def run_loop(
     accelerator: Accelerator, objects: tuple[Any, ...], items: bool = False, clip: float | None = None
 ) -> tuple[list[float], list[float]]:
-    """An epoch: losses, and the rate after each step."""
+    """Runs an epoch; returns losses, and the learning rate after each step."""
     model, optimizer, loader, scheduler = accelerator.prepare(*objects)
     losses, rates = [], []
     for x, y in loader:
@@ -159,7 +159,7 @@ def run_loop(
 
 
 def by_config() -> dict[str, Any]:
-    """The config makes optimizer and scheduler, the script has stand-ins; the plugin accumulates and clips."""
+    """Trains with the config's optimizer and scheduler, and the plugin's accumulation and clipping."""
     found: dict[str, Any] = {}
     model, _, _ = build()
     plugin = DeepSpeedPlugin(CONFIG, gradient_accumulation_steps=2, gradient_clipping=0.3)
@@ -197,11 +197,11 @@ def by_config() -> dict[str, Any]:
 
 
 class Expert(nn.Linear):
-    """Stands for a layer of a mixture of experts."""
+    """A layer of a mixture of experts."""
 
 
 def offloaded() -> dict[str, Any]:
-    """Stage 3 built sharded, with parameters and optimizer state on the CPU; and the config's bf16 weights."""
+    """Trains stage 3 built sharded and offloaded to the CPU, and bf16 weights as the config says."""
     found: dict[str, Any] = {}
     for name in ("ddp", "offloaded", "bf16"):
         settings: dict[str, Any] = {"strategy": "ddp"}
@@ -233,7 +233,7 @@ def offloaded() -> dict[str, Any]:
     return found
 
 
-def test_offloaded_sharded_and_bf16_weights_train_as_under_ddp() -> None:
+def test_offloaded_sharded_and_bf16_weights_match_ddp() -> None:
     for rank in run_world(2, offloaded):
         assert rank["ddp built"] == rank["bf16 built"] == 128 and rank["offloaded built"] == 0
         assert rank["offloaded"] == pytest.approx(rank["ddp"], rel=1e-6)
@@ -242,7 +242,7 @@ def test_offloaded_sharded_and_bf16_weights_train_as_under_ddp() -> None:
         assert rank["bf16 state"] == ("bf16", "torch.bfloat16", [16, 8])
 
 
-def test_optimizers_of_the_config_and_settings_of_the_plugin_train_as_under_ddp() -> None:
+def test_the_configs_optimizer_and_the_plugins_settings_match_ddp() -> None:
     for rank in run_world(2, by_config):
         assert rank["accumulation"] == 2
         assert rank["final"] == [4, 0.3, 0.02]
@@ -253,10 +253,10 @@ def test_optimizers_of_the_config_and_settings_of_the_plugin_train_as_under_ddp(
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    """Five steps at stage 2 and 3; the third's checkpoint resumes at the same stage, at the other, and under DDP."""
+    """Takes five steps at stages 2 and 3, and resumes from the third at the same stage, at the other, and under DDP."""
     found: dict[str, Any] = {}
 
-    def go(stage: int | None, saved: str | None) -> list[float]:
+    def run(stage: int | None, saved: str | None) -> list[float]:
         accelerator = accelerator_of(stage)
         model, optimizer, scheduler = build(0 if saved is None else 9)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, data(), scheduler)
@@ -281,14 +281,14 @@ def resumed(folder: str) -> dict[str, Any]:
         return losses
 
     for stage in (2, 3):
-        found[f"whole {stage}"] = go(stage, None)
+        found[f"whole {stage}"] = run(stage, None)
         for other in (stage, 5 - stage, None):
-            found[f"{stage} to {other}"] = go(other, f"stage_{stage}")
+            found[f"{stage} to {other}"] = run(other, f"stage_{stage}")
     return found
 
 
-def rewound(folder: str) -> dict[str, list[list[float]]]:
-    """The losses of five steps, and those after going back to the state before them, which had no optimizer state."""
+def reload_earlier_state(folder: str) -> dict[str, list[list[float]]]:
+    """Returns the losses of five steps, and again after reloading the state before them, without optimizer state."""
     found = {}
     for stage in (1, 2, 3):
         for kind in ("AdamW", "SGD"):
@@ -316,8 +316,8 @@ def rewound(folder: str) -> dict[str, list[list[float]]]:
     return found
 
 
-def test_a_loop_goes_back_to_an_earlier_state_exactly(tmp_path: Path) -> None:
-    for rank in run_world(2, rewound, str(tmp_path)):
+def test_reloading_an_earlier_state_repeats_the_losses_exactly(tmp_path: Path) -> None:
+    for rank in run_world(2, reload_earlier_state, str(tmp_path)):
         for name, (first, second) in rank.items():
             assert len(first) == 5 and first == second, name
 
@@ -342,57 +342,57 @@ def test_a_saved_loop_resumes_under_every_strategy(tmp_path: Path) -> None:
 def refusals() -> dict[str, str]:
     found: dict[str, str] = {}
 
-    def refused(name: str, call: Any) -> None:
+    def record(name: str, call: Any) -> None:
         try:
             call()
-            found[name] = "taken"
+            found[name] = "accepted"
         except ConfigurationError as error:
             found[name] = str(error)
 
-    def made(config: Any = None, plugin: dict[str, Any] | None = None, **kwargs: Any) -> Accelerator:
+    def make(config: Any = None, plugin: dict[str, Any] | None = None, **kwargs: Any) -> Accelerator:
         return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, **(plugin or {})), **kwargs)
 
-    def prepares(*objects: Any, config: Any = None, **kwargs: Any) -> Any:
-        return made(config, **kwargs).prepare(*(objects or (*build()[:2], data())))
+    def prepare(*objects: Any, config: Any = None, **kwargs: Any) -> Any:
+        return make(config, **kwargs).prepare(*(objects or (*build()[:2], data())))
 
-    refused("stage twice", lambda: made({"zero_optimization": {"stage": 1}}, {"zero_stage": 2}))
-    refused("clipping twice", lambda: made({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5}))
-    refused("accumulation twice", lambda: made({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}))
-    refused("accumulation", lambda: prepares(config={"gradient_accumulation_steps": 2}, gradient_accumulation_steps=4))
-    refused("batch size", lambda: prepares(config={"train_micro_batch_size_per_gpu": 8}))
-    refused("precision", lambda: made({"bf16": {"enabled": True}}, mixed_precision="fp16"))
-    refused("two optimizers", lambda: prepares(build()[0], build()[1], build()[1], data()))
-    refused("config and script", lambda: prepares(config={"optimizer": CONFIG["optimizer"]}))
-    refused("no section", lambda: prepares(build()[0], DummyOptim([]), data()))
-    refused("plugin and strategy", lambda: made(strategy="ddp"))
-    refused("two plugins", lambda: Accelerator(deepspeed_plugins={"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}))
-    refused("no plugin", lambda: Accelerator(deepspeed_plugin={"zero_stage": 2}))
-    refused("msamp", lambda: made(plugin={"enable_msamp": True}))
-    refused("nvme", lambda: made(plugin={"zero_stage": 3, "offload_param_device": "nvme"}))
-    refused("first the optimizer", lambda: made().prepare(build()[1]))
-    refused("two models", lambda: made().prepare(build()[0], build()[0]))
+    record("stage twice", lambda: make({"zero_optimization": {"stage": 1}}, {"zero_stage": 2}))
+    record("clipping twice", lambda: make({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5}))
+    record("accumulation twice", lambda: make({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}))
+    record("accumulation", lambda: prepare(config={"gradient_accumulation_steps": 2}, gradient_accumulation_steps=4))
+    record("batch size", lambda: prepare(config={"train_micro_batch_size_per_gpu": 8}))
+    record("precision", lambda: make({"bf16": {"enabled": True}}, mixed_precision="fp16"))
+    record("two optimizers", lambda: prepare(build()[0], build()[1], build()[1], data()))
+    record("config and script", lambda: prepare(config={"optimizer": CONFIG["optimizer"]}))
+    record("dummy without section", lambda: prepare(build()[0], DummyOptim([]), data()))
+    record("plugin and strategy", lambda: make(strategy="ddp"))
+    record("two plugins", lambda: Accelerator(deepspeed_plugins={"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}))
+    record("no plugin", lambda: Accelerator(deepspeed_plugin={"zero_stage": 2}))
+    record("msamp", lambda: make(plugin={"enable_msamp": True}))
+    record("nvme", lambda: make(plugin={"zero_stage": 3, "offload_param_device": "nvme"}))
+    record("optimizer before model", lambda: make().prepare(build()[1]))
+    record("two models", lambda: make().prepare(build()[0], build()[0]))
 
-    accelerator = made({"gradient_clipping": 0.5})
+    accelerator = make({"gradient_clipping": 0.5})
     model, optimizer, loader = accelerator.prepare(*build()[:2], data())
     frozen = accelerator.prepare_model(build()[0], evaluation_mode=True)
     x, y = next(iter(loader))
     assert frozen(x).shape == y.shape
-    refused("joined", lambda: accelerator.strategy.own_loop.joining([model]))
+    record("join_uneven_inputs", lambda: accelerator.strategy.own_loop.joining([model]))
     accelerator.backward(F.mse_loss(model(x), y))
-    refused("clip", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
-    refused("clip value", lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
-    refused("clip some", lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 0.5))
-    refused("backward twice", lambda: accelerator.backward(F.mse_loss(model(x), y)))
+    record("clip", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
+    record("clip value", lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
+    record("clip some", lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 0.5))
+    record("backward twice", lambda: accelerator.backward(F.mse_loss(model(x), y)))
     optimizer.step()
-    refused("create_graph", lambda: accelerator.backward(F.mse_loss(model(x), y), create_graph=True))
+    record("create_graph", lambda: accelerator.backward(F.mse_loss(model(x), y), create_graph=True))
     accelerator.free_memory()
-    accelerator = made()
+    accelerator = make()
     model, optimizer, _ = build()
     late = model[2].weight.requires_grad_(False)
     loader = accelerator.prepare(model, optimizer, data())[2]
     next(iter(loader))
     late.requires_grad_(True)
-    refused("unfrozen", lambda: next(iter(loader)))
+    record("unfrozen", lambda: next(iter(loader)))
     accelerator.free_memory()
     return found
 
@@ -406,15 +406,15 @@ WORDS = {
     "precision": "The DeepSpeed config enables bf16, but the run's precision is '16-mixed'",
     "two optimizers": "2 optimizers were given, but DeepSpeed's engine drives only one",
     "config and script": "The DeepSpeed config has an optimizer (AdamW)",
-    "no section": "a DummyOptim was prepared, but the DeepSpeed config has no optimizer section",
+    "dummy without section": "a DummyOptim was prepared, but the DeepSpeed config has no optimizer section",
     "plugin and strategy": "deepspeed_plugin and strategy were both given",
     "two plugins": "2 DeepSpeed plugins were given (a, b), but one engine drives the trained model",
     "no plugin": "pass a DeepSpeedPlugin, such as",
     "msamp": "MS-AMP is no longer maintained",
     "nvme": "offload_param to 'nvme' needs an nvme_path",
-    "first the optimizer": "an optimizer was prepared before its model",
+    "optimizer before model": "an optimizer was prepared before its model",
     "two models": "is a second model, but deepspeed_stage_2's engine drives one",
-    "joined": "DeepSpeed does not support join_uneven_inputs",
+    "join_uneven_inputs": "DeepSpeed does not support join_uneven_inputs",
     "clip": "gradient_clipping=0.5, but the run clips to 0.1",
     "clip value": "DeepSpeed clips gradients only by norm",
     "clip some": "DeepSpeed clips all trained parameters by one norm, but some were left out",
@@ -432,12 +432,12 @@ def refused() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_a_setting_with_two_owners_or_a_misuse_of_the_engine_is_refused(refused: dict[str, str], name: str) -> None:
+def test_conflicting_settings_and_misuse_of_the_engine_are_refused(refused: dict[str, str], name: str) -> None:
     assert WORDS[name] in refused[name]
 
 
-def in_trouble(folder: str) -> dict[str, Any]:
-    """What a loop finds after a refused load, a loss that is not finite, and in a search for a batch size."""
+def fail_and_skip(folder: str) -> dict[str, Any]:
+    """Returns whether a refused load and losses that are not finite left the state unchanged, and the warnings."""
     found: dict[str, Any] = {}
 
     def step(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, factor: float = 1.0) -> None:
@@ -476,9 +476,9 @@ def in_trouble(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_loop_with_an_error_is_reported_and_loses_nothing(tmp_path: Path) -> None:
-    for rank in run_world(2, in_trouble, str(tmp_path)):
+def test_failed_loads_and_skipped_steps_leave_the_state_unchanged(tmp_path: Path) -> None:
+    for rank in run_world(2, fail_and_skip, str(tmp_path)):
         for stage in (2, 3):
             assert rank[f"load {stage}"] and rank[f"skipped {stage}"]
-            # Once, however often it happens.
+            # Warns only once.
             assert len(rank[f"warned {stage}"]) == 1

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-# Of the launch that the tests of this file share.
+# For the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)
 
 
 class Net(TrainModule):
-    """A regression whose optimizers, and what goes wrong, are chosen by a word."""
+    """A regression; `kind` chooses its optimizers and what goes wrong."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Net(TrainModule):
 
 
 class OwnClipping(Net):
-    """Clips in every second step alone."""
+    """Clips in every second step only."""
 
     def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
         if self.global_step % 2:
@@ -97,7 +97,7 @@ def trainer_of(strategy: Any, **arguments: Any) -> Trainer:
 
 
 def evaluated(strategy: Any) -> dict[str, Any]:
-    """Validation alone, in a fit and after it, and predictions."""
+    """Validates before, during and after a fit, and predicts."""
     module, trainer = Net(), trainer_of(strategy, num_sanity_val_steps=1)
     before = trainer.validate(module, data(103, 8), verbose=False)[0]["val_loss"]
     samples, module.samples = module.samples, 0
@@ -118,7 +118,7 @@ def evaluated(strategy: Any) -> dict[str, Any]:
 
 
 def fitted_again(stage: int) -> dict[str, Any]:
-    """A module that is fit anew, goes on, and is fit by another strategy."""
+    """Fits a module, continues the fit, fits it again, and fits another module."""
     module, trainer = Net(), trainer_of(zero(stage))
     trainer.fit(module, data())
     first = trainer.strategy.engine
@@ -132,7 +132,7 @@ def fitted_again(stage: int) -> dict[str, Any]:
     trainer.fit(other, data())
     assert other.losses == losses[:4] and len(losses) == 12
     trainer.strategy.close_engine()
-    # Nothing of DeepSpeed's is left behind in torch.
+    # DeepSpeed's changes to torch are undone.
     assert F.linear.__module__ != "deepspeed.runtime.zero.linear"
     if weights and stage < 3:
         plain = Net()
@@ -157,7 +157,7 @@ def clipped(strategy: Any) -> list[float]:
 
 
 def scheduled() -> dict[str, Any]:
-    """The config's schedulers, over windows of two batches of four on each rank."""
+    """Trains with the config's schedulers, over windows of two of the four batches on each rank."""
     found: dict[str, Any] = {}
     for name, section in {
         "warm": {
@@ -175,7 +175,7 @@ def scheduled() -> dict[str, Any]:
 
 
 def refused() -> dict[str, str]:
-    """What cannot be, with the words of the error; nothing is trained."""
+    """Returns the errors of impossible runs, none of which trains."""
     cases: dict[str, tuple[Net, dict[str, Any], dict[str, Any]]] = {
         "manual": (Net("manual"), {}, {}),
         "two": (Net("two"), {}, {}),
@@ -200,7 +200,7 @@ def refused() -> dict[str, str]:
     return found
 
 
-def everything() -> dict[str, Any]:
+def run_all() -> dict[str, Any]:
     return {
         "evaluation": {stage: evaluated("ddp" if stage is None else zero(stage)) for stage in (None, 2, 3)},
         "again": {stage: fitted_again(stage) for stage in (0, 2, 3)} | {None: fitted_again_by_ddp()},
@@ -211,7 +211,7 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return run_world(2, everything, timeout=800)
+    return run_world(2, run_all, timeout=800)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -235,7 +235,7 @@ def test_a_module_can_be_fit_again(found: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_hook_that_clips_in_some_steps_is_heeded_in_those(found: Any, stage: int) -> None:
+def test_a_hook_may_clip_in_some_steps_only(found: Any, stage: int) -> None:
     for rank in found:
         assert rank["clipped"][stage] == pytest.approx(rank["clipped"][None], rel=1e-6)
 
@@ -243,7 +243,7 @@ def test_a_hook_that_clips_in_some_steps_is_heeded_in_those(found: Any, stage: i
 def test_the_configs_scheduler_steps_once_per_optimizer_step(found: Any) -> None:
     for rank in found:
         rates, schedulers, steps = rank["scheduled"]["warm"]
-        # Its own first step is from 0 to 0.
+        # WarmupLR's first step goes from 0 to 0.
         assert (schedulers, steps) == (1, 4)
         assert rates == pytest.approx([0, 0, 0, 0, 0.0025, 0.0025, 0.005, 0.005], abs=1e-9)
         rates, schedulers, steps = rank["scheduled"]["torch"]
@@ -268,12 +268,12 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def refusals() -> Any:
-    # In a world of one: of several ranks none goes on after an error.
+    # In a world of one, since several ranks cannot continue after an error.
     return run_world(1, refused)[0]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_an_impossible_run_is_refused_before_it_trains(refusals: Any, name: str) -> None:
+def test_impossible_runs_are_refused_before_training(refusals: Any, name: str) -> None:
     assert REFUSALS[name] in refusals[name]
     assert refusals[name].startswith("ConfigurationError")
 
@@ -299,7 +299,7 @@ def unfreezing() -> list[str]:
     return found
 
 
-def test_a_parameter_that_the_engine_would_not_train_is_named() -> None:
+def test_unfreezing_a_parameter_after_the_engine_is_created_raises() -> None:
     [found] = run_world(1, unfreezing)
     assert len(found) == 2 and all("was frozen when DeepSpeed's engine was created" in text for text in found)
 
@@ -310,7 +310,7 @@ def failing(stage: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_rank_that_fails_ends_them_all_with_its_error(stage: int, tmp_path: Path) -> None:
+def test_one_failing_rank_ends_the_run_with_its_error(stage: int, tmp_path: Path) -> None:
     results = run_world(2, failing, stage, str(tmp_path), may_fail=True)
     assert results[1] == "RuntimeError: the third batch is bad"
     assert results[0] != "returned" and results[0] is not None

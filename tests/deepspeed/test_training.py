@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-# Of the launch that the tests of this file share.
+# For the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)
 STAGES = (0, 1, 2, 3)
 
@@ -39,13 +39,13 @@ def build() -> nn.Module:
 
 
 class Net(TrainModule):
-    """A regression that keeps what it saw.
+    """A regression that records its losses and learning rates.
 
     Args:
-        late: built in configure_model.
-        items: the loss is a sum, with num_items.
+        late: builds the net in configure_model.
+        items: returns the loss as a sum, with num_items.
         kind: "adamw", "sgd", "groups" (two, one of them at a lower rate), "schedule", or "none".
-        scale: a parameter of the module itself, and one that no step uses.
+        scale: adds a parameter of the module itself, and one that no step uses.
     """
 
     def __init__(self, late: bool = False, items: bool = False, kind: str = "adamw", scale: bool = False) -> None:
@@ -74,7 +74,7 @@ class Net(TrainModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Not of what a rank without a sample runs in a batch's place.
+        # Not called for the substitute batch of a rank without samples.
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
     def configure_optimizers(self) -> Any:
@@ -95,19 +95,19 @@ class Net(TrainModule):
 
 @dataclass
 class Case:
-    """A fit, and what is compared with DDP.
+    """A fit under DeepSpeed and its counterpart under DDP.
 
     Attributes:
         module: arguments of Net.
         trainer: arguments of the Trainer.
-        zero: arguments of DeepSpeedStrategy beside the stage.
-        ddp: what DDP's Trainer is given in place of `trainer`.
-        ddp_module: what its module is given in place of `module`.
-        epochs: how often it is seen.
-        samples: of the training data; 41 leave one rank of two without a sample at the end.
-        stages: those that it can be run at.
-        usual: those of them that every run takes on two ranks; the rest is for the full one.
-        alone: those that every run takes on one rank.
+        zero: arguments of DeepSpeedStrategy besides the stage.
+        ddp: arguments of DDP's Trainer, if other than `trainer`.
+        ddp_module: arguments of DDP's Net, if other than `module`.
+        samples: number of training samples; 41 leave one rank of two without a sample at the end.
+        epochs: number of epochs.
+        stages: stages that support this case.
+        usual: stages of the default run on two ranks; the full run takes all.
+        alone: stages of the default run on one rank.
     """
 
     module: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +138,7 @@ CASES = {
     "uneven items": Case({"items": True}, {"accumulate_grad_batches": 4}, samples=41),
     "groups": Case({"kind": "groups"}, usual=(1, 3)),
     "sgd": Case({"kind": "sgd"}, usual=(2,)),
-    "frozen, unused and of the module itself": Case(
+    "frozen, unused and module-level parameters": Case(
         {"scale": True}, ddp={"strategy": "ddp_find_unused_parameters_true"}, usual=(0, 1, 3)
     ),
     "optimizer offload": Case(zero={"offload_optimizer": True}, stages=(1, 2, 3), usual=(1,), alone=(2,)),
@@ -171,7 +171,7 @@ def data(samples: int) -> DataLoader[Any]:
 
 
 def fit(case: Case, stage: int | None) -> dict[str, Any]:
-    """What this rank saw, and on rank 0 the weights at the end; `stage` is None for DDP."""
+    """Returns this rank's losses and rates, and on rank 0 the final weights; `stage` is None for DDP."""
     if stage is None:
         module = Net(**(case.module if case.ddp_module is None else case.ddp_module))
         arguments = {"strategy": "ddp", **(case.trainer if case.ddp is None else case.ddp)}
@@ -196,19 +196,19 @@ def run_cells(cells: list[tuple[str, int]]) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> Any:
-    """What each rank saw in each case: all of them in one world of one rank, and in one of two."""
+    """Results of each case on each rank, from one world of one rank and one of two."""
     return {size: run_world(size, run_cells, cells, timeout=800) for size, cells in USUAL.items()}
 
 
 @pytest.mark.parametrize(("size", "name", "stage"), [(size, *cell) for size, cells in USUAL.items() for cell in cells])
-def test_the_losses_and_weights_are_those_of_ddp(results: Any, size: int, name: str, stage: int) -> None:
+def test_losses_and_weights_match_ddp(results: Any, size: int, name: str, stage: int) -> None:
     compare(results[size], name, stage)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_case_trains_as_under_ddp_at_every_stage(size: int) -> None:
+def test_every_case_matches_ddp_at_every_stage(size: int) -> None:
     found = run_world(size, run_cells, EVERY, timeout=1700)
     for name, stage in EVERY:
         compare(found, name, stage)
@@ -222,20 +222,20 @@ def compare(found: list[Any], name: str, stage: int) -> None:
         assert ours["rates"][: len(theirs["rates"])] == theirs["rates"]
         expected = theirs["weights"]
         if "unused" in expected:
-            # It has a gradient of zero here, and none at all in DDP: weight decay shrinks it.
+            # Its gradient is zero here and None under DDP, so only here weight decay shrinks it.
             expected["unused"] = [0.9999 ** ours["steps"]] * 3
         assert rank > 0 or ours["weights"].keys() == expected.keys()
         for key, value in ours["weights"].items():
-            # DDP alone sends buffers in every forward; rank 0's count.
+            # Only DDP sends buffers in every forward; rank 0's are compared.
             if rank == 0 or key != "steps":
                 assert_close(torch.tensor(value), torch.tensor(expected[key]), rtol=1e-5, atol=1e-6)
 
 
 def run_bf16() -> dict[Any, Any]:
-    """Weights in bfloat16 with float32 masters, at three stages; and by hand."""
+    """Trains weights in bfloat16 with float32 masters, at three stages and by hand."""
     found: dict[Any, Any] = {stage: fit(Case(trainer={"precision": "bf16-true"}), stage) for stage in (1, 2, 3)}
     own = Case(trainer={"precision": "bf16-mixed"}, zero={"config": {"bf16": {"enabled": True}}})
-    found["the config's word"] = fit(own, 2)
+    found["bf16 in the config"] = fit(own, 2)
     net = build().bfloat16()
     masters = [parameter.detach().float().requires_grad_() for parameter in net.parameters()]
     optimizer, losses = AdamW(masters, lr=1e-2), []
@@ -255,6 +255,6 @@ def run_bf16() -> dict[Any, Any]:
 
 def test_bf16_true_holds_weights_in_bf16_and_steps_float32_masters() -> None:
     [found] = run_world(1, run_bf16)
-    for name in (1, 2, 3, "the config's word"):
+    for name in (1, 2, 3, "bf16 in the config"):
         assert found[name]["losses"] == pytest.approx(found[0]["losses"], rel=1e-6)
         assert len(set(found[name]["losses"])) > 5

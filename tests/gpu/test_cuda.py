@@ -1,4 +1,4 @@
-"""What only a GPU can show: parity there, no hidden sync, out of memory, and random numbers that go on."""
+"""What only a GPU can show: parity, no hidden synchronization, out of memory, and resumed random states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leyden.strategies.recomputing import recompute
 from leyden.trainer.format.digests import read_digests
 from leyden.trainer.logging.values import read_back
 
-# cuBLAS reads it when it makes its first workspace, which another test may do.
+# cuBLAS reads it when it allocates its first workspace, possibly in another test.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
@@ -121,7 +121,7 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_weights_equal_those_of_the_plain_loop(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_weights_match_the_plain_loop_bit_for_bit(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
     expected = by_hand(digits, precision, epochs=2)
     torch.manual_seed(3)
     module = Digits()
@@ -141,14 +141,14 @@ def test_weights_equal_those_of_the_plain_loop(precision: str, digits: TensorDat
 def test_schedulers_do_not_step_when_the_scaler_skips(
     optimizer: dict[str, bool], digits: TensorDataset, tmp_path: Path
 ) -> None:
-    """A scale that is too large at first; a fused optimizer skips in its kernel."""
+    """The scale is too large at first; a fused optimizer skips in its kernel."""
 
-    class Starts(Digits):
+    class HalvingRate(Digits):
         def configure_optimizers(self) -> Any:
             made = torch.optim.AdamW(self.parameters(), 1e-3, **optimizer)
             return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 1, 0.5), "interval": "step"}]
 
-    module = Starts()
+    module = HalvingRate()
     run = trainer(tmp_path, max_epochs=1, plugins=MixedPrecision("16", init_scale=2.0**40))
     run.fit(module, DataLoader(digits, 64))
     skipped = run.global_step - run.progress.stepped
@@ -156,8 +156,8 @@ def test_schedulers_do_not_step_when_the_scaler_skips(
     assert run.optimizers[0].param_groups[0]["lr"] == 1e-3 * 0.5**run.progress.stepped
 
 
-class SyncsAreErrors(Callback):
-    """From the first batch to the last, torch raises on an operation that waits for the device unasked."""
+class RaiseOnSync(Callback):
+    """Makes torch raise on implicit synchronization, from the first batch to the last."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -174,7 +174,7 @@ class SyncsAreErrors(Callback):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_hundred_steps_do_not_sync(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
-    guard = SyncsAreErrors()
+    sync_guard = RaiseOnSync()
     run = trainer(
         tmp_path,
         max_epochs=13,
@@ -184,11 +184,11 @@ def test_a_hundred_steps_do_not_sync(precision: str, digits: TensorDataset, tmp_
         log_every_n_steps=50,
         logger=CSVLogger(tmp_path),
         enable_progress_bar=True,
-        callbacks=[guard, TQDMProgressBar()],
+        callbacks=[sync_guard, TQDMProgressBar()],
     )
     pinned = DataLoader(digits, 64, shuffle=True, pin_memory=True)
     run.fit(Digits(), pinned, DataLoader(digits, 256, pin_memory=True))
-    assert guard.batches == 100
+    assert sync_guard.batches == 100
     rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert len(rows) > 2
 
@@ -204,26 +204,26 @@ def test_weighting_a_window_by_items_does_not_sync(
             counts = {"number": 64, "host": torch.tensor(64), "device": torch.full((), 64, device=self.device)}
             return {"loss": loss, "num_items": counts[where]}
 
-    guard = SyncsAreErrors()
-    run = trainer(tmp_path, strategy=strategy, max_epochs=2, accumulate_grad_batches=3, callbacks=[guard])
+    sync_guard = RaiseOnSync()
+    run = trainer(tmp_path, strategy=strategy, max_epochs=2, accumulate_grad_batches=3, callbacks=[sync_guard])
     run.fit(Items(), DataLoader(digits, 64, pin_memory=True))
-    assert guard.batches == 16
+    assert sync_guard.batches == 16
 
 
-def test_a_sync_in_a_step_is_found(digits: TensorDataset, tmp_path: Path) -> None:
-    """The test above can fail."""
+def test_a_synchronizing_step_raises(digits: TensorDataset, tmp_path: Path) -> None:
+    """Shows that RaiseOnSync detects synchronization."""
 
-    class Reads(Digits):
+    class ReadsLoss(Digits):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             loss.item()
             return loss
 
     with pytest.raises(RuntimeError, match="synchroniz"):
-        trainer(tmp_path, max_steps=3, callbacks=[SyncsAreErrors()]).fit(Reads(), DataLoader(digits, 64))
+        trainer(tmp_path, max_steps=3, callbacks=[RaiseOnSync()]).fit(ReadsLoss(), DataLoader(digits, 64))
 
 
-def test_read_back_gives_the_values() -> None:
+def test_read_back_returns_the_values() -> None:
     values: dict[str, Any] = {"a": torch.tensor(0.5, device="cuda"), "b": 2, "c": torch.tensor(3, dtype=torch.int64)}
     values |= {f"many/{i}": torch.tensor(float(i), device="cuda", dtype=torch.bfloat16) for i in range(100)}
     numbers = read_back(values)
@@ -232,7 +232,7 @@ def test_read_back_gives_the_values() -> None:
     assert [numbers[f"many/{i}"] for i in range(100)] == [float(i) for i in range(100)]
 
 
-def test_digests_of_weights_on_a_gpu_are_those_of_their_bytes(digits: TensorDataset, tmp_path: Path) -> None:
+def test_digests_of_gpu_weights_match_their_bytes(digits: TensorDataset, tmp_path: Path) -> None:
     module = Digits()
     trainer(tmp_path, max_steps=3, digest_every_n_steps=1).fit(module, DataLoader(digits, 64))
     *_, last = read_digests(tmp_path / "digests.jsonl")
@@ -242,7 +242,7 @@ def test_digests_of_weights_on_a_gpu_are_those_of_their_bytes(digits: TensorData
     }
 
 
-def test_out_of_memory_says_where_and_what_to_try(digits: TensorDataset, tmp_path: Path) -> None:
+def test_out_of_memory_errors_say_where_and_what_to_try(digits: TensorDataset, tmp_path: Path) -> None:
     class Greedy(Digits):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:
@@ -260,8 +260,8 @@ def test_out_of_memory_says_where_and_what_to_try(digits: TensorDataset, tmp_pat
     assert "(3)" in text
 
 
-def test_nothing_of_a_run_stays_on_the_device(digits: TensorDataset, tmp_path: Path) -> None:
-    """After a fit there are weights, gradients and optimizer state, and no batch and no graph."""
+def test_batches_and_graphs_are_freed_after_a_fit(digits: TensorDataset, tmp_path: Path) -> None:
+    """Only weights, gradients and optimizer state remain."""
 
     def fit() -> tuple[Trainer, Digits]:
         run, module = trainer(tmp_path, max_epochs=1), Digits()
@@ -275,11 +275,11 @@ def test_nothing_of_a_run_stays_on_the_device(digits: TensorDataset, tmp_path: P
     kept = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
     kept += [part for state in run.optimizers[0].state.values() for part in state.values() if part.is_cuda]
     blocks = sum(-(-tensor.numel() * tensor.element_size() // 512) for tensor in kept)
-    # Beside those a few logged values, of a block of 512 bytes each; one batch of images alone has 32 blocks.
+    # Plus a few logged values in blocks of 512 bytes each; a single batch of images takes 32 blocks.
     assert torch.cuda.memory_allocated() - before <= (blocks + 16) * 512
 
 
-def test_inputs_of_recomputed_blocks_wait_on_the_host() -> None:
+def test_offloaded_inputs_of_recomputed_blocks_stay_on_the_host() -> None:
     found: dict[bool, Any] = {}
     for offloads in (False, True):
         torch.manual_seed(0)
@@ -298,7 +298,7 @@ def test_inputs_of_recomputed_blocks_wait_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_resume_restores_the_devices_random_numbers(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_resuming_restores_the_devices_random_state(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
     def fit(module: Digits, path: Path | None = None, **limits: Any) -> Trainer:
         run = trainer(tmp_path, precision=precision, deterministic=True, **limits)
         run.fit(module, DataLoader(digits, 64, shuffle=True), ckpt_path=path)
@@ -320,10 +320,10 @@ def test_a_resume_restores_the_devices_random_numbers(precision: str, digits: Te
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ddp_in_an_nccl_world_of_one_has_the_weights_of_the_plain_loop(
+def test_ddp_in_an_nccl_world_of_one_matches_the_plain_loop(
     precision: str, digits: TensorDataset, tmp_path: Path
 ) -> None:
-    """The group of one rank stays for the process, as in every run on ranks."""
+    """The process group of one rank stays open until the process ends."""
     expected = by_hand(digits, precision, epochs=2)
     torch.manual_seed(3)
     module = Digits()

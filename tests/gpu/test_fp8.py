@@ -1,4 +1,4 @@
-"""fp8 on a GPU that has units for it: its kernels run, a GPT learns as in bf16, and the benchmark measures."""
+"""fp8 on a GPU with fp8 units: its kernels run, a GPT learns as well as in bf16, and the benchmark runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def reason() -> str:
-    """Why these tests cannot run here; empty where they can."""
+    """Returns why these tests cannot run here, or an empty string."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if not torch.cuda.is_available():
@@ -64,18 +64,18 @@ def trained(precision: Any, folder: Path, steps: int = 200) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_a_gpt_learns_as_in_bf16(recipe: Any, tmp_path: Path) -> None:
+def test_a_gpt_learns_as_well_as_in_bf16(recipe: Any, tmp_path: Path) -> None:
     fp8, bf16 = (trained(precision, tmp_path) for precision in (Float8Precision(recipe), "bf16-mixed"))
     ends = [sum(losses[-20:]) / 20 for losses in (fp8, bf16)]
     assert fp8 != bf16 and ends[1] < 0.65 * bf16[0]
     assert abs(ends[0] / ends[1] - 1) < 0.02, ends
 
 
-def test_the_kernels_of_fp8_run(tmp_path: Path) -> None:
+def test_fp8_kernels_run(tmp_path: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         trained("fp8", tmp_path, steps=2)
     calls = {event.key: event.count for event in seen.key_averages()}
-    # 12 Linear layers of three blocks, but for the first: forward, and two products in backward; two steps.
+    # All 12 Linear layers of three blocks except the first: one product in forward and two in backward; two steps.
     assert calls["aten::_scaled_mm"] == (12 - 1) * 3 * 2
 
 

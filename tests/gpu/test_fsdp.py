@@ -1,4 +1,4 @@
-"""FSDP on a GPU, in an NCCL world of one: against the single device, in bf16 and fp32, and what only a GPU has."""
+"""FSDP on a GPU, in an NCCL world of one, matches a single device in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-6), ("bf16-mixed", 2e-2)])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_world_of_one_trains_as_the_single_device(precision: str, tolerance: float, offload: bool) -> None:
+def test_a_world_of_one_matches_a_single_device(precision: str, tolerance: float, offload: bool) -> None:
     modules = []
     for strategy in (FSDPStrategy(cpu_offload=offload), "single_device"):
         torch.manual_seed(0)

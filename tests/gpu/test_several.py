@@ -1,4 +1,4 @@
-"""What needs two GPUs: NCCL between ranks, the hosts' gloo beside it, and ranks that are forked."""
+"""What needs two GPUs: NCCL between ranks, gloo for CPU tensors, and forked ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from leyden import Trainer
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.gpu,
-    # By the driver's list: ranks are forked from what this process has imported.
+    # device_count() asks the driver, so CUDA stays uninitialized and ranks can be forked.
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 SETTINGS: dict[str, Any] = {**QUIET, "accelerator": "cuda"}
@@ -40,8 +40,8 @@ def fitted(strategy: str, batch_size: int, **arguments: Any) -> tuple[list[float
     return [number for value in weights.values() for number in value.flatten().tolist()], trainer
 
 
-def every_way() -> dict[str, Any]:
-    """One process after the other way of working: they share a process group."""
+def run_all() -> dict[str, Any]:
+    """Trains under each strategy, which share a process group, and tries its collectives."""
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp", "fsdp_cpu_offload"):
         found[strategy], trainer = fitted(strategy, 8)
@@ -56,9 +56,9 @@ def every_way() -> dict[str, Any]:
     return found
 
 
-def test_nccl_trains_as_one_gpu_does() -> None:
+def test_two_gpus_match_one_process() -> None:
     expected, _ = fitted("single_device", 16, devices=1, accelerator="cpu")
-    for rank, found in enumerate(run_world(2, every_way)):
+    for rank, found in enumerate(run_world(2, run_all)):
         assert found["device"] == f"cuda:{rank}" and found["memory elsewhere"] == [0]
         assert found["host"] == found["gpu"] == [[0], [1]] and found["objects"] == [{"rank": 0}, {"rank": 1}]
         assert found["sent"] == [(f"cuda:{rank}", 0), (f"cuda:{rank}", 1)]

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from leyden import TrainModule
 
 SIZE, BATCH = 38, 8
-"""The last of five batches has 6 samples: a shape of its own, and no multiple of four devices."""
+"""The last of five batches has 6 samples: another shape, and not a multiple of four devices."""
 
 
 class Regression(TrainModule):
-    """Two layers, of which the last one is tied to a third; remembers its losses on the device."""
+    """A small network with tied weights; keeps its losses on the device."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

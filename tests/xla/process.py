@@ -1,4 +1,4 @@
-"""A process of its own for what uses XLA: whether it has one device or several can be chosen once in each."""
+"""Runs functions that use XLA in a new process, since a process can choose its number of devices only once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from programs import PRELOAD, warm
 from ranks.world import run_world
 
-# Read when torch_xla is imported, which the server of the processes does.
+# Read when torch_xla is imported, which the fork server does.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 if importlib.util.find_spec("torch_xla") is not None:
     warm.set_forkserver_preload([*PRELOAD, "torch_xla", "torch_xla.distributed.spmd"])

@@ -1,4 +1,4 @@
-"""Checkpoints of XLA: exact on the same devices, and good for every other strategy, from there and back."""
+"""XLA checkpoints: exact on the same devices, and interchangeable with the CPU's."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def losses(module: Regression) -> list[float]:
 
 
 def one_device(root: Path) -> dict[str, Any]:
-    """Saves and resumes with dropout, drawn on the device; then without, from its own checkpoint and from the CPU's."""
+    """Saves and resumes with dropout, drawn on the device; without it, saves, and resumes from the CPU's checkpoint."""
     straight = run(ONE, root, save=root / "drawn", dropout=0.5)
     resumed = run(ONE, root, path=root / "drawn", dropout=0.5)
     run(ONE, root, save=root / "one")
     return {
         "straight": losses(straight),
         "resumed": losses(resumed),
-        "alike": all(
+        "same weights": all(
             torch.equal(a.cpu(), b.cpu()) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True)
         ),
         "from cpu": losses(run(ONE, root, path=root / "cpu")),
@@ -72,7 +72,7 @@ def one_device(root: Path) -> dict[str, Any]:
 
 
 def sharded(root: Path) -> dict[str, Any]:
-    """Saves, and goes on from its own checkpoint, the CPU's and that of one device."""
+    """Saves, and resumes from its own checkpoint, the CPU's and one device's."""
     import torch_xla
 
     straight = run(SHARDED, root, save=root / "sharded")
@@ -83,7 +83,7 @@ def sharded(root: Path) -> dict[str, Any]:
         optimizer: Any = module.trainer.optimizers[0]
         weight = module.net[0].weight
         held: list[Tensor] = [weight, *(value for value in optimizer.state[weight].values() if value.dim())]
-        found[f"spread from {name}"] = [torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in held]
+        found[f"sharding from {name}"] = [torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in held]
     return found
 
 
@@ -100,36 +100,36 @@ DONE = STEP * 2
 """Batches before the checkpoint."""
 
 
-def test_a_resume_on_the_same_device_is_exact_in_random_numbers_too(runs: dict[str, Any]) -> None:
+def test_resuming_on_the_same_device_is_exact_including_random_numbers(runs: dict[str, Any]) -> None:
     found = runs["one"]
     assert found["resumed"] == found["straight"][DONE:]
-    assert found["alike"]
+    assert found["same weights"]
 
 
-def test_shards_resume_from_their_own_checkpoint(runs: dict[str, Any]) -> None:
+def test_sharded_runs_resume_from_their_own_checkpoint(runs: dict[str, Any]) -> None:
     assert runs["sharded"]["from sharded"] == pytest.approx(runs["sharded"]["straight"][DONE:], rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("there", ["one", "sharded"])
-def test_a_checkpoint_of_xla_resumes_in_one_process_on_the_cpu(runs: dict[str, Any], there: str) -> None:
+def test_xla_checkpoints_resume_on_the_cpu(runs: dict[str, Any], there: str) -> None:
     found = losses(run(CPU, runs["root"], path=runs["root"] / there))
     assert found == pytest.approx(runs["cpu"][DONE:], abs=1e-5)
     assert len(found) == 15 - DONE
 
 
 @pytest.mark.parametrize(("here", "there"), [("one", "cpu"), ("sharded", "cpu"), ("sharded", "one")])
-def test_a_checkpoint_from_elsewhere_resumes_on_xla(runs: dict[str, Any], here: str, there: str) -> None:
+def test_checkpoints_of_other_devices_resume_on_xla(runs: dict[str, Any], here: str, there: str) -> None:
     assert runs[here][f"from {there}"] == pytest.approx(runs["cpu"][DONE:], abs=1e-5)
 
 
 def test_loaded_weights_are_sharded_again(runs: dict[str, Any]) -> None:
     for name in ("sharded", "cpu", "one"):
-        specs = runs["sharded"][f"spread from {name}"]
+        specs = runs["sharded"][f"sharding from {name}"]
         assert len(specs) == 3
         assert set(specs) == {"{devices=[4,1]0,1,2,3}"}
 
 
-def test_a_checkpoint_of_xla_has_the_usual_files(runs: dict[str, Any]) -> None:
+def test_sharded_checkpoints_store_the_same_tensors_as_the_cpus(runs: dict[str, Any]) -> None:
     root = runs["root"]
     there, here = load_file(root / "cpu" / "model.safetensors"), load_file(root / "sharded" / "model.safetensors")
     # The tied weight is stored once.

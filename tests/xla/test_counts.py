@@ -1,4 +1,4 @@
-"""What a step costs on XLA, counted by its own metrics: programs that are compiled, and transfers back to the host."""
+"""Costs of a step on XLA, counted by its metrics: compiled programs and transfers to the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARDED = {"accelerator": "xla", "strategy": "xla_fsdp", "devices": 4}
 
 
 class Counts(Callback):
-    """From batch end to batch end: programs compiled, transfers to the host, and operations left to the CPU."""
+    """Counts, from batch end to batch end, compiled programs, transfers to the host and operations left to the CPU."""
 
     def __init__(self) -> None:
         self.before = (0, 0, 0)
@@ -32,18 +32,18 @@ class Counts(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self.before = now()
+            self.before = read_counters()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.of_batches.append(since(self.before))
-        self.before = now()
+        self.before = read_counters()
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.before = now()
+        self.before = read_counters()
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -51,7 +51,7 @@ class Counts(Callback):
         self.of_validations.append(since(self.before))
 
 
-def now() -> tuple[int, int, int]:
+def read_counters() -> tuple[int, int, int]:
     from torch_xla.debug import metrics
 
     def number(name: str) -> int:
@@ -63,13 +63,13 @@ def now() -> tuple[int, int, int]:
 
 
 def since(before: tuple[int, int, int]) -> tuple[int, int, int]:
-    compiled, read, left = (after - earlier for after, earlier in zip(now(), before, strict=True))
+    compiled, read, left = (after - earlier for after, earlier in zip(read_counters(), before, strict=True))
     return compiled, read, left
 
 
-LOGGED = "a log in every third step"
+LOGGED = "logging in every third step"
 CASES: dict[str, dict[str, Any]] = {
-    "a schedule, and an epoch's mean": {},
+    "a scheduler and an epoch mean": {},
     "windows of three, clipped by norm": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "autocast": {"precision": "bf16"},
@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batches_of(arguments: dict[str, Any]) -> int:
-    """Of eight windows, and of one that is a batch shorter."""
+    """Returns the batches of eight windows and one that is a batch shorter."""
     length: int = arguments.get("accumulate_grad_batches", 1)
     return WINDOWS * length + length - 1
 
@@ -102,7 +102,7 @@ def count(root: Path, strategy: dict[str, Any], names: list[str]) -> list[dict[s
 
 
 @pytest.mark.parametrize("where", ["one", "sharded"])
-def test_nothing_is_compiled_after_the_second_step_and_nothing_is_read_back(where: str, tmp_path: Path) -> None:
+def test_only_the_first_two_steps_compile_and_none_copies_to_the_host(where: str, tmp_path: Path) -> None:
     names = [name for name in CASES if name != LOGGED] if where == "one" else list(CASES)[:2]
     found = on_xla(count, tmp_path, ONE if where == "one" else SHARDED, names)
     for name, counts in zip(names, found, strict=True):
@@ -112,7 +112,7 @@ def test_nothing_is_compiled_after_the_second_step_and_nothing_is_read_back(wher
         assert later == [(0, 0, 0)] * len(later), f"{name}: {counts['batches']}"
         assert all(read == 0 for _, read, _ in counts["batches"]), name
         assert sum(compiled for compiled, _, _ in counts["batches"]) > 0 or name != names[0], (
-            "the counter counts nothing"
+            "the counter saw no compilation"
         )
         assert [read for _, read, _ in counts["validations"]] == [0] * len(counts["validations"]), name
         assert [compiled for compiled, _, _ in counts["validations"][2:]] == [0] * (len(counts["validations"]) - 2), (
@@ -120,7 +120,7 @@ def test_nothing_is_compiled_after_the_second_step_and_nothing_is_read_back(wher
         )
 
 
-def test_logging_reads_once_for_a_row_and_the_program_for_it_is_compiled_once(tmp_path: Path) -> None:
+def test_logging_copies_to_the_host_once_per_row_and_compiles_once(tmp_path: Path) -> None:
     [counts] = on_xla(count, tmp_path, ONE, [LOGGED])
     reads = [read for _, read, _ in counts["batches"]]
     # A row is written after the batch's end, so what it reads is counted with the next one.

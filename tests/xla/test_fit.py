@@ -1,4 +1,4 @@
-"""Trainer on XLA: one device, all of them by SPMD, sharded parameters; the CPU's losses to 6 digits."""
+"""The Trainer on XLA matches the CPU to 6 digits on one device, with SPMD and with sharded parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leyden.strategies.xla.strategy import XLAStrategy
 
 
 def layout_of(module: Regression) -> str:
-    """How XLA has laid the first weight over its devices."""
+    """Returns how XLA shards the first weight over its devices."""
     weight = module.net[0].weight
     if weight.device.type != "xla":
         return ""
@@ -26,12 +26,12 @@ def layout_of(module: Regression) -> str:
 
 
 def fit(root: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Two epochs; returns losses, metrics, weights and predictions."""
+    """Fits two epochs; returns losses, metrics, weights and predictions."""
     torch.manual_seed(0)
     module = Regression(**options)
     trainer = Trainer(max_epochs=2, default_root_dir=root, **{**QUIET, **arguments})
     trainer.fit(module, loader(shuffle=True), loader())
-    # As lists, since shared memory goes with the process.
+    # As lists, since shared memory is freed with the process.
     weights = {name: value.flatten().tolist() for name, value in module.state_dict().items()}
     predictions = trainer.predict(module, loader())
     assert predictions is not None and all(part.device.type == "cpu" for part in predictions)
@@ -62,13 +62,13 @@ LAYOUTS = {
     "one device": "",
     "SPMD over 4": "{replicated}",
     "FSDP over 4": "{devices=[4,1]0,1,2,3}",
-    "tensors over 2, data over 2": "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}",
+    "tensor parallel over 2, data over 2": "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}",
 }
 TENSOR = {"mesh": {"data": 2, "model": 2}, "shard": {"net.0.*eight": ("model", None), "net.2.weight": (None, "model")}}
 
 
 def run_cases(root: Path, strategy: dict[str, Any] | None, names: list[str]) -> list[dict[str, Any]]:
-    """Cases under one strategy, or with tensor sharding."""
+    """Runs cases under one strategy or, for None, with tensor sharding."""
     arguments = (
         {"strategy": XLAStrategy(**TENSOR), "accelerator": "xla", "devices": 4} if strategy is None else strategy
     )
@@ -81,13 +81,13 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return dict(zip(CASES, found, strict=True))
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, "tensors over 2, data over 2"])
-def test_xla_has_the_losses_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    # What a partitioner could get wrong is in two of them.
+@pytest.mark.parametrize("name", [*STRATEGIES, "tensor parallel over 2, data over 2"])
+def test_xla_matches_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    # Two cases cover what a partitioner could get wrong.
     cases = list(CASES) if name == "one device" else ["uneven windows, clipped by norm", "items"]
     for case, here in zip(cases, on_xla(run_cases, tmp_path, STRATEGIES.get(name), cases), strict=True):
         there = on_cpu[case]
-        assert here["tied"], f"{case}: tied weights came apart"
+        assert here["tied"], f"{case}: weights are no longer tied"
         assert here["layout"] == LAYOUTS[name]
         assert here["losses"] == pytest.approx(there["losses"], rel=1e-6, abs=1e-6), case
         assert here["metrics"] == pytest.approx(there["metrics"], rel=1e-6, abs=1e-6), case
@@ -96,13 +96,13 @@ def test_xla_has_the_losses_of_the_cpu(name: str, on_cpu: dict[str, dict[str, An
         assert here["predictions"] == pytest.approx(there["predictions"], rel=1e-5, abs=1e-5), case
 
 
-def half(root: Path) -> list[dict[str, Any]]:
+def fit_in_bf16(root: Path) -> list[dict[str, Any]]:
     return [fit(root, {}, **STRATEGIES["one device"], precision=name) for name in ("bf16-mixed", "bf16-true")]
 
 
-def test_bf16_is_as_near_as_on_the_cpu(tmp_path: Path) -> None:
+def test_bf16_losses_are_close_to_the_cpus(tmp_path: Path) -> None:
     """Two runs in bf16 sum in another order, so losses differ by a few of its 8 bits."""
-    for name, found in zip(("bf16-mixed", "bf16-true"), on_xla(half, tmp_path), strict=True):
+    for name, found in zip(("bf16-mixed", "bf16-true"), on_xla(fit_in_bf16, tmp_path), strict=True):
         there = fit(tmp_path, {}, accelerator="cpu", precision=name)
         assert found["losses"] == pytest.approx(there["losses"], rel=0.03, abs=0.03), name
         assert found["losses"] != there["losses"] or name == "bf16-true"

@@ -33,7 +33,7 @@ print("ran", trainer.strategy.name, trainer.strategy.layout.axes, trainer.precis
 """
 
 
-def test_a_config_file_for_tpus_fills_the_arguments_of_a_script(tmp_path: Path) -> None:
+def test_a_config_file_for_tpus_sets_the_trainers_arguments(tmp_path: Path) -> None:
     (tmp_path / "tpu.yaml").write_text(FILE)
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}

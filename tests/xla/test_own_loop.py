@@ -1,4 +1,4 @@
-"""A loop of one's own on XLA, through Accelerator: the CPU's losses, one program a batch, and checkpoints."""
+"""A user's loop on XLA, through Accelerator, matches the CPU, compiles only once and resumes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden import Accelerator
 
 
 def train(root: Path, resume: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    """Two epochs in windows of two batches; a checkpoint after the first."""
+    """Trains two epochs in windows of two batches; saves a checkpoint after the first."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = AdamW(model.parameters(), 0.02)
@@ -30,7 +30,7 @@ def train(root: Path, resume: Path | None = None, **arguments: Any) -> dict[str,
     losses, compiled = [], []
     for epoch in range(0 if resume is None else 1, 2):
         for batch in data:
-            compiled.append(programs())
+            compiled.append(compiled_programs())
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(batch[:, :4]), batch[:, 4:])
                 accelerator.backward(loss)
@@ -43,16 +43,16 @@ def train(root: Path, resume: Path | None = None, **arguments: Any) -> dict[str,
         if epoch == 0:
             accelerator.save_state(root / "first")
     accelerator.save_model(model, root / "model")
-    whole = accelerator.get_state_dict(model)
+    weights = accelerator.get_state_dict(model)
     return {
         "losses": [float(loss) for loss in losses],
         "compiled": compiled,
         "type": str(accelerator.distributed_type),
-        "whole": {name: tensor.flatten().tolist() for name, tensor in whole.items()},
+        "weights": {name: tensor.flatten().tolist() for name, tensor in weights.items()},
     }
 
 
-def programs() -> int:
+def compiled_programs() -> int:
     import sys
 
     metrics = sys.modules.get("torch_xla.debug.metrics")
@@ -88,12 +88,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["one", "four"])
-def test_a_users_loop_has_the_losses_of_the_cpu(runs: dict[str, Any], where: str) -> None:
+def test_a_users_loop_matches_the_cpu(runs: dict[str, Any], where: str) -> None:
     found = runs[where][0]
     assert found["losses"] == pytest.approx(runs["cpu"]["losses"], rel=1e-6, abs=1e-6)
     assert found["type"].endswith("XLA")
-    for name, weight in runs["cpu"]["whole"].items():
-        assert found["whole"][name] == pytest.approx(weight, rel=1e-5, abs=1e-6)
+    for name, weight in runs["cpu"]["weights"].items():
+        assert found["weights"][name] == pytest.approx(weight, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("where", ["one", "four"])
@@ -102,14 +102,14 @@ def test_a_users_loop_resumes_from_its_checkpoint(runs: dict[str, Any], where: s
     assert resumed["losses"] == pytest.approx(straight["losses"][5:], rel=1e-6, abs=1e-7)
 
 
-def test_checkpoints_resume_from_the_cpu_on_xla_and_back(runs: dict[str, Any]) -> None:
+def test_checkpoints_move_from_the_cpu_to_xla_and_back(runs: dict[str, Any]) -> None:
     assert runs["one"][2]["losses"] == pytest.approx(runs["cpu"]["losses"][5:], abs=1e-5)
     for where in ("one", "four"):
         there = train(runs["root"] / "again", runs["root"] / where / "first", cpu=True)
         assert there["losses"] == pytest.approx(runs["cpu"]["losses"][5:], abs=1e-5)
 
 
-def test_a_batch_is_one_program_and_the_second_epoch_compiles_none(runs: dict[str, Any]) -> None:
+def test_the_second_epoch_compiles_nothing(runs: dict[str, Any]) -> None:
     compiled = runs["one"][0]["compiled"]
-    assert compiled[1] > 0, "the counter counts nothing"
+    assert compiled[1] > 0, "the counter saw no compilation"
     assert compiled[6:] == [compiled[6]] * 4

@@ -1,4 +1,4 @@
-"""A rank for each device, as on TPU hosts: started with one, since XLA's CPU has no collectives between processes."""
+"""One rank per device, as on TPU hosts; here a single one, since XLA's CPU has no collectives between processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fit(root: Path, **where: Any) -> dict[str, Any]:
 
 
 def under_torchrun(root: Path) -> dict[str, Any]:
-    """This process has the variables of a rank, and joins torch_xla's own process group by them."""
+    """Fits as a rank of torchrun, which joins torch_xla's process group."""
     import torch.distributed as dist
 
     found = fit(root, accelerator="xla", strategy="xla_ddp")
@@ -40,7 +40,7 @@ def under_torchrun(root: Path) -> dict[str, Any]:
 
 
 def by_launch(root: Path) -> dict[str, Any]:
-    """A process that nobody has started as a rank: torch_xla.launch starts one for its device."""
+    """Fits in a process that is not a rank, so that torch_xla.launch starts one for its device."""
     import os
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
@@ -53,7 +53,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return fit(tmp_path_factory.mktemp("cpu"), accelerator="cpu")
 
 
-def test_a_rank_of_torchrun_joins_xla_s_process_group(on_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_of_torchrun_joins_xlas_process_group(on_cpu: dict[str, Any], tmp_path: Path) -> None:
     found = on_xla(under_torchrun, tmp_path)
     assert found["backend"] == "xla"
     assert found["place"] == ("xla_ddp", 1, 0, 6)

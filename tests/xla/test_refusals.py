@@ -1,4 +1,4 @@
-"""What XLA cannot do is refused with the fix in the message; what a run leaves behind does not hinder the next."""
+"""Settings that XLA does not support are refused with a fix; a run does not disturb the next one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from leyden.strategies.xla.strategy import XLAStrategy
 ONE = {"accelerator": "xla", "devices": 1}
 
 
-class Quasi(Regression):
+class QuasiNewton(Regression):
     def configure_optimizers(self) -> Any:
         return LBFGS(self.parameters())
 
 
 class Manual(Regression):
-    """Two optimizers that step in turn."""
+    """Steps one optimizer after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def fit(module: Any, root: Path, **arguments: Any) -> list[float]:
     return [float(loss) for loss in getattr(module, "_orig_mod", module).losses]
 
 
-def words_of(function: Any, *args: Any, **arguments: Any) -> str:
+def outcome_of(function: Any, *args: Any, **arguments: Any) -> str:
     try:
         function(*args, **arguments)
     except Exception as error:
@@ -70,40 +70,42 @@ def one_process(root: Path) -> dict[str, Any]:
         drawn.append(fit(Regression(dropout=0.5), root))
     seed_everything(8)
     found["same seed"], found["other seed"] = drawn[0] == drawn[1], drawn[0] == fit(Regression(dropout=0.5), root)
-    found["fp16"] = words_of(Trainer, precision="16", **ONE)
-    found["fp8"] = words_of(Trainer, precision="fp8", **ONE)
-    found["gpu"] = words_of(Trainer, accelerator="gpu", strategy="xla")
-    found["several"] = words_of(Trainer, accelerator="xla", devices=[0, 1])
-    found["closure"] = words_of(fit, Quasi(), root)
-    found["compiled"] = words_of(fit, torch.compile(Regression()), root)
-    found["backend"] = words_of(lambda: Accelerator(strategy="xla", dynamo_backend="inductor").prepare(nn.Linear(1, 1)))
-    found["more devices"] = words_of(fit, Regression(), root, devices=2)
+    found["fp16"] = outcome_of(Trainer, precision="16", **ONE)
+    found["fp8"] = outcome_of(Trainer, precision="fp8", **ONE)
+    found["gpu"] = outcome_of(Trainer, accelerator="gpu", strategy="xla")
+    found["several"] = outcome_of(Trainer, accelerator="xla", devices=[0, 1])
+    found["closure"] = outcome_of(fit, QuasiNewton(), root)
+    found["compiled"] = outcome_of(fit, torch.compile(Regression()), root)
+    found["backend"] = outcome_of(
+        lambda: Accelerator(strategy="xla", dynamo_backend="inductor").prepare(nn.Linear(1, 1))
+    )
+    found["more devices"] = outcome_of(fit, Regression(), root, devices=2)
     return found
 
 
 def after_the_cpu(root: Path) -> str:
     fit(Regression(), root, accelerator="cpu")
-    return words_of(fit, Regression(), root)
+    return outcome_of(fit, Regression(), root)
 
 
 def on_two(root: Path) -> dict[str, str]:
     fit(Regression(), root, devices=2)
     rules = {"net.0.weights": ("data", None)}, {"net.0.*": ("data", None)}, {"net.0.weight": ("data", None)}
     found = {
-        next(iter(rule)): words_of(fit, Regression(), root, devices=2, strategy=XLAStrategy(shard=rule))
+        next(iter(rule)): outcome_of(fit, Regression(), root, devices=2, strategy=XLAStrategy(shard=rule))
         for rule in rules
     }
-    return {**found, "one": words_of(fit, Regression(), root, devices=1)}
+    return {**found, "one": outcome_of(fit, Regression(), root, devices=1)}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process with one device found."""
+    """Results from one process with one device."""
     return on_xla(one_process, tmp_path_factory.mktemp("one"))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("fp16", "Use precision='bf16-mixed'"),
         ("fp8", "needs a GPU with fp8 units"),
@@ -115,15 +117,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("more devices", "devices=2, but XLA has 1 device"),
     ],
 )
-def test_an_impossible_setting_is_refused_with_its_fix(found: dict[str, Any], name: str, words: str) -> None:
-    assert found[name].startswith("ConfigurationError") and words in found[name]
+def test_unsupported_settings_are_refused_with_a_fix(found: dict[str, Any], name: str, message: str) -> None:
+    assert found[name].startswith("ConfigurationError") and message in found[name]
 
 
-def test_manual_optimization_has_the_losses_of_the_cpu(found: dict[str, Any]) -> None:
+def test_manual_optimization_matches_the_cpu(found: dict[str, Any]) -> None:
     assert found["manual"] == pytest.approx(found["manual on the CPU"], rel=0, abs=1e-6)
 
 
-def test_the_seed_decides_the_random_numbers_of_the_device(found: dict[str, Any]) -> None:
+def test_the_seed_determines_the_devices_random_numbers(found: dict[str, Any]) -> None:
     assert found["same seed"] and not found["other seed"]
 
 
@@ -131,7 +133,7 @@ def test_a_process_must_use_xla_before_it_computes_gradients_elsewhere(tmp_path:
     assert "Run on XLA first, or in a new process" in on_xla(after_the_cpu, tmp_path)
 
 
-def test_rules_that_do_not_fit_are_named_and_a_process_stays_with_all_devices(tmp_path: Path) -> None:
+def test_invalid_sharding_rules_and_fewer_devices_in_a_second_run_are_refused(tmp_path: Path) -> None:
     found = on_xla(on_two, tmp_path)
     assert "This process already uses XLA with all devices" in found["one"]
     assert "Did you mean 'net.0.weight'" in found["net.0.weights"]

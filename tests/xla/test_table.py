@@ -9,7 +9,7 @@ import table
 from xla import process
 
 STRATEGIES = ("xla", "xla_fsdp")
-# Importing it lets the ranks' server have torch_xla.
+# Importing it makes the fork server preload torch_xla.
 assert process.on_xla
 
 
