@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET
+from same import same_weights
 from torch import Tensor, nn
 from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
@@ -80,11 +81,6 @@ def fitted(precision: Any, folder: Path, module: Regression | None = None, **arg
 
 def converted(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, Float8Linear)]
-
-
-def same_weights(a: nn.Module, b: nn.Module) -> bool:
-    first, second = a.state_dict(), b.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # which layers ---------------------------------------------------------------------------------------------------------
