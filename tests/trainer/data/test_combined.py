@@ -1,4 +1,4 @@
-"""CombinedLoader: its modes, its limits, and the exact resume of each."""
+"""CombinedLoader: modes, limits, and exact resume."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from leyden.trainer.data.rng import rng_state, set_rng_state
 LONG, SHORT, LONGEST = [1, 2, 3, 4, 5], [10, 20], [7, 8, 9, 10, 11, 12]
 
 
-def test_min_size_stops_with_the_shortest() -> None:
+def test_min_size_stops_with_the_shortest_loader() -> None:
     loader = CombinedLoader([LONG, SHORT], "min_size")
     assert list(loader) == [[1, 10], [2, 20]]
     assert len(loader) == 2
 
 
-def test_max_size_cycle_begins_the_shorter_ones_anew() -> None:
+def test_max_size_cycle_restarts_the_shorter_loaders() -> None:
     loader = CombinedLoader({"a": LONG, "b": SHORT}, "max_size_cycle")
     assert [(batch["a"], batch["b"]) for batch in loader] == [(1, 10), (2, 20), (3, 10), (4, 20), (5, 10)]
     assert len(loader) == 5
 
 
-def test_max_size_gives_none_for_those_that_ended() -> None:
+def test_max_size_yields_none_for_exhausted_loaders() -> None:
     loader = CombinedLoader((LONG, SHORT), "max_size")
     assert list(loader) == [(1, 10), (2, 20), (3, None), (4, None), (5, None)]
     assert len(loader) == 5
 
 
-def test_sequential_reads_one_after_the_other() -> None:
+def test_sequential_reads_one_loader_after_another() -> None:
     loader = CombinedLoader([SHORT, LONG[:3]], "sequential")
     assert list(loader) == [(10, 0, 0), (20, 1, 0), (1, 0, 1), (2, 1, 1), (3, 2, 1)]
     assert len(loader) == 5
     assert list(CombinedLoader([[[]], SHORT], "sequential"))[-1] == (20, 1, 1)
 
 
-def test_nests_and_named_tuples_keep_their_structure() -> None:
+def test_nested_collections_and_named_tuples_keep_their_structure() -> None:
     Pair = namedtuple("Pair", "left right")
     loader = CombinedLoader({"x": Pair(range(2), {"deep": range(5, 7)}), "y": range(2)}, "min_size")
     assert len(loader.flattened) == 3
@@ -64,13 +64,13 @@ def test_nests_and_named_tuples_keep_their_structure() -> None:
         ("sequential", [0, 1], [(10, 0, 1)]),
     ],
 )
-def test_limits_hold_for_each_loader(mode: Mode, limits: Any, expected: list[Any]) -> None:
+def test_limits_apply_to_each_loader(mode: Mode, limits: Any, expected: list[Any]) -> None:
     loader = CombinedLoader([LONG, SHORT], mode, limits)
     assert list(loader) == expected
     assert len(loader) == len(expected)
 
 
-def test_a_loader_without_length_gives_none_to_the_whole() -> None:
+def test_a_loader_without_a_length_leaves_the_combined_loader_without_one() -> None:
     loader = CombinedLoader([LONG, (value for value in SHORT)], "max_size")
     with pytest.raises(TypeError, match="no length"):
         len(loader)
@@ -78,7 +78,7 @@ def test_a_loader_without_length_gives_none_to_the_whole() -> None:
     assert len(list(loader)) == 5
 
 
-def test_mistakes_name_their_fix() -> None:
+def test_configuration_errors_name_the_fix() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'max_size'"):
         CombinedLoader([LONG], "max_sise")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="holds no loader"):
@@ -89,7 +89,7 @@ def test_mistakes_name_their_fix() -> None:
         list(CombinedLoader([LONG, iter(SHORT)], "max_size_cycle"))
 
 
-def test_a_list_of_batches_is_no_collection_of_loaders() -> None:
+def test_a_list_of_batches_is_not_a_collection_of_loaders() -> None:
     x = torch.zeros(2)
     assert holds_loaders([DataLoader(range(3)), [(x, x), (x, x)]])  # type: ignore[arg-type]
     assert holds_loaders({"a": range(3), "b": [x, x]}) is False  # a dict with a tensor list is a batch
@@ -103,8 +103,8 @@ class Noisy(Indices):
         return super().__getitem__(index) + torch.rand(())
 
 
-class Endless:
-    """A loader without a length, with a state."""
+class UnsizedLoader:
+    """A stateful loader without a length."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -131,11 +131,11 @@ def loaders(mode: Mode, kind: str) -> CombinedLoader:
     if kind == "global":
         parts["d"] = DataLoader(Noisy(11), 2, sampler=LazyOrder(11), num_workers=0)
     if kind == "unsized":
-        parts["c"] = Endless()
+        parts["c"] = UnsizedLoader()
     return CombinedLoader(parts, mode)
 
 
-def note(epoch: int, batch: Any) -> Any:
+def step_record(epoch: int, batch: Any) -> Any:
     parts = batch.values() if isinstance(batch, dict) else batch
     values = [part.tolist() if isinstance(part, Tensor) else part for part in parts]
     return epoch, values, torch.rand(()).item()
@@ -147,37 +147,37 @@ def batches(cursor: LoaderCursor, iterator: Iterator[Any]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", ["sized", "unsized", "global", "one generator"])
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
-def test_every_place_resumes_exactly(mode: Mode, kind: str) -> None:
+def test_every_position_resumes_exactly(mode: Mode, kind: str) -> None:
     torch.manual_seed(1)
     cursor, records, states = LoaderCursor(loaders(mode, kind)), [], []
     for epoch in range(2):
         iterator = cursor.start(epoch)
         for count, batch in enumerate(batches(cursor, iterator), 1):
-            records.append(note(epoch, batch))
+            records.append(step_record(epoch, batch))
             states.append(copy.deepcopy((epoch, cursor.state_dict(count), rng_state())))
         if epoch == 0:
             between = copy.deepcopy((cursor.rest_state(), rng_state(), len(records)))
     if kind != "unsized":
         torch.manual_seed(1)
         plain = loaders(mode, kind)
-        assert [note(epoch, batch) for epoch in range(2) for batch in plain] == records
+        assert [step_record(epoch, batch) for epoch in range(2) for batch in plain] == records
     for done, (epoch, state, rng) in enumerate(states, 1):
         torch.manual_seed(50)
         cursor, resumed = LoaderCursor(loaders(mode, kind)), []
         iterator = cursor.resume(epoch, state)
         set_rng_state(rng)
-        resumed += [note(epoch, batch) for batch in batches(cursor, iterator)]
+        resumed += [step_record(epoch, batch) for batch in batches(cursor, iterator)]
         if epoch == 0:
-            resumed += [note(1, batch) for batch in batches(cursor, cursor.start(1))]
+            resumed += [step_record(1, batch) for batch in batches(cursor, cursor.start(1))]
         assert resumed == records[done:], done
     torch.manual_seed(50)
     cursor = LoaderCursor(loaders(mode, kind))
     cursor.load_rest_state(between[0])
     set_rng_state(between[1])
-    assert [note(1, batch) for batch in batches(cursor, cursor.start(1))] == records[between[2] :]
+    assert [step_record(1, batch) for batch in batches(cursor, cursor.start(1))] == records[between[2] :]
 
 
-def test_other_loaders_than_the_saved_ones_are_refused() -> None:
+def test_resuming_with_a_different_number_of_loaders_raises() -> None:
     cursor = LoaderCursor(CombinedLoader([LONG, SHORT], "max_size"))
     next(cursor.start(0))
     with pytest.raises(ConfigurationError, match="positions of 2 loaders, but this CombinedLoader has 1"):

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint gives the batches and random numbers of the run that was not interrupted."""
+"""A resumed run gets the batches and random numbers of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNT = 6
 
 
 class Counted(Indices):
-    """Notes in shared memory which samples were loaded, from workers too."""
+    """Counts how often each sample is loaded, in shared memory so that workers count too."""
 
     def __init__(self, size: int = SIZE) -> None:
         super().__init__(size)
@@ -51,7 +51,7 @@ class Noisy(Counted):
 
 
 class OwnGenerators(Counted):
-    """Draws from generators of its own, one of each library."""
+    """Draws from its own generators, one of each library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OwnGenerators(Counted):
 
 
 class EagerGlobal(Sampler[int]):
-    """Draws from the global generators when its iterator is made, not when it is first asked."""
+    """Draws from the global generators when its iterator is created, not at the first index."""
 
     def __len__(self) -> int:
         return SIZE
@@ -78,7 +78,7 @@ class EagerGlobal(Sampler[int]):
 
 
 class OwnRandom(Sampler[int]):
-    """Draws each index from a generator of its own, which goes on over the epochs."""
+    """Draws each index from its own generator, whose state carries over between epochs."""
 
     def __init__(self) -> None:
         self.rng = random.Random(5)
@@ -96,7 +96,7 @@ class Unsized(OwnRandom):
 
 
 class Stateful(OwnRandom):
-    """Carries a number from epoch to epoch, which only its state_dict knows."""
+    """Counts its passes, which only its state_dict saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Stateful(OwnRandom):
         self.passes = state["passes"]
 
 
-class Batches(Sampler[list[int]]):
+class VaryingBatches(Sampler[list[int]]):
     """A user's batch sampler, with batches of different sizes."""
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class Batches(Sampler[list[int]]):
 
 
 class StatefulLoader:
-    """A loader of a user's own, with a state_dict."""
+    """A user's own loader, with a state_dict."""
 
     def __init__(self, sized: bool = True) -> None:
         self.position, self.epoch = 0, 0
@@ -154,8 +154,8 @@ class StatefulWithoutLength(StatefulLoader):
     __len__ = None  # type: ignore[assignment]
 
 
-class Passes(IterableDataset[Tensor]):
-    """An iterable dataset that knows its pass, and goes on where it was left."""
+class PassCountingStream(IterableDataset[Tensor]):
+    """An iterable dataset that numbers its passes and continues where its last iterator stopped."""
 
     def __init__(self) -> None:
         self.passes, self.at = 0, 0
@@ -174,7 +174,7 @@ class Passes(IterableDataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """An iterable dataset that knows its place."""
+    """An iterable dataset that saves its position."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -193,18 +193,18 @@ class Stream(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-def test_the_state_of_an_iterable_data_set_lives_on_between_epochs(limit: int | None) -> None:
+def test_an_iterable_datasets_state_carries_over_between_epochs(limit: int | None) -> None:
     def epoch(cursor: LoaderCursor, number: int) -> list[list[float]]:
         drawn = itertools.islice(cursor.start(number), limit)
         return [batch.tolist() for batch, _ in lookahead(drawn)]
 
-    cursor = LoaderCursor(DataLoader(Passes(), 3))
+    cursor = LoaderCursor(DataLoader(PassCountingStream(), 3))
     first = epoch(cursor, 0)
     rest = copy.deepcopy(cursor.rest_state(ended=limit is None))
     second = epoch(cursor, 1)
     assert first[0] == [1.0, 2.0, 3.0]
     assert second[0] == ([101.0, 102.0, 103.0] if limit is None else [7.0])
-    cursor = LoaderCursor(DataLoader(Passes(), 3))
+    cursor = LoaderCursor(DataLoader(PassCountingStream(), 3))
     cursor.load_rest_state(rest)
     assert epoch(cursor, 1) == second
 
@@ -253,7 +253,7 @@ WITHOUT_WORKERS: dict[str, Callable[[], Any]] = {
     "lazy_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=LazyOrder(SIZE)),
     "own_random": lambda: DataLoader(Noisy(), BATCH, sampler=OwnRandom()),
     "stateful_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Stateful()),
-    "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=Batches()),
+    "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=VaryingBatches()),
     "torch_batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(OwnRandom(), BATCH, True)),
     "list_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=[5, 3, 1, 7, 9, 2, 4, 6, 0, 11]),
     "unsized_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Unsized()),
@@ -270,7 +270,7 @@ WITH_WORKERS: dict[str, Callable[..., Any]] = {
     "eager_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=EagerGlobal(), **options),
     "lazy_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=LazyOrder(SIZE), **options),
     "stateful_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=Stateful(), **options),
-    "batch_sampler": lambda **options: DataLoader(Counted(), batch_sampler=Batches(), **options),
+    "batch_sampler": lambda **options: DataLoader(Counted(), batch_sampler=VaryingBatches(), **options),
     "unsized_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=Unsized(), **options),
 }
 Record = tuple[Any, ...]
@@ -282,8 +282,8 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-def note(epoch: int, batch: Any) -> Record:
-    """What a step sees: its batch, and random numbers of its own, as dropout draws them."""
+def step_record(epoch: int, batch: Any) -> Record:
+    """Returns what a training step sees: its batch, and random numbers drawn as dropout draws them."""
     values = batch.tolist() if isinstance(batch, Tensor) else batch
     return epoch, values, torch.rand(()).item(), random.random(), np.random.rand()
 
@@ -295,7 +295,7 @@ def plain_run(make: Callable[[], Any]) -> list[Record]:
         if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
         for batch in loader:
-            records.append(note(epoch, batch))
+            records.append(step_record(epoch, batch))
     return records
 
 
@@ -306,12 +306,12 @@ def batches(cursor: LoaderCursor, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def saved(cursor: LoaderCursor, count: int) -> dict[str, Any]:
-    """A checkpoint taken now, which later batches cannot change."""
+    """Returns a checkpoint of this moment, copied so that later batches cannot change it."""
     return copy.deepcopy({"loader": cursor.state_dict(count), "rng": rng_state()})
 
 
 def full_run(make: Callable[[], Any]) -> tuple[list[Record], dict[tuple[int, int], dict[str, Any]], dict[int, Any]]:
-    """A run through the cursor, with a checkpoint after every batch and between epochs."""
+    """Runs through the cursor, with a checkpoint after every batch and between epochs."""
     seed(1)
     cursor, records = LoaderCursor(make()), []
     inside: dict[tuple[int, int], dict[str, Any]] = {}
@@ -320,50 +320,50 @@ def full_run(make: Callable[[], Any]) -> tuple[list[Record], dict[tuple[int, int
         iterator = cursor.start(epoch)
         inside[epoch, 0] = saved(cursor, 0)
         for count, batch in enumerate(batches(cursor, iterator), 1):
-            records.append(note(epoch, batch))
+            records.append(step_record(epoch, batch))
             inside[epoch, count] = saved(cursor, count)
         between[epoch] = copy.deepcopy({"rest": cursor.rest_state(), "rng": rng_state()})
     return records, inside, between
 
 
-def resumed_run(make: Callable[[], Any], place: tuple[int, int], state: dict[str, Any]) -> list[Record]:
-    """Another process's run: new objects, other random numbers."""
+def resumed_run(make: Callable[[], Any], position: tuple[int, int], state: dict[str, Any]) -> list[Record]:
+    """Resumes as a new process would: with new objects and other random numbers."""
     seed(77)
     torch.rand(5)
     cursor, records = LoaderCursor(make()), []
-    epoch, _ = place
+    epoch, _ = position
     iterator = cursor.resume(epoch, state["loader"])
     set_rng_state(state["rng"])
     while True:
         for batch in batches(cursor, iterator):
-            records.append(note(epoch, batch))
+            records.append(step_record(epoch, batch))
         epoch += 1
         if epoch == EPOCHS:
             return records
         iterator = cursor.start(epoch)
 
 
-def rest_of(records: list[Record], place: tuple[int, int]) -> list[Record]:
-    epoch, done = place
+def rest_of(records: list[Record], position: tuple[int, int]) -> list[Record]:
+    epoch, done = position
     before = sum(record[0] < epoch for record in records)
     return records[before + done :]
 
 
 @pytest.mark.parametrize("name", WITHOUT_WORKERS)
-def test_every_place_is_resumed_exactly_without_workers(name: str) -> None:
+def test_every_position_resumes_exactly_without_workers(name: str) -> None:
     make = WITHOUT_WORKERS[name]
     records, inside, _ = full_run(make)
     if "without_length" not in name and name not in ("unsized_sampler", "stateful_stream"):
-        # One without a length is drawn ahead, so its numbers come in another order than the plain loop's.
+        # A loader without a length is read ahead, so its random numbers come in another order than the plain loop's.
         assert records == plain_run(make)
     assert len(records) > 2 * EPOCHS
-    for place, state in inside.items():
-        assert resumed_run(make, place, state) == rest_of(records, place), place
+    for position, state in inside.items():
+        assert resumed_run(make, position, state) == rest_of(records, position), position
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["new_workers", "persistent"])
 @pytest.mark.parametrize("name", WITH_WORKERS)
-def test_places_are_resumed_exactly_with_workers(name: str, persistent: bool) -> None:
+def test_positions_resume_exactly_with_workers(name: str, persistent: bool) -> None:
     def make() -> Any:
         return WITH_WORKERS[name](num_workers=2, persistent_workers=persistent, prefetch_factor=1)
 
@@ -371,19 +371,19 @@ def test_places_are_resumed_exactly_with_workers(name: str, persistent: bool) ->
     if name != "unsized_sampler":
         assert records == plain_run(make)
     last = max(count for epoch, count in inside if epoch == 1)
-    for place in [(0, 2), (1, 0), (1, 3), (1, last), (2, 1)]:
-        assert resumed_run(make, place, inside[place]) == rest_of(records, place), place
+    for position in [(0, 2), (1, 0), (1, 3), (1, last), (2, 1)]:
+        assert resumed_run(make, position, inside[position]) == rest_of(records, position), position
 
 
 @pytest.mark.parametrize("name", WITHOUT_WORKERS)
-def test_a_place_between_epochs_is_resumed_exactly(name: str) -> None:
+def test_a_position_between_epochs_resumes_exactly(name: str) -> None:
     make = WITHOUT_WORKERS[name]
     records, _, between = full_run(make)
     check_between(make, records, between)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "stateful_sampler", "shared_generator"])
-def test_a_place_between_epochs_is_resumed_exactly_with_persistent_workers(name: str) -> None:
+def test_a_position_between_epochs_resumes_exactly_with_persistent_workers(name: str) -> None:
     def make() -> Any:
         return WITH_WORKERS[name](num_workers=1, persistent_workers=True)
 
@@ -398,13 +398,17 @@ def check_between(make: Callable[[], Any], records: list[Record], between: dict[
         cursor.load_rest_state(between[ended]["rest"])
         set_rng_state(between[ended]["rng"])
         for epoch in range(ended + 1, EPOCHS):
-            resumed += [note(epoch, batch) for batch in batches(cursor, cursor.start(epoch))]
+            resumed += [step_record(epoch, batch) for batch in batches(cursor, cursor.start(epoch))]
         assert resumed == rest_of(records, (ended + 1, 0))
 
 
-def test_epochs_cut_short_by_a_limit_are_resumed_exactly() -> None:
+def test_epochs_cut_short_by_a_limit_resume_exactly() -> None:
     def run(cursor: LoaderCursor, first: int) -> list[Record]:
-        return [note(epoch, batch) for epoch in range(first, EPOCHS) for batch, _ in zip(cursor.start(epoch), range(3))]
+        return [
+            step_record(epoch, batch)
+            for epoch in range(first, EPOCHS)
+            for batch, _ in zip(cursor.start(epoch), range(3))
+        ]
 
     for make in (StatefulLoader, lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator())):
         seed(1)
@@ -412,7 +416,7 @@ def test_epochs_cut_short_by_a_limit_are_resumed_exactly() -> None:
         whole = run(cursor, 0)
         seed(1)
         cursor = LoaderCursor(make())
-        [note(0, batch) for batch, _ in zip(cursor.start(0), range(3))]
+        [step_record(0, batch) for batch, _ in zip(cursor.start(0), range(3))]
         rest, rng = copy.deepcopy(cursor.rest_state(ended=False)), rng_state()
         seed(77)
         cursor = LoaderCursor(make())
@@ -422,7 +426,7 @@ def test_epochs_cut_short_by_a_limit_are_resumed_exactly() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_seek_loads_nothing_before_its_place(workers: int) -> None:
+def test_seeking_loads_no_sample_before_the_position(workers: int) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Counted(), BATCH, sampler=EpochOrder(SIZE), num_workers=workers)
 
@@ -434,7 +438,7 @@ def test_a_seek_loads_nothing_before_its_place(workers: int) -> None:
     assert loader.dataset.loaded.nonzero().flatten().tolist() == sorted(indices)
 
 
-def test_the_loader_is_left_as_it_was() -> None:
+def test_the_cursor_leaves_the_loader_unchanged() -> None:
     for workers in (0, 1):
         loader = DataLoader(Counted(), BATCH, shuffle=True, num_workers=workers)
         before = dict(vars(loader))
@@ -448,7 +452,7 @@ def test_the_loader_is_left_as_it_was() -> None:
         assert type(resumed) is type(iter(loader))
 
 
-def test_state_is_of_tensors_and_plain_python() -> None:
+def test_the_state_holds_only_tensors_and_plain_python() -> None:
     def check(value: Any) -> None:
         if isinstance(value, dict):
             assert all(type(key) in (str, int) for key in value)
@@ -495,28 +499,28 @@ def test_a_million_batches_are_skipped_without_loading() -> None:
 
 
 def test_set_epoch_is_called_once_on_every_part() -> None:
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
-    class Listening(EpochOrder):
+    class RecordingSampler(EpochOrder):
         def set_epoch(self, epoch: int) -> None:
-            told.append(("sampler", epoch))
+            calls.append(("sampler", epoch))
 
-    class Data(Counted):
+    class RecordingDataset(Counted):
         def set_epoch(self, epoch: int) -> None:
-            told.append(("data", epoch))
+            calls.append(("data", epoch))
 
-    cursor = LoaderCursor(DataLoader(Data(), BATCH, sampler=Listening(SIZE)))
+    cursor = LoaderCursor(DataLoader(RecordingDataset(), BATCH, sampler=RecordingSampler(SIZE)))
     cursor.start(4)
-    assert sorted(told) == [("data", 4), ("sampler", 4)]
-    told.clear()
+    assert sorted(calls) == [("data", 4), ("sampler", 4)]
+    calls.clear()
     cursor.resume(5, cursor.state_dict(2))
-    assert sorted(told) == [("data", 5), ("sampler", 5)]
-    told.clear()
+    assert sorted(calls) == [("data", 5), ("sampler", 5)]
+    calls.clear()
     cursor.start()
-    assert told == []
+    assert calls == []
 
 
-def test_a_sized_loader_is_not_drawn_early() -> None:
+def test_a_sized_loader_is_not_read_ahead() -> None:
     data = Counted()
     cursor = LoaderCursor(DataLoader(data, BATCH))
     iterator = cursor.start(0)
@@ -529,8 +533,8 @@ def test_a_sized_loader_is_not_drawn_early() -> None:
     assert next(iterator).tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
-def test_a_loader_is_not_kept_alive_by_a_cycle() -> None:
-    """Workers go when the last reference goes: a collection in the middle of something else would wait for them."""
+def test_no_reference_cycle_keeps_a_loader_alive() -> None:
+    """Workers end with the last reference to their loader: a garbage collection elsewhere would wait for them."""
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""Places that a loader cannot seek to are refused by name, unless the loader may replay what comes before."""
+"""Positions a loader cannot seek to are refused, unless allow_replay lets it replay the batches before."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SIZE = 22
 BATCH = 4
 
 
-class DrawsAlways(Sampler[int]):
-    """Draws each index from torch's global generator, as training does in between."""
+class GlobalSampler(Sampler[int]):
+    """Draws each index from torch's global generator, which training uses in between."""
 
     def __len__(self) -> int:
         return SIZE
@@ -30,7 +30,7 @@ class DrawsAlways(Sampler[int]):
 
 
 class SamplerAsProperty(DataLoader[Any]):
-    """Keeps its batch sampler elsewhere than torch's loader does."""
+    """Overrides the batch_sampler attribute with a property."""
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
@@ -41,7 +41,7 @@ class SamplerAsProperty(DataLoader[Any]):
         vars(self)["kept"] = value
 
 
-def test_a_loader_whose_sampler_is_a_property_is_refused_unless_it_may_be_replayed() -> None:
+def test_a_sampler_that_is_a_property_requires_allow_replay() -> None:
     def make() -> DataLoader[Any]:
         return SamplerAsProperty(Indices(SIZE), BATCH, shuffle=True)
 
@@ -62,15 +62,15 @@ def test_a_loader_whose_sampler_is_a_property_is_refused_unless_it_may_be_replay
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sampler_that_draws_globally_is_refused(workers: int) -> None:
+def test_a_sampler_drawing_from_the_global_generator_requires_allow_replay(workers: int) -> None:
     def make() -> DataLoader[Any]:
-        return DataLoader(Indices(SIZE), BATCH, sampler=DrawsAlways(), num_workers=workers)
+        return DataLoader(Indices(SIZE), BATCH, sampler=GlobalSampler(), num_workers=workers)
 
     cursor = LoaderCursor(make())
     torch.manual_seed(1)
     whole = [batch.tolist() for batch in cursor.start(0)]
     state = cursor.state_dict(3)
-    with pytest.raises(ConfigurationError, match=r"DrawsAlways.*torch.Generator.*allow_replay=True"):
+    with pytest.raises(ConfigurationError, match=r"GlobalSampler.*torch.Generator.*allow_replay=True"):
         LoaderCursor(make()).resume(0, state)
     torch.manual_seed(9)
     replayed = LoaderCursor(make(), allow_replay=True).resume(0, state)
@@ -78,14 +78,14 @@ def test_a_sampler_that_draws_globally_is_refused(workers: int) -> None:
 
 
 def values(iterator: Iterator[Any]) -> list[Any]:
-    """What is left, read a batch ahead, as for any loader without a length."""
+    """Returns the remaining values, read one batch ahead as for any loader without a length."""
     return [batch.tolist() if isinstance(batch, Tensor) else batch for batch, _ in lookahead(iterator)]
 
 
 @pytest.mark.parametrize(
     ("make", "name"), [(lambda: DataLoader(Stream(range(20)), 4), "Stream"), (lambda: Unsized(range(5)), "Unsized")]
 )
-def test_a_loader_without_a_state_is_refused_unless_it_may_be_replayed(make: Callable[[], Any], name: str) -> None:
+def test_a_loader_without_a_state_requires_allow_replay(make: Callable[[], Any], name: str) -> None:
     whole = values(iter(make()))
     cursor = LoaderCursor(make())
     ahead = lookahead(cursor.start(0))
@@ -96,15 +96,15 @@ def test_a_loader_without_a_state_is_refused_unless_it_may_be_replayed(make: Cal
     assert values(LoaderCursor(make(), allow_replay=True).resume(0, state)) == whole[2:]
 
 
-def test_the_start_of_a_loader_without_a_state_is_not_refused() -> None:
+def test_a_loader_without_a_state_resumes_at_its_start() -> None:
     cursor = LoaderCursor(DataLoader(Stream(range(20)), 4))
     iterator = cursor.start(0)
     resumed = LoaderCursor(DataLoader(Stream(range(20)), 4)).resume(0, cursor.state_dict(0))
     assert values(resumed) == values(iterator)
 
 
-class Placed(Stream):
-    """Knows its place, but in its own process only."""
+class StatefulStream(Stream):
+    """Saves its position, but only in its own process."""
 
     def state_dict(self) -> dict[str, int]:
         return {}
@@ -112,8 +112,8 @@ class Placed(Stream):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
-def test_state_in_worker_processes_is_refused() -> None:
-    cursor = LoaderCursor(DataLoader(Placed(range(SIZE)), BATCH, num_workers=1))
+def test_a_dataset_state_in_worker_processes_is_refused() -> None:
+    cursor = LoaderCursor(DataLoader(StatefulStream(range(SIZE)), BATCH, num_workers=1))
     next(lookahead(cursor.start(0)))
     with pytest.raises(ConfigurationError, match="worker processes.*StatefulDataLoader"):
         cursor.resume(0, cursor.state_dict(1))

@@ -1,4 +1,4 @@
-"""How many batches of a loader are used, and loaders that are refused or read in order."""
+"""Limits on a loader's batches, and loaders that are refused or read in order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from leyden.trainer.data.limits import (
         (0.5, 0, 0),
     ],
 )
-def test_a_limit_is_a_number_or_a_fraction(limit: float, length: int | None, expected: int | None) -> None:
+def test_a_limit_is_a_number_of_batches_or_a_fraction(limit: float, length: int | None, expected: int | None) -> None:
     assert batches_of(limit, length, "limit_train_batches") == expected
 
 
@@ -50,7 +50,7 @@ def test_a_limit_is_a_number_or_a_fraction(limit: float, length: int | None, exp
         (0.5, None, "no length"),
     ],
 )
-def test_a_wrong_limit_is_refused(limit: Any, length: int | None, message: str) -> None:
+def test_an_impossible_limit_is_refused(limit: Any, length: int | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         batches_of(limit, length, "limit_val_batches")
 
@@ -59,7 +59,7 @@ def numbers(count: int) -> Any:
     return list(range(count))
 
 
-def test_a_length_is_known_or_none() -> None:
+def test_a_loader_without_a_length_has_length_none() -> None:
     assert length_of(DataLoader(numbers(5), 2)) == 3
     assert length_of(DataLoader(Stream(range(3)))) is None
     assert length_of(iter([1])) is None
@@ -77,7 +77,7 @@ def test_empty_loaders_are_refused_with_the_likely_reason() -> None:
     check_not_empty(DataLoader(Stream(range(3))), "train")
 
 
-def test_shuffling_evaluation_is_warned_of() -> None:
+def test_a_shuffled_evaluation_loader_warns() -> None:
     with pytest.warns(UserWarning, match="validation loader shuffles"):
         warn_if_shuffled(DataLoader(numbers(4), shuffle=True), "val")
     with warnings.catch_warnings():
@@ -86,7 +86,7 @@ def test_shuffling_evaluation_is_warned_of() -> None:
     assert shuffles(DataLoader(numbers(4), batch_sampler=BatchSampler(RandomSampler(range(4)), 2, False)))
 
 
-def test_overfitting_reads_in_order_with_all_other_settings() -> None:
+def test_overfitting_turns_off_shuffling_and_keeps_all_other_settings() -> None:
     collate = torch.tensor
     loader = DataLoader(numbers(10), 3, shuffle=True, drop_last=True, collate_fn=collate, num_workers=1)
     with pytest.warns(UserWarning, match="turned shuffling off"):
@@ -98,7 +98,7 @@ def test_overfitting_reads_in_order_with_all_other_settings() -> None:
         assert list(without_shuffle(DataLoader(numbers(4), batch_size=None, shuffle=True))) == [0, 1, 2, 3]
 
 
-def test_overfitting_reaches_into_a_combined_loader() -> None:
+def test_overfitting_turns_off_shuffling_inside_a_combined_loader() -> None:
     loader = CombinedLoader([DataLoader(numbers(4), shuffle=True), DataLoader(numbers(4))], "max_size")
     with pytest.warns(UserWarning):
         fixed = without_shuffle(loader)
@@ -106,13 +106,13 @@ def test_overfitting_reaches_into_a_combined_loader() -> None:
     assert fixed.flattened[1] is loader.flattened[1]
 
 
-def test_overfitting_leaves_alone_what_it_cannot_order() -> None:
-    class Own(Sampler[list[int]]):
+def test_overfitting_leaves_loaders_it_cannot_order_unchanged() -> None:
+    class CustomBatchSampler(Sampler[list[int]]):
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[1], [0]])
 
     for loader in (DataLoader(numbers(3)), DataLoader(Stream(range(3))), [1, 2]):
         assert without_shuffle(loader) is loader
-    own = DataLoader(numbers(2), batch_sampler=Own())
-    with pytest.warns(UserWarning, match="Own has no batch_size"):
-        assert without_shuffle(own) is own
+    custom = DataLoader(numbers(2), batch_sampler=CustomBatchSampler())
+    with pytest.warns(UserWarning, match="CustomBatchSampler has no batch_size"):
+        assert without_shuffle(custom) is custom

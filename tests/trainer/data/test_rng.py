@@ -1,4 +1,4 @@
-"""Random numbers: their state, seeds, and blocks that leave no trace."""
+"""Random numbers: states, seeds, and isolated blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leyden.trainer.data.rng import SEED_VARIABLE, isolated_rng, rng_state, seed
 
 
 @pytest.fixture(autouse=True)
-def untouched() -> Iterator[None]:
+def restored_rng() -> Iterator[None]:
     state = rng_state()
     yield
     set_rng_state(state)
@@ -29,8 +29,8 @@ def draw() -> tuple[float, ...]:
     return random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()
 
 
-def test_a_state_brings_back_the_same_numbers() -> None:
-    random.gauss(0, 1), np.random.randn()  # both keep a second number for later
+def test_restoring_a_state_repeats_the_same_numbers() -> None:
+    random.gauss(0, 1), np.random.randn()  # both cache a second number
     state = rng_state()
     numbers = [draw() for _ in range(3)]
     set_rng_state(state)
@@ -38,7 +38,7 @@ def test_a_state_brings_back_the_same_numbers() -> None:
     assert [draw() for _ in range(3)] != numbers
 
 
-def test_numpy_is_left_out_where_nothing_has_imported_it() -> None:
+def test_numpys_state_is_left_out_unless_numpy_random_is_imported() -> None:
     code = (
         "import sys, random; sys.modules.pop('numpy.random', None)\n"
         "from leyden.trainer.data.rng import rng_state, set_rng_state\n"
@@ -61,7 +61,7 @@ def test_numpy_is_left_out_where_nothing_has_imported_it() -> None:
     ],
     ids=lambda source: type(source).__name__ + type(getattr(source, "bit_generator", None)).__name__,
 )
-def test_a_single_generator_returns_to_its_state(source: object) -> None:
+def test_a_single_generators_state_is_restored(source: object) -> None:
     def number() -> float:
         if isinstance(source, torch.Generator):
             return torch.rand((), generator=source).item()
@@ -74,11 +74,11 @@ def test_a_single_generator_returns_to_its_state(source: object) -> None:
     assert [number() for _ in range(5)] == numbers
 
 
-def test_other_objects_are_no_generators() -> None:
+def test_other_objects_are_not_random_sources() -> None:
     assert not any(is_random_source(item) for item in (1, "a", torch.zeros(1), np.zeros(1), random, torch.Generator))
 
 
-def test_generators_are_found_once_and_by_path() -> None:
+def test_each_generator_is_found_once_under_its_path() -> None:
     class Data(list):  # type: ignore[type-arg]
         rng: random.Random
 
@@ -89,7 +89,7 @@ def test_generators_are_found_once_and_by_path() -> None:
     assert set(owned.states()) == {"loader.generator", "loader.dataset.rng"}
 
 
-def test_an_isolated_block_leaves_no_trace() -> None:
+def test_an_isolated_block_leaves_global_generators_unchanged() -> None:
     seed_everything(3)
     expected = draw()
     seed_everything(3)
@@ -99,7 +99,7 @@ def test_an_isolated_block_leaves_no_trace() -> None:
     assert draw() == expected
 
 
-def test_an_isolated_block_restores_loaders_and_sends_workers_home() -> None:
+def test_an_isolated_block_restores_loaders_and_ends_their_workers() -> None:
     shared = torch.Generator().manual_seed(1)
     numbers: Any = range(4)
     loader = DataLoader(numbers, shuffle=True, generator=shared, num_workers=1, persistent_workers=True)
@@ -138,7 +138,7 @@ def test_a_seed_out_of_range_is_refused(seed: int) -> None:
 
 
 class Gpus:
-    """torch's generators of three GPUs, without the GPUs."""
+    """Simulates torch's generators of three GPUs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
         self.states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(3)}
@@ -153,8 +153,8 @@ class Gpus:
         return [int(state[0]) for state in self.states.values()]
 
 
-def test_a_ranks_gpu_resumes_under_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on cuda:2 that resumes as cuda:0, on another machine or under another starter, draws the same numbers."""
+def test_a_ranks_gpu_state_resumes_under_another_gpu_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on cuda:2 that resumes as cuda:0, on another machine or under another launcher, draws the same numbers."""
     gpus = Gpus(monkeypatch, current=2)
     state = rng_state()
     gpus.states = {index: torch.full((16,), 9, dtype=torch.uint8) for index in range(3)}
@@ -163,14 +163,14 @@ def test_a_ranks_gpu_resumes_under_another_number(monkeypatch: pytest.MonkeyPatc
     gpus.current = 0
     set_rng_state(state)
     assert gpus.numbers() == [2, 0, 1]
-    # A machine with fewer.
+    # A machine with fewer GPUs.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     gpus.states = {0: torch.full((16,), 9, dtype=torch.uint8)}
     set_rng_state(state)
     assert gpus.numbers() == [2]
 
 
-def test_a_process_that_uses_no_gpu_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restoring_a_state_does_not_initialize_an_unused_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, current=0)
     state = rng_state()
     gpus.states = {}

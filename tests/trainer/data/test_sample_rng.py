@@ -1,4 +1,4 @@
-"""SampleRNG: samples whose random transforms depend on seed, epoch and index alone."""
+"""SampleRNG: random transforms that depend only on seed, epoch and index."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Transformed(Dataset[Tensor]):
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        raise AssertionError("loads past the seeds")
+        raise AssertionError("__getitems__ bypasses the per-sample seeds")
 
 
 def samples(loader: Any, epoch: int) -> dict[int, list[float]]:
     return {int(row[0]): row[1:].tolist() for batch in LoaderCursor(loader).start(epoch) for row in batch}
 
 
-def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
+def test_a_sample_depends_only_on_seed_epoch_and_index() -> None:
     data = SampleRNG(Transformed(), seed=5)
     alone = {index: data[index][1:].tolist() for index in range(20)}
     assert len({tuple(row) for row in alone.values()}) == 20
@@ -54,7 +54,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
     assert torch.equal(data[np.int64(3)], data[torch.tensor(3)])
 
 
-def test_the_first_sample_of_a_process_is_seeded_though_it_imports_numpys_generators() -> None:
+def test_a_sample_that_is_first_to_import_numpy_random_is_seeded() -> None:
     program = """
 import sys
 from leyden.trainer.data.sample_rng import SampleRNG
@@ -72,7 +72,7 @@ print(first, data[0] == data[0])
     assert done.stdout.split()[1] == "True", done.stdout
 
 
-def test_global_generators_do_not_notice() -> None:
+def test_the_global_generators_stay_untouched() -> None:
     np.random.seed(0)
     data = SampleRNG(Transformed(), seed=5)
     state = rng_state()
@@ -105,22 +105,22 @@ def test_random_transforms_in_workers_resume_exactly(options: dict[str, Any]) ->
         assert rest == batches[done:], done
 
 
-def test_the_loader_keeps_its_settings_and_class() -> None:
-    class Mine(DataLoader[Any]):
+def test_the_wrapped_loader_keeps_its_class_and_settings() -> None:
+    class CustomLoader(DataLoader[Any]):
         def __init__(self, size: int) -> None:
             super().__init__(Transformed(), size, shuffle=True)
 
-    loader = Mine(4)
+    loader = CustomLoader(4)
     wrapped = with_sample_rng(loader)
-    assert type(wrapped) is Mine and type(wrapped.dataset) is SampleRNG and type(loader.dataset) is Transformed
+    assert type(wrapped) is CustomLoader and type(wrapped.dataset) is SampleRNG and type(loader.dataset) is Transformed
     assert wrapped.batch_sampler is loader.batch_sampler
     assert wrapped.dataset.name == "transformed" and len(wrapped.dataset) == 20
     assert with_sample_rng(wrapped) is wrapped
-    both = with_sample_rng(CombinedLoader([loader, Mine(2)], "max_size"))
+    both = with_sample_rng(CombinedLoader([loader, CustomLoader(2)], "max_size"))
     assert both.mode == "max_size" and all(type(part.dataset) is SampleRNG for part in both.flattened)
 
 
-def test_what_has_no_index_is_refused() -> None:
+def test_loaders_without_sample_indices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Stream is not indexed"):
         with_sample_rng(DataLoader(Stream(range(3))))
     with pytest.raises(ConfigurationError, match="not a list"):

@@ -1,4 +1,4 @@
-"""Tails of samplers equal what the sampler gives after its begin, and leave its generator where it would stand."""
+"""A sampler's tail equals the indices after the skipped ones and leaves the generator in the same state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLERS: dict[str, tuple[Make, int]] = {
     "replacement_one": (lambda g: RandomSampler(range(10), True, 1, generator=g), 1),
     "subset": (lambda g: SubsetRandomSampler(range(5, 90), generator=g), 85),
     "weighted": (lambda g: WeightedRandomSampler(WEIGHTS, 100, generator=g), 100),
-    "weighted_without": (lambda g: WeightedRandomSampler(WEIGHTS, 100, False, generator=g), 100),
+    "weighted_without_replacement": (lambda g: WeightedRandomSampler(WEIGHTS, 100, False, generator=g), 100),
     "range": (lambda g: range(3, 80), 77),
     "list": (lambda g: [4, 1, 3, 2], 4),
 }
@@ -50,9 +50,9 @@ CASES = {name: make for name, (make, _) in SAMPLERS.items()} | {
 }
 
 
-@pytest.mark.parametrize("own_generator", [True, False], ids=["own", "global"])
+@pytest.mark.parametrize("own_generator", [True, False], ids=["custom", "global"])
 @pytest.mark.parametrize("name", CASES)
-def test_tails_equal_the_sampler(name: str, own_generator: bool) -> None:
+def test_a_tail_equals_the_rest_of_the_sampler(name: str, own_generator: bool) -> None:
     make = CASES[name]
     torch.manual_seed(4)
     whole = list(make(torch.Generator().manual_seed(3) if own_generator else None))
@@ -64,13 +64,13 @@ def test_tails_equal_the_sampler(name: str, own_generator: bool) -> None:
         torch.manual_seed(4)
         drawn = iter(make(plain))
         assert list(itertools.islice(drawn, skip)) == whole[:skip]
-        place = torch.get_rng_state() if plain is None else plain.get_state()
+        state_after_skip = torch.get_rng_state() if plain is None else plain.get_state()
         after = list(drawn)
         end = torch.get_rng_state() if plain is None else plain.get_state()
         torch.manual_seed(4)
         rest = Tail(make(ours), skip).advance()
-        # Before the first index that is left, the generator stands where the sampler left it.
-        assert torch.equal(torch.get_rng_state() if ours is None else ours.get_state(), place), skip
+        # Before its first index, the generator is in the state in which the skipped draws left it.
+        assert torch.equal(torch.get_rng_state() if ours is None else ours.get_state(), state_after_skip), skip
         assert list(rest) == after == whole[skip:]
         assert torch.equal(torch.get_rng_state() if ours is None else ours.get_state(), end), skip
 
@@ -87,13 +87,13 @@ COUNT = 2 * CHUNK + 77
     ],
     ids=["random", "replacement", "weighted"],
 )
-def test_tails_of_more_than_one_chunk_equal_the_sampler(make: Make) -> None:
+def test_a_tail_of_several_chunks_equals_the_rest_of_the_sampler(make: Make) -> None:
     whole = list(make(torch.Generator().manual_seed(3)))
     for skip in (1, CHUNK - 1, CHUNK + 5, COUNT - 1):
         assert list(tail_of(make(torch.Generator().manual_seed(3)), skip)) == whole[skip:]
 
 
-class Own(Sampler[int]):
+class CustomSampler(Sampler[int]):
     def __init__(self) -> None:
         self.drawn = 0
 
@@ -103,28 +103,28 @@ class Own(Sampler[int]):
             yield index
 
 
-class Changed(RandomSampler):
+class OtherOrder(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         return iter(range(5))
 
 
-class Named(RandomSampler):
-    """A subclass that leaves the order alone."""
+class SameOrder(RandomSampler):
+    """A subclass that keeps the order."""
 
 
 def test_only_known_orders_are_sliced() -> None:
-    assert can_slice(Named(range(4)))
-    assert not can_slice(Changed(range(4)))
-    assert not can_slice(Own())
-    assert not can_slice(BatchSampler(Own(), 2, False))
-    assert list(Tail(Changed(range(4)), 2)) == [2, 3, 4]
+    assert can_slice(SameOrder(range(4)))
+    assert not can_slice(OtherOrder(range(4)))
+    assert not can_slice(CustomSampler())
+    assert not can_slice(BatchSampler(CustomSampler(), 2, False))
+    assert list(Tail(OtherOrder(range(4)), 2)) == [2, 3, 4]
 
 
-def test_a_sampler_whose_draws_torch_changed_is_drawn_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(self: RandomSampler) -> Iterator[int]:
+def test_a_sampler_changed_by_torch_is_iterated_instead_of_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_order(self: RandomSampler) -> Iterator[int]:
         yield from torch.randperm(self.num_samples, generator=self.generator).flip(0).tolist()
 
-    monkeypatch.setattr(RandomSampler, "__iter__", other)
+    monkeypatch.setattr(RandomSampler, "__iter__", reversed_order)
     sampler = RandomSampler(range(50), generator=torch.Generator().manual_seed(2))
     whole = list(sampler)
     sampler.generator.manual_seed(2)
@@ -133,14 +133,14 @@ def test_a_sampler_whose_draws_torch_changed_is_drawn_instead(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_a_foreign_sampler_is_drawn_no_further_than_its_place(drop_last: bool) -> None:
-    own = Own()
-    rest = Tail(BatchSampler(own, 3, drop_last), 4).advance()
-    assert own.drawn == 12
+def test_a_custom_sampler_is_drawn_no_further_than_the_position(drop_last: bool) -> None:
+    custom = CustomSampler()
+    rest = Tail(BatchSampler(custom, 3, drop_last), 4).advance()
+    assert custom.drawn == 12
     assert list(rest) == [[12, 13, 14], [15, 16, 17]] + [[18, 19]] * (not drop_last)
 
 
-def test_a_sampler_that_draws_globally_is_recognized() -> None:
+def test_a_sampler_drawing_from_the_global_generator_is_detected() -> None:
     def numbers(first_only: bool) -> Iterator[int]:
         torch.rand(())
         for index in range(9):
@@ -148,13 +148,13 @@ def test_a_sampler_that_draws_globally_is_recognized() -> None:
                 torch.rand(())
             yield index
 
-    class Draws(Sampler[int]):
+    class GlobalDraws(Sampler[int]):
         first_only = True
 
         def __iter__(self) -> Iterator[int]:
             return numbers(self.first_only)
 
-    sampler = Draws()
+    sampler = GlobalDraws()
     assert list(Tail(sampler, 5)) == [5, 6, 7, 8]
     sampler.first_only = False
     assert list(Tail(sampler, 1)) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -1,4 +1,4 @@
-"""One global order for any number of ranks: blocks, shares, and places that a run on other ranks goes on from."""
+"""One global order for any number of ranks: blocks, shares, and positions that any other number of ranks resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZE = 103
 Loader = DataLoader[Any]
 
 
-class Drawing(Sampler[int]):
+class GloballyDrawingSampler(Sampler[int]):
     """Draws from every global generator during the whole epoch."""
 
     def __len__(self) -> int:
@@ -49,8 +49,8 @@ class Drawing(Sampler[int]):
             yield left.pop(number % len(left))
 
 
-class Owning(Sampler[int]):
-    """Draws from a generator of its own, which lives on from epoch to epoch."""
+class OwnGeneratorSampler(Sampler[int]):
+    """Draws from its own generator, whose state carries over from epoch to epoch."""
 
     def __init__(self, seed: int = 7) -> None:
         self.rng = np.random.default_rng(seed)
@@ -62,8 +62,8 @@ class Owning(Sampler[int]):
         return iter(self.rng.permutation(SIZE).tolist())
 
 
-class Buckets(Sampler[list[int]]):
-    """A user's batch sampler, with batches of different sizes in another order each time."""
+class BucketBatchSampler(Sampler[list[int]]):
+    """A user's batch sampler: batches of different sizes, in a new order each time."""
 
     def __len__(self) -> int:
         return 21
@@ -83,18 +83,18 @@ KINDS: dict[str, Callable[[int], Loader]] = {
     "replacement": lambda size: DataLoader(Indices(SIZE), size, sampler=RandomSampler(Indices(SIZE), True, 103)),
     "subset": lambda size: DataLoader(Indices(SIZE), size, sampler=SubsetRandomSampler(range(103))),
     "weighted": lambda size: DataLoader(Indices(SIZE), size, sampler=WeightedRandomSampler([1.0] * 103, 103)),
-    "draws on": lambda size: DataLoader(Indices(SIZE), size, sampler=Drawing()),
-    "owns": lambda size: DataLoader(Indices(SIZE), size, sampler=Owning()),
+    "draws globally": lambda size: DataLoader(Indices(SIZE), size, sampler=GloballyDrawingSampler()),
+    "sampler's own generator": lambda size: DataLoader(Indices(SIZE), size, sampler=OwnGeneratorSampler()),
     "list": lambda size: DataLoader(Indices(SIZE), size, sampler=list(range(102, -1, -1))),
-    "batches": lambda size: DataLoader(Indices(SIZE), batch_sampler=Buckets()),
+    "batch sampler": lambda size: DataLoader(Indices(SIZE), batch_sampler=BucketBatchSampler()),
 }
 
 
 class World:
-    """Ranks in one process, each with random numbers of its own; rank 0 begins first, as it tells the others."""
+    """Simulated ranks in one process, each with its own random state; rank 0 starts first, since it broadcasts."""
 
     def __init__(self, make: Callable[[int], Loader], ranks: int, batch_size: int, **options: Any) -> None:
-        self.ranks, self.told = ranks, [{}]
+        self.ranks, self.shared = ranks, [{}]
         self.cursors = [
             LoaderCursor(
                 shard(make(batch_size), DataRanks(rank, ranks, self._agree(rank), **options), exchanges_sizes=False)
@@ -111,8 +111,8 @@ class World:
     def _agree(self, rank: int) -> Callable[[Any], Any]:
         def agree(state: Any) -> Any:
             if rank == 0:
-                self.told[0] = state
-            return self.told[0]
+                self.shared[0] = state
+            return self.shared[0]
 
         return agree
 
@@ -122,18 +122,18 @@ class World:
         self.states[rank] = rng_state()
         return result
 
-    def begin(self, epoch: int, place: Any = None) -> None:
+    def begin(self, epoch: int, position: Any = None) -> None:
         def start(rank: int) -> Iterator[Any]:
             cursor = self.cursors[rank]
-            return cursor.start(epoch) if place is None else cursor.resume(epoch, copy.deepcopy(place))
+            return cursor.start(epoch) if position is None else cursor.resume(epoch, copy.deepcopy(position))
 
         now = list(self.states)
         self.iterators = [self.as_rank(rank, lambda rank=rank: start(rank)) for rank in range(self.ranks)]
-        if place is not None:
+        if position is not None:
             self.states = now
 
     def read(self, count: int | None = None) -> list[list[int]]:
-        """Global batches, put together from the ranks' blocks; checks what the shares say."""
+        """Returns global batches, joined from the ranks' blocks; checks the shares."""
         found: list[list[int]] = []
         while count is None or len(found) < count:
             drawn = [
@@ -165,7 +165,7 @@ def test_blocks_cover_a_batch_in_order(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_is_that_of_one_process_for_two_epochs(kind: str) -> None:
+def test_any_number_of_ranks_reads_in_the_order_of_one_process(kind: str) -> None:
     def order(ranks: int) -> list[list[list[int]]]:
         world = World(KINDS[kind], ranks, 24 // ranks)
         epochs = []
@@ -178,46 +178,46 @@ def test_the_order_is_that_of_one_process_for_two_epochs(kind: str) -> None:
     alone = order(1)
     for ranks in (2, 4):
         found = order(ranks)
-        if kind == "draws on":
-            # Its draws are interleaved with nothing here, so its first epoch is the same.
+        if kind == "draws globally":
+            # Nothing else draws in between here, so the first epoch is the same.
             alone, found = alone[:1], found[:1]
-        if kind != "batches":
+        if kind != "batch sampler":
             assert found == alone
         assert [flat(epoch) for epoch in found] == [flat(epoch) for epoch in alone]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)], ids=str)
-def test_a_place_is_found_again_by_as_many_ranks_and_by_others(kind: str, ranks: tuple[int, int]) -> None:
+def test_any_number_of_ranks_resumes_from_a_saved_position(kind: str, ranks: tuple[int, int]) -> None:
     before, after = ranks
-    if kind == "draws on" and before == 1:
-        pytest.skip("one process refuses to find its place: its draws are interleaved with training's")
+    if kind == "draws globally" and before == 1:
+        pytest.skip("one process refuses to seek: the sampler's draws are interleaved with training's")
     world = World(KINDS[kind], before, 6)
     world.begin(0)
     done = world.read(3)
-    place = world.cursors[0].state_dict(3)
+    position = world.cursors[0].state_dict(3)
     rest = world.read()
     resumed = World(KINDS[kind], after, 6)
     resumed.states[0] = world.states[0]
-    resumed.begin(0, place)
+    resumed.begin(0, position)
     found = resumed.read()
     assert flat(found) == flat(rest)
     if kind not in ("replacement", "weighted"):
         assert sorted(flat(done) + flat(found)) == list(range(SIZE))
     assert {cursor.length for cursor in resumed.cursors} == {3 + len(found)}
-    # The next place is counted in samples too.
+    # The resumed run's position is counted in samples too.
     again = World(KINDS[kind], before, 6)
     again.begin(0, resumed.cursors[0].state_dict(5))
     assert flat(again.read()) == flat(found[2:])
 
 
-def test_another_batch_size_resumes_with_the_next_sample() -> None:
+def test_a_changed_batch_size_resumes_at_the_next_sample() -> None:
     world = World(KINDS["shuffled"], 1, 6)
     world.begin(0)
     world.read(3)
-    place, rest = world.cursors[0].state_dict(3), world.read()
+    position, rest = world.cursors[0].state_dict(3), world.read()
     resumed = World(KINDS["shuffled"], 1, 10)
-    resumed.begin(0, place)
+    resumed.begin(0, position)
     found = resumed.read()
     assert flat(found) == flat(rest) and len(found[0]) == 10
     assert resumed.cursors[0].length == 3 + len(found)
@@ -226,20 +226,20 @@ def test_another_batch_size_resumes_with_the_next_sample() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_global_batch_is_kept_on_another_number_of_ranks(ranks: int) -> None:
+def test_the_global_batch_size_is_the_same_on_any_number_of_ranks(ranks: int) -> None:
     world = World(KINDS["shuffled"], ranks, 6, global_batch=10)
     world.begin(0)
     assert [len(batch) for batch in world.read()] == [10] * 10 + [3]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_even_batches_repeat_samples_of_the_last_one(ranks: int) -> None:
+def test_even_batches_pad_the_last_batch_with_its_own_samples(ranks: int) -> None:
     world = World(KINDS["in order"], ranks, 24 // ranks, even=True)
     world.begin(0)
     assert world.read()[-1] == [96, 97, 98, 99, 100, 101, 102, 96]
 
 
-def test_ranks_that_are_not_evened_out_may_have_no_last_batch() -> None:
+def test_without_even_batches_a_rank_may_have_no_last_batch() -> None:
     def make(size: int) -> Loader:
         return DataLoader(Indices(SIZE), batch_sampler=BatchSampler(SequentialSampler(range(5)), 2, False))
 
@@ -249,14 +249,14 @@ def test_ranks_that_are_not_evened_out_may_have_no_last_batch() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_global_batch_that_is_not_full_is_dropped(ranks: int) -> None:
+def test_drop_last_drops_an_incomplete_global_batch(ranks: int) -> None:
     world = World(lambda size: DataLoader(Indices(SIZE), size, drop_last=True), ranks, 24 // ranks)
     world.begin(0)
     assert flat(world.read()) == list(range(96))
     assert world.cursors[0].length == 4
 
 
-def test_workers_of_different_ranks_draw_other_numbers_and_the_first_those_of_one_process() -> None:
+def test_each_ranks_workers_draw_different_numbers_and_rank_0s_match_one_process() -> None:
     def make(size: int) -> Loader:
         return DataLoader(Noise(SIZE), size, num_workers=1)
 
@@ -280,7 +280,7 @@ class Noise(Indices):
 
 # streams --------------------------------------------------------------------------------------------------------------
 class Stream(IterableDataset[Tensor]):
-    """Gives 0, 1, … in an order drawn from the global generators as it goes; knows its place."""
+    """Yields 0, 1, … in an order drawn from the global generators on the way; saves its position."""
 
     def __init__(self, size: int = 53) -> None:
         self.size = size
@@ -300,8 +300,8 @@ class Stream(IterableDataset[Tensor]):
         self.left = None
 
 
-class Halves(IterableDataset[Tensor]):
-    """Each worker gives its part of 53 samples."""
+class WorkerSplitStream(IterableDataset[Tensor]):
+    """Splits 53 samples among its workers."""
 
     def __iter__(self) -> Iterator[Tensor]:
         info = torch.utils.data.get_worker_info()
@@ -309,23 +309,23 @@ class Halves(IterableDataset[Tensor]):
         return iter([torch.tensor(index) for index in range(number, 53, count)])
 
 
-class OwnIteration(DataLoader[Any]):
+class ReversedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return reversed(list(super().__iter__()))
 
 
 STREAMS: dict[str, Callable[[int], Any]] = {
     "iterable": lambda size: DataLoader(Stream(), size),
-    "workers": lambda size: DataLoader(Halves(), size, num_workers=2),
+    "workers": lambda size: DataLoader(WorkerSplitStream(), size, num_workers=2),
     "list": lambda size: [torch.arange(start, min(start + size, 53)) for start in range(0, 53, size)],
-    "own __iter__": lambda size: OwnIteration(Indices(53), size),
+    "own __iter__": lambda size: ReversedLoader(Indices(53), size),
     "no batches": lambda size: DataLoader([torch.tensor([n]) for n in range(53)], batch_size=None),
 }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", STREAMS)
-def test_ranks_take_turns_at_the_batches_of_a_stream(kind: str, ranks: int) -> None:
+def test_ranks_read_the_batches_of_a_stream_round_robin(kind: str, ranks: int) -> None:
     alone, world = World(STREAMS[kind], 1, 5), World(STREAMS[kind], ranks, 5)
     for epoch in range(2 if kind != "iterable" else 1):
         alone.begin(epoch)
@@ -338,32 +338,32 @@ def test_ranks_take_turns_at_the_batches_of_a_stream(kind: str, ranks: int) -> N
 
 @pytest.mark.parametrize("kind", ["iterable", "list", "no batches"])
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)], ids=str)
-def test_the_place_in_a_stream_is_found_by_other_ranks(kind: str, ranks: tuple[int, int]) -> None:
+def test_a_stream_resumes_on_a_different_number_of_ranks(kind: str, ranks: tuple[int, int]) -> None:
     before, after = ranks
     world = World(STREAMS[kind], before, 5)
     world.begin(0)
     done = world.read(2)
-    place = copy.deepcopy(world.cursors[0].state_dict(2))
-    stands = world.states[0]
+    position = copy.deepcopy(world.cursors[0].state_dict(2))
+    rng_at_position = world.states[0]
     rest = world.read()
     resumed = World(STREAMS[kind], after, 5)
-    resumed.states[0] = stands
-    resumed.begin(0, place)
+    resumed.states[0] = rng_at_position
+    resumed.begin(0, position)
     found = resumed.read(1)
-    place = copy.deepcopy(resumed.cursors[0].state_dict(3))
+    position = copy.deepcopy(resumed.cursors[0].state_dict(3))
     found += resumed.read()
     assert sorted(flat(done) + flat(found)) == list(range(53))
     if (kind, after) != ("iterable", 1):
-        # One process draws from its own random numbers again, and not from the stream's.
+        # One process draws from its own generators again, not from the stream's.
         assert flat(found) == flat(rest)
     assert resumed.cursors[0].length in (None, 2 + len(found))
     again = World(STREAMS[kind], after, 5)
-    again.begin(0, place)
+    again.begin(0, position)
     assert sorted(flat(again.read())) == sorted(flat(found[1:]))
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
-def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
+def test_combined_loaders_are_sharded_by_whole_batches(mode: Any) -> None:
     def make(size: int) -> Any:
         return CombinedLoader([DataLoader(Indices(23), size), DataLoader(Indices(11), size)], mode)
 
@@ -375,7 +375,7 @@ def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
     assert all(str(one) == str(other) for one, other in zip(found, alone, strict=True))
 
 
-def test_a_distributed_sampler_of_the_user_is_not_sharded_again() -> None:
+def test_a_users_distributed_sampler_is_not_sharded_again() -> None:
     def loader(count: int, rank: int) -> Loader:
         return DataLoader(Indices(SIZE), 8, sampler=DistributedSampler(Indices(SIZE), count, rank))
 
@@ -385,6 +385,6 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_again() -> None:
         shard(own, DataRanks(1, 4))
 
 
-def test_a_global_batch_size_needs_a_loader_that_is_sharded_by_samples() -> None:
+def test_a_global_batch_size_requires_a_loader_sharded_by_samples() -> None:
     with pytest.raises(ConfigurationError, match="global_batch_size=8 needs a DataLoader"):
         shard([torch.zeros(2)], DataRanks(0, 2, global_batch=8))

@@ -1,4 +1,4 @@
-"""on_bad_sample="skip" on one process: what is left trains as a loop over what is left; ranks: tests/ranks."""
+"""on_bad_sample="skip" in one process (ranks: tests/ranks): training equals a plain loop over the good samples."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def fit(data: Any, folder: Path, workers: int = 0, shuffle: bool = True, **argum
     return module, trainer
 
 
-def by_hand(data: Broken, accumulation: int = 1, shuffle: bool = True, workers: int = 0) -> Module:
-    """The plain loop, whose collate_fn leaves out what the data set marks."""
+def plain_loop(data: Broken, accumulation: int = 1, shuffle: bool = True, workers: int = 0) -> Module:
+    """Trains in a plain loop without the samples that the dataset marks as bad."""
     module = Module()
     optimizer: Any = module.configure_optimizers()
     torch.manual_seed(9)
@@ -73,23 +73,23 @@ def by_hand(data: Broken, accumulation: int = 1, shuffle: bool = True, workers: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Broken, BrokenTogether], ids=["one by one", "together"])
-def test_training_equals_a_loop_over_the_good_samples(kind: Any, workers: int, tmp_path: Path) -> None:
+def test_training_equals_a_plain_loop_over_the_good_samples(kind: Any, workers: int, tmp_path: Path) -> None:
     data = kind({3, 4, 17})
     module, trainer = fit(data, tmp_path, workers)
-    plain = by_hand(data, workers=workers)
+    plain = plain_loop(data, workers=workers)
     assert module.sizes == plain.sizes and sum(module.sizes) == 2 * 23
     assert not differences(dict(module.state_dict()), dict(plain.state_dict()))
     assert trainer.progress.bad_samples == 6 and trainer.progress.samples == 46 and trainer.global_step == 14
 
 
 @pytest.mark.parametrize("kind", [Broken, BrokenTogether], ids=["one by one", "together"])
-def test_a_subset_leaves_out_single_samples_and_names_them_by_both_indices(
+def test_a_subset_skips_single_samples_and_logs_both_indices(
     kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "leyden")
     data = kind({3, 4, 17})
     module, _ = fit(Subset(Subset(data, range(25, -1, -1)), range(25, -1, -1)), tmp_path)
-    plain = by_hand(data)
+    plain = plain_loop(data)
     assert module.sizes == plain.sizes
     assert not differences(dict(module.state_dict()), dict(plain.state_dict()))
     name = f"sample 17 of Subset (sample 17 of {kind.__name__}) is left out"
@@ -98,14 +98,12 @@ def test_a_subset_leaves_out_single_samples_and_names_them_by_both_indices(
 
 @pytest.mark.parametrize("error", [MemoryError, torch.cuda.OutOfMemoryError])
 @pytest.mark.parametrize(("kind", "workers"), [(Broken, 0), (Broken, 1), (BrokenTogether, 0)])
-def test_a_sample_for_which_memory_runs_out_is_no_bad_sample(
-    error: Any, kind: Any, workers: int, tmp_path: Path
-) -> None:
+def test_running_out_of_memory_does_not_make_a_bad_sample(error: Any, kind: Any, workers: int, tmp_path: Path) -> None:
     with pytest.raises(error, match="cannot read 5"):
         fit(kind({5}, error=error), tmp_path, workers)
 
 
-def test_a_sample_that_raises_stop_iteration_is_left_out(tmp_path: Path) -> None:
+def test_a_sample_that_raises_stop_iteration_is_skipped(tmp_path: Path) -> None:
     _, trainer = fit(Broken({5}, error=StopIteration), tmp_path, max_epochs=1)
     assert (trainer.progress.samples, trainer.progress.bad_samples, trainer.global_step) == (25, 1, 7)
 
@@ -127,14 +125,14 @@ class TooFew(Broken):
         (TooFew({2}), "TooFew.__getitems__ returned a list of 3 for 4 indices"),
         (Subset(TooFew({2}), range(26)), "TooFew.__getitems__ returned a list of 3 for 4 indices"),
     ],
-    ids=["a tensor", "too few", "Subset"],
+    ids=["a tensor", "too few samples", "too few samples of a Subset"],
 )
-def test_what_is_no_list_of_samples_is_refused(data: Any, found: str, tmp_path: Path) -> None:
+def test_a_getitems_without_one_sample_per_index_is_refused(data: Any, found: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=found):
         fit(data, tmp_path, shuffle=False)
 
 
-def test_without_a_bad_sample_nothing_changes(tmp_path: Path) -> None:
+def test_skipping_changes_nothing_without_bad_samples(tmp_path: Path) -> None:
     module, _ = fit(Broken(set()), tmp_path)
     plain, _ = fit(Broken(set()), tmp_path, on_bad_sample="raise")
     assert module.sizes == plain.sizes
@@ -142,22 +140,24 @@ def test_without_a_bad_sample_nothing_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("first", [0, 4, 8, 24], ids=["window opens", "inside", "window closes", "last batch"])
-def test_a_batch_without_a_good_sample_is_passed_over(accumulation: int, first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "first", [0, 4, 8, 24], ids=["first of a window", "inside a window", "last of a window", "last batch"]
+)
+def test_a_batch_without_a_good_sample_is_skipped(accumulation: int, first: int, tmp_path: Path) -> None:
     data = Broken(set(range(first, first + 4)))
     module, trainer = fit(data, tmp_path, shuffle=False, accumulate_grad_batches=accumulation)
-    plain = by_hand(data, accumulation, shuffle=False)
+    plain = plain_loop(data, accumulation, shuffle=False)
     assert module.sizes == plain.sizes
     assert not differences(dict(module.state_dict()), dict(plain.state_dict()))
     windows = 7 if accumulation == 1 else 3
     assert trainer.progress.batches == 14 and trainer.global_step == 2 * windows
-    # A window of nothing but bad samples steps nothing.
+    # A window of only bad samples steps no optimizer.
     emptied = accumulation == 1 or first == 24
     assert trainer.progress.stepped == 2 * (windows - emptied)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resume_continues_behind_a_bad_sample_and_keeps_the_count(workers: int, tmp_path: Path) -> None:
+def test_a_resume_continues_after_a_bad_sample_and_keeps_the_count(workers: int, tmp_path: Path) -> None:
     whole, _ = fit(Broken({3, 4, 17}), tmp_path / "whole", workers)
     checkpoint = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=5, save_top_k=-1)
     _, first = fit(Broken({3, 4, 17}), tmp_path, workers, max_steps=5, callbacks=checkpoint, enable_checkpointing=True)
@@ -166,8 +166,8 @@ def test_a_resume_continues_behind_a_bad_sample_and_keeps_the_count(workers: int
     assert second.progress.bad_samples == 6
 
 
-class Certain(Module):
-    """Without dropout: what an interrupted window has drawn is not restored."""
+class WithoutDropout(Module):
+    """Has no dropout, since random numbers that an interrupted window drew are not restored."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
@@ -176,28 +176,28 @@ class Certain(Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.fails and len(self.sizes) == 5:
-            raise ArithmeticError("of the user")
+            raise ArithmeticError("the user's own error")
         return super().training_step(batch, batch_idx)
 
 
-def test_a_window_that_an_error_cut_counts_its_bad_samples_once(tmp_path: Path) -> None:
-    """Sample 2 is in the first window, 13 and 14 are in the one that the resume repeats."""
+def test_a_window_repeated_after_an_error_counts_its_bad_samples_once(tmp_path: Path) -> None:
+    """Sample 2 is in the first window; 13 and 14 are in the window that the resume repeats."""
     data, settings = Broken({2, 13, 14}), {"shuffle": False, "accumulate_grad_batches": 3, "max_epochs": 1}
-    whole, straight = fit(data, tmp_path / "whole", module=Certain(), **settings)
+    whole, uninterrupted = fit(data, tmp_path / "whole", module=WithoutDropout(), **settings)
     with pytest.raises(ArithmeticError):
-        fit(data, tmp_path, module=Certain(fails=True), callbacks=OnExceptionCheckpoint(tmp_path), **settings)
+        fit(data, tmp_path, module=WithoutDropout(fails=True), callbacks=OnExceptionCheckpoint(tmp_path), **settings)
     saved = CheckpointReader(tmp_path / "on_exception").progress()
     assert (saved["batch"], saved["samples"], saved["bad_samples"]) == (3, 11, 1)
-    module, trainer = fit(data, tmp_path, module=Certain(), ckpt_path=tmp_path / "on_exception", **settings)
-    assert trainer.progress.bad_samples == straight.progress.bad_samples == 3
-    assert trainer.progress.samples == straight.progress.samples == 23
+    module, trainer = fit(data, tmp_path, module=WithoutDropout(), ckpt_path=tmp_path / "on_exception", **settings)
+    assert trainer.progress.bad_samples == uninterrupted.progress.bad_samples == 3
+    assert trainer.progress.samples == uninterrupted.progress.samples == 23
     assert not differences(dict(module.state_dict()), dict(whole.state_dict()))
 
 
-def test_a_loader_of_the_users_own_on_one_rank_is_sifted_and_resumed(tmp_path: Path) -> None:
+def test_skipping_and_resuming_work_without_the_distributed_sampler(tmp_path: Path) -> None:
     data, settings = Broken({3, 4, 17}), {"use_distributed_sampler": False}
     whole, _ = fit(data, tmp_path / "whole", **settings)
-    plain = by_hand(data)
+    plain = plain_loop(data)
     assert not differences(dict(whole.state_dict()), dict(plain.state_dict()))
     checkpoint = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=5, save_top_k=-1)
     _, first = fit(data, tmp_path, max_steps=5, callbacks=checkpoint, enable_checkpointing=True, **settings)
@@ -205,7 +205,7 @@ def test_a_loader_of_the_users_own_on_one_rank_is_sifted_and_resumed(tmp_path: P
     assert not differences(dict(module.state_dict()), dict(whole.state_dict()))
 
 
-def test_the_first_bad_sample_is_warned_of_and_all_are_logged_and_counted(
+def test_the_first_bad_sample_warns_and_all_are_logged_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("INFO", "leyden")
@@ -231,11 +231,9 @@ def test_the_first_bad_sample_is_warned_of_and_all_are_logged_and_counted(
         (range(1, 12), ["11 of the first 12 samples raised"]),
         (range(104, 124), None),
     ],
-    ids=["a tenth", "more", "at once", "later"],
+    ids=["a tenth", "more than a tenth", "all at the start", "only later"],
 )
-def test_many_bad_samples_among_the_first_are_warned_of_once(
-    bad: range, found: list[str] | None, tmp_path: Path
-) -> None:
+def test_many_bad_samples_early_in_a_run_warn_once(bad: range, found: list[str] | None, tmp_path: Path) -> None:
     trainer = Trainer(**{**QUIET, "max_epochs": 2, "default_root_dir": tmp_path, "on_bad_sample": "skip"})
     with pytest.warns(UserWarning) as caught:
         trainer.fit(Module(), DataLoader(Broken(set(bad), 200), 4))
@@ -243,7 +241,7 @@ def test_many_bad_samples_among_the_first_are_warned_of_once(
     assert [message.partition(" and")[0] for message in messages] == (found or [])
 
 
-def test_a_data_set_that_only_raises_ends_the_run(tmp_path: Path) -> None:
+def test_a_dataset_whose_every_sample_raises_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(LeydenError, match="every sample of the last 10 batches raised"):
         fit(Broken(set(range(80)), 80), tmp_path)
 
@@ -255,13 +253,13 @@ def test_a_data_set_that_only_raises_ends_the_run(tmp_path: Path) -> None:
         (DataLoader(Broken(set()), batch_size=None), "a DataLoader over a Broken without batches"),
     ],
 )
-def test_what_has_no_index_is_refused(loader: Any, named: str, tmp_path: Path) -> None:
+def test_loaders_without_sample_indices_are_refused(loader: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=named):
         fit(loader, tmp_path)
     with pytest.raises(ConfigurationError, match="not a list"):
         Trainer(**QUIET, on_bad_sample="skip", max_epochs=1).fit(Module(), [torch.ones(2, 3)])
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_an_unknown_value_of_on_bad_sample_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="use 'raise' or 'skip'"):
         Trainer(on_bad_sample="ignore")

@@ -1,4 +1,4 @@
-"""Workers of a loader go home by themselves when a Trainer is let go of, and when the main process is killed."""
+"""A loader's workers end when the Trainer is released or the main process is killed; dead workers raise."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from leyden.trainer.data.workers import WorkerDied, died
 
 
 class Module(Line):
-    """Notes the workers that run beside its last step."""
+    """Records the workers running during its last step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.workers = multiprocessing.active_children()
         return super().training_step(batch, batch_idx)
 
 
-def workers_of_a_run(persistent: bool, **limit: Any) -> list[BaseProcess]:
+def workers_of_run(persistent: bool, **limit: Any) -> list[BaseProcess]:
     batches = BatchSampler(SequentialSampler(range(32)), 4, False)
     data = TensorDataset(torch.ones(32, 2))
     loader = DataLoader(
@@ -50,34 +50,34 @@ def workers_of_a_run(persistent: bool, **limit: Any) -> list[BaseProcess]:
     [(True, {"max_epochs": 2}), (True, {"max_steps": 3}), (False, {"max_steps": 3})],
     ids=["persistent", "persistent, within an epoch", "within an epoch"],
 )
-def test_workers_go_home_by_themselves(
+def test_workers_end_when_the_trainer_is_released(
     persistent: bool, limit: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # For how long torch waits for a worker; one that is still there then was never told to go.
+    # torch waits this long for a worker: one still alive afterwards was never asked to end.
     monkeypatch.setattr(data_utils, "MP_STATUS_CHECK_INTERVAL", 30.0)
     monkeypatch.setattr(data_utils.worker, "MP_STATUS_CHECK_INTERVAL", 90.0)
-    join, waited_for = BaseProcess.join, []
+    join, timed_out = BaseProcess.join, []
 
-    def joined(self: BaseProcess, timeout: float | None = None) -> None:
+    def record_timeout(self: BaseProcess, timeout: float | None = None) -> None:
         join(self, timeout)
         if self.is_alive():
-            waited_for.append(self.pid)
+            timed_out.append(self.pid)
 
-    monkeypatch.setattr(BaseProcess, "join", joined)
-    # A cycle that is collected before it is counted would hide what this is about.
+    monkeypatch.setattr(BaseProcess, "join", record_timeout)
+    # An early collection of a reference cycle would hide that the cycle keeps workers alive.
     gc.disable()
     try:
-        workers = workers_of_a_run(persistent, **limit)
+        workers = workers_of_run(persistent, **limit)
     finally:
         gc.enable()
     gc.collect()
     for worker in workers:
         worker.join()
-    assert len(workers) == 2 and waited_for == []
+    assert len(workers) == 2 and timed_out == []
 
 
-class Mortal(Dataset[Any]):
-    """Ends the worker that loads sample 21, in one of several ways."""
+class DiesAtSample21(Dataset[Any]):
+    """Ends the worker that loads sample 21, by calling `end`."""
 
     def __init__(self, end: Callable[[], Any]) -> None:
         self.end = end
@@ -95,22 +95,26 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave() -> None:
+def exit_normally() -> None:
     os._exit(0)
 
 
-def fail() -> None:
+def exit_with_3() -> None:
     os._exit(3)
 
 
 @pytest.mark.parametrize(
     ("end", "message"),
-    [(kill, "was killed by SIGKILL"), (leave, "ended with exit code 0"), (fail, "ended with exit code 3")],
+    [
+        (kill, "was killed by SIGKILL"),
+        (exit_normally, "ended with exit code 0"),
+        (exit_with_3, "ended with exit code 3"),
+    ],
 )
-def test_a_worker_that_dies_is_named_with_its_number_its_end_and_the_fix(
+def test_a_dead_worker_raises_with_its_number_exit_and_fix(
     end: Callable[[], Any], message: str, tmp_path: Path
 ) -> None:
-    loader = DataLoader(Mortal(end), 4, num_workers=2)
+    loader = DataLoader(DiesAtSample21(end), 4, num_workers=2)
     trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerDied) as caught:
         trainer.fit(Line(), loader)
@@ -120,27 +124,27 @@ def test_a_worker_that_dies_is_named_with_its_number_its_end_and_the_fix(
 
 
 class Nested:
-    """A loader of a user's own: its second one makes the worker die while its first one is read."""
+    """A user's loader around a DataLoader whose worker dies."""
 
     def __init__(self, end: Callable[[], Any]) -> None:
         self.loader = self
-        self.parts = DataLoader(Mortal(end), 4, num_workers=2), [torch.ones(1, 2)] * 64
+        self.parts = DataLoader(DiesAtSample21(end), 4, num_workers=2), [torch.ones(1, 2)] * 64
 
     def __iter__(self) -> Any:
-        for loaded, here in zip(*self.parts, strict=False):
-            yield loaded + here
+        for loaded, constant in zip(*self.parts, strict=False):
+            yield loaded + constant
 
 
-def test_a_worker_of_a_loader_in_another_one_is_named_too(tmp_path: Path) -> None:
+def test_a_dead_worker_of_a_nested_loader_raises_too(tmp_path: Path) -> None:
     for loader in (Nested(kill), CombinedLoader([Nested(kill), [torch.ones(1, 2)] * 16])):
         trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
         with pytest.raises(WorkerDied, match="worker 1 of 2 of a DataLoader .* was killed by SIGKILL"):
             trainer.fit(Line(), loader)
 
 
-def test_another_error_has_no_dead_worker() -> None:
+def test_other_errors_are_not_taken_for_dead_workers() -> None:
     assert died(RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")) is None
-    assert died(ValueError("of a user")) is None and died(FileNotFoundError("of a user")) is None
+    assert died(ValueError("the user's own error")) is None and died(FileNotFoundError("the user's own error")) is None
 
 
 KILLED = """
@@ -149,15 +153,15 @@ import torch
 from leyden import Trainer, TrainModule
 from torch.utils.data import DataLoader, Dataset
 
-class Long(Dataset):
+class LargeSamples(Dataset):
     def __len__(self):
         return 10_000
 
     def __getitem__(self, index):
-        # More than a pipe holds: the worker waits until somebody reads it.
+        # More than a pipe holds, so the worker blocks until the main process reads.
         return b"x" * 2**20
 
-def told(worker_id):
+def print_pid(worker_id):
     print("WORKER", os.getpid(), flush=True)
 
 class Module(TrainModule):
@@ -175,7 +179,7 @@ class Module(TrainModule):
 
 if __name__ == "__main__":
     loader = DataLoader(
-        Long(), 1, num_workers=2, collate_fn=list, worker_init_fn=told, multiprocessing_context=sys.argv[1]
+        LargeSamples(), 1, num_workers=2, collate_fn=list, worker_init_fn=print_pid, multiprocessing_context=sys.argv[1]
     )
     Trainer(accelerator="cpu", barebones=True).fit(Module(), loader)
 """

@@ -1,4 +1,4 @@
-"""All of torch's optimizers and schedulers in the Trainer: saved, resumed, and bit-identical afterwards."""
+"""All of torch's optimizers and schedulers in the Trainer: a resume is bit-identical."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCHES = 5
 
 
 class Rates(Callback):
-    """The learning rate after each step."""
+    """Records the learning rate after each step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -33,7 +33,7 @@ class Module(Squares):
         torch.manual_seed(1)
         sparse = optimizer == "SparseAdam"
         body: Any = nn.Embedding(10, 3, sparse=True) if sparse else nn.Sequential(nn.Linear(5, 3), nn.Tanh())
-        # Muon takes matrices alone; an optimizer of sparse gradients takes nothing else.
+        # Muon accepts only matrices, SparseAdam only sparse gradients.
         super().__init__(body if sparse else nn.Sequential(body, nn.Linear(3, 1, bias=optimizer != "Muon")))
         self.names, self.interval = (optimizer, scheduler), interval
 
@@ -49,9 +49,9 @@ class Module(Squares):
 def fit(folder: Path, names: tuple[str, str | None, str], path: Path | None = None, **limits: int) -> tuple[Any, ...]:
     module, rates = Module(*names), Rates()
     generator = torch.Generator().manual_seed(3)
-    words = names[0] == "SparseAdam"
+    sparse = names[0] == "SparseAdam"
     batches = [
-        torch.randint(10, (4,), generator=generator) if words else torch.randn(4, 5, generator=generator)
+        torch.randint(10, (4,), generator=generator) if sparse else torch.randn(4, 5, generator=generator)
         for _ in range(BATCHES)
     ]
     trainer = Trainer(**QUIET, callbacks=[rates], default_root_dir=folder, **limits)
@@ -73,18 +73,18 @@ def check_resume(folder: Path, names: tuple[str, str | None, str], steps: int) -
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_of_torch_resumes_exactly(name: str, tmp_path: Path) -> None:
+def test_every_torch_optimizer_resumes_exactly(name: str, tmp_path: Path) -> None:
     check_resume(tmp_path, (name, None, "step"), steps=3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize(("interval", "steps"), [("step", 3), ("epoch", 5)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_each_scheduler_of_torch_resumes_exactly(name: str, interval: str, steps: int, tmp_path: Path) -> None:
+def test_every_torch_scheduler_resumes_exactly(name: str, interval: str, steps: int, tmp_path: Path) -> None:
     check_resume(tmp_path, ("SGD", name, interval), steps)
 
 
-def test_a_scheduler_changes_the_rate(tmp_path: Path) -> None:
+def test_every_scheduler_changes_the_learning_rate(tmp_path: Path) -> None:
     """Guards the tests above against vacuous success: the rates they compare differ between steps."""
     for name in SCHEDULERS:
         _, _, rates = fit(tmp_path, ("SGD", name, "step"), max_epochs=3)

@@ -21,12 +21,12 @@ from leyden.callbacks import CSVLogger, GradientAccumulation, LambdaCallback
 from leyden.strategies.precision import MixedPrecision
 
 
-def one_and_scheduler(module: nn.Module, **options: Any) -> Any:
+def dict_with_config(module: nn.Module, **options: Any) -> Any:
     optimizer = sgd(module)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), **options}}
 
 
-def pair(module: nn.Module) -> Any:
+def two_lists(module: nn.Module) -> Any:
     optimizers = [sgd(module), sgd(module)]
     return optimizers, [StepLR(optimizer, 1) for optimizer in optimizers]
 
@@ -52,7 +52,7 @@ FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
     "an optimizer": (sgd, 1, 0),
     "a list": (lambda module: [sgd(module), sgd(module)], 2, 0),
     "a tuple": (lambda module: (sgd(module), sgd(module)), 2, 0),
-    "two lists": (pair, 2, 2),
+    "two lists": (two_lists, 2, 2),
     "two lists of one": (lambda module: ([o := sgd(module)], [StepLR(o, 1)]), 1, 1),
     "two lists, one empty": (lambda module: ([sgd(module)], []), 1, 0),
     "a list and a scheduler": (lambda module: ([o := sgd(module)], StepLR(o, 1)), 1, 1),
@@ -60,7 +60,7 @@ FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
     "a list and no scheduler": (lambda module: ([sgd(module)], None), 1, 0),
     "a dict": (lambda module: {"optimizer": sgd(module)}, 1, 0),
     "a dict with a scheduler": (bare, 1, 1),
-    "a dict with a scheduler's dict": (one_and_scheduler, 1, 1),
+    "a dict with a scheduler's dict": (dict_with_config, 1, 1),
     "a dict with a monitor": (with_monitor, 1, 1),
     "a list of dicts": (lambda module: [bare(module), {"optimizer": sgd(module)}], 2, 1),
     "a tuple of dicts": (lambda module: (bare(module), bare(module)), 2, 2),
@@ -101,7 +101,7 @@ def test_schedulers_step_by_interval_and_frequency(fit: Any, options: Any, count
     counting = LambdaCallback(
         on_train_epoch_end=lambda trainer, module: found.append(module.lr_schedulers().last_epoch)
     )
-    module = Tiny(lambda module: one_and_scheduler(module, **options))
+    module = Tiny(lambda module: dict_with_config(module, **options))
     trainer = fit(module, numbered(5), max_epochs=2, accumulate_grad_batches=2, callbacks=counting)
     assert found == counts
     assert trainer.lr_scheduler_configs[0].scheduler is module.lr_schedulers()
@@ -115,7 +115,7 @@ def test_no_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
             counts.append(self.lr_schedulers().last_epoch)
 
     one, inf, two = torch.ones(1, 2), torch.full((1, 2), float("inf")), torch.full((1, 2), 2.0)
-    module = Counting(lambda module: one_and_scheduler(module, interval="step"))
+    module = Counting(lambda module: dict_with_config(module, interval="step"))
     trainer = fit(module, [one, inf, inf, two, one], precision=MixedPrecision("16", init_scale=8.0))
     assert counts == [1, 1, 1, 2, 3]
     assert (trainer.global_step, trainer.progress.stepped) == (5, 3)
@@ -125,7 +125,7 @@ def test_no_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "values"),
     [
-        # Validation values 1, 2, 3, 4: what the scheduler was given.
+        # Validations log 1, 2, 3, 4: the values passed to the scheduler.
         ({}, [2.0, 4.0]),
         ({"interval": "epoch", "frequency": 2}, [4.0]),
         ({"interval": "step", "frequency": 2}, [1.0, 2.0, 3.0, 4.0]),
@@ -135,7 +135,7 @@ def test_no_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
 def test_plateau_schedulers_step_after_validation(fit: Any, options: Any, values: list[float]) -> None:
     seen: list[float] = []
 
-    class Watching(ReduceLROnPlateau):
+    class RecordingPlateau(ReduceLROnPlateau):
         def step(self, metrics: Any, epoch: Any = None) -> None:
             seen.append(float(metrics))
             super().step(metrics)
@@ -147,7 +147,7 @@ def test_plateau_schedulers_step_after_validation(fit: Any, options: Any, values
             self.validations += 1
             self.log("value", float(self.validations))
 
-    module = Validated(lambda module: plateau(module, Watching, patience=0, **options))
+    module = Validated(lambda module: plateau(module, RecordingPlateau, patience=0, **options))
     trainer = fit(module, numbered(4), numbered(1), max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0)
     assert seen == values
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1 or len(values) == 1
@@ -172,14 +172,14 @@ def test_no_plateau_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
     assert trainer.progress.stepped == 3
 
 
-def test_a_non_strict_plateau_scheduler_only_warns(fit: Any) -> None:
+def test_a_non_strict_plateau_scheduler_only_warns_without_its_metric(fit: Any) -> None:
     module = Tiny(lambda module: plateau(module, monitor="nothing", strict=False))
     with pytest.warns(UserWarning, match="monitors 'nothing', which was not logged"):
         assert fit(module, numbered(2)).global_step == 2
 
 
 def test_a_custom_scheduler_steps_through_lr_scheduler_step(fit: Any) -> None:
-    class Own:
+    class EpochScheduler:
         calls: ClassVar[list[Any]] = []
 
         def step(self, epoch: int) -> None:
@@ -195,14 +195,14 @@ def test_a_custom_scheduler_steps_through_lr_scheduler_step(fit: Any) -> None:
             self.log("stepping", 1.0)
             scheduler.step(self.global_step)
 
-    config = {"scheduler": Own(), "interval": "step", "name": "mine"}
+    config = {"scheduler": EpochScheduler(), "interval": "step", "name": "custom"}
     trainer = fit(Stepping(lambda module: ([sgd(module)], [config])), numbered(3))
-    assert Own.calls == [1, 2, 3]
-    assert trainer.lr_scheduler_configs[0].name == "mine" and "stepping" in trainer.callback_metrics
+    assert EpochScheduler.calls == [1, 2, 3]
+    assert trainer.lr_scheduler_configs[0].name == "custom" and "stepping" in trainer.callback_metrics
 
 
 # several optimizers, overrides ----------------------------------------------------------------------------------------
-class Two(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
@@ -213,10 +213,10 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_several_optimizers_step_once_per_window(fit: Any, accumulate: int) -> None:
-    def one_each(net: Two) -> list[Any]:
+    def one_each(net: TwoLayers) -> list[Any]:
         return [Adam(net.first.parameters(), 0.1), SGD(net.second.parameters(), 0.1)]
 
-    net = Two()
+    net = TwoLayers()
     data, module = numbered(7, size=2), Squares(copy.deepcopy(net), lambda module: one_each(module.net))
     trainer = fit(module, data, accumulate_grad_batches=accumulate)
     optimizers = one_each(net)
@@ -237,7 +237,7 @@ def test_toggling_disables_gradients_of_all_other_optimizers(fit: Any) -> None:
     class Adversaries(Tiny):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.automatic_optimization = Two(), False
+            self.net, self.automatic_optimization = TwoLayers(), False
             self.seen: list[Any] = []
             self.after: list[bool] = []
 
@@ -267,26 +267,26 @@ def test_untoggling_restores_a_parameter_shared_by_several_optimizers(fit: Any) 
     class Shared(Tiny):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.automatic_optimization = Two(), False
+            self.net, self.automatic_optimization = TwoLayers(), False
             self.net.second.bias.requires_grad = False
             self.seen: list[list[bool]] = []
 
-        def look(self) -> None:
+        def record(self) -> None:
             self.seen.append([p.requires_grad for p in self.net.parameters()])
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             first, second, _ = self.optimizers()
             with self.toggled_optimizer(first):
-                self.look()
+                self.record()
                 with self.toggled_optimizer(second):
-                    self.look()
-                self.look()
-            self.look()
+                    self.record()
+                self.record()
+            self.record()
             self.toggle_optimizer(first)
             self.toggle_optimizer(second)
-            self.look()
+            self.record()
             self.untoggle_optimizer(second)
-            self.look()
+            self.record()
 
         def configure_optimizers(self) -> Any:
             return [sgd(self.net.first), sgd(self.net.second), sgd(self.net.second)]
@@ -297,11 +297,11 @@ def test_untoggling_restores_a_parameter_shared_by_several_optimizers(fit: Any) 
     assert module.seen == [of_first, of_second, of_first, of_all, of_second, of_all]
 
 
-def test_toggle_model_works_on_the_optimizer(fit: Any) -> None:
+def test_an_optimizers_toggle_model_restores_requires_grad(fit: Any) -> None:
     class Adversary(Tiny):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.automatic_optimization = Two(), False
+            self.net, self.automatic_optimization = TwoLayers(), False
             self.seen: list[list[bool]] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -320,7 +320,7 @@ def test_toggle_model_works_on_the_optimizer(fit: Any) -> None:
     assert module.seen == [[True, True, False, False], [False, False, True, True], [True] * 4]
 
 
-def test_manual_steps_count_when_an_optimizer_stepped(fit: Any) -> None:
+def test_manual_optimization_counts_only_batches_in_which_an_optimizer_stepped(fit: Any) -> None:
     clipped: list[Any] = []
 
     class Manual(Tiny):
@@ -353,7 +353,7 @@ def test_overridden_optimizer_hooks_are_called_in_the_order_of_a_step(fit: Any, 
             calls.append((epoch, batch_idx))
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 * (batch_idx + 1)
-            self.log("told", optimizer_closure())
+            self.log("closure", optimizer_closure())
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -368,7 +368,7 @@ def test_overridden_optimizer_hooks_are_called_in_the_order_of_a_step(fit: Any, 
     trainer = fit(module, [torch.ones(1, 2)] * 2, precision=scaled(precision))
     assert calls == ["zero", "backward", (0, 0), "zero", "backward", (0, 1)]
     assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 - 0.2))
-    assert abs(float(trainer.callback_metrics["told"]) - 1.8) < 0.01 and trainer.global_step == 2
+    assert abs(float(trainer.callback_metrics["closure"]) - 1.8) < 0.01 and trainer.global_step == 2
 
 
 @pytest.mark.parametrize(("algorithm", "weight"), [("norm", 1 - 0.1 * 0.5 / 2**0.5), ("value", 1 - 0.1 * 0.5)])
@@ -387,20 +387,20 @@ def test_clipping_limits_the_step(fit: Any, algorithm: str, weight: float, preci
 
 
 def test_custom_clipping_sees_unscaled_gradients_and_may_log(fit: Any) -> None:
-    given: list[Any] = []
+    arguments: list[Any] = []
     norms: list[float] = []
 
     class Clipping(Tiny):
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
-            given.append((gradient_clip_val, gradient_clip_algorithm))
+            arguments.append((gradient_clip_val, gradient_clip_algorithm))
             norm = self.clip_gradients(optimizer, 1.0)
             norms.append(float(norm))
             self.log("norm", norm)
 
     trainer = fit(Clipping(), [torch.full((1, 2), 4.0)] * 2, precision=scaled("16-mixed"))
-    assert given == [(None, "norm")] * 2
+    assert arguments == [(None, "norm")] * 2
     assert norms == pytest.approx([32**0.5] * 2, rel=1e-3)
     assert float(trainer.callback_metrics["norm"]) == pytest.approx(32**0.5, rel=1e-3)
 
@@ -429,14 +429,14 @@ def test_num_items_weights_the_window(fit: Any, of_tensors: bool) -> None:
 def test_hooks_see_the_undivided_loss(fit: Any) -> None:
     seen: list[Any] = []
 
-    class Watching(Tiny):
+    class RecordsLosses(Tiny):
         def on_before_backward(self, loss: Any) -> None:
             seen.append(float(loss))
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append((float(outputs), outputs.requires_grad))
 
-    fit(Watching(), [torch.ones(1, 2)] * 4, accumulate_grad_batches=4, precision=scaled("16-mixed"))
+    fit(RecordsLosses(), [torch.ones(1, 2)] * 4, accumulate_grad_batches=4, precision=scaled("16-mixed"))
     assert seen == [2.0, (2.0, False)] * 4
 
 
@@ -458,7 +458,7 @@ def test_a_closure_optimizer_may_evaluate_the_loss_repeatedly(fit: Any) -> None:
 NAN = torch.full((1, 2), float("nan"))
 
 
-def test_a_scaler_that_keeps_skipping_is_an_error(fit: Any) -> None:
+def test_a_scaler_that_keeps_skipping_raises(fit: Any) -> None:
     with pytest.raises(LeydenError, match=r"skipped 40 steps in a row.*precision='bf16-mixed'.*init_scale"):
         fit(Tiny(), [NAN] * 50, precision="16-mixed")
 
@@ -469,7 +469,7 @@ def test_skips_are_counted_per_window_with_several_optimizers(fit: Any) -> None:
     assert trainer.global_step == 32
 
 
-def test_a_frozen_module_is_named(fit: Any) -> None:
+def test_fitting_a_frozen_module_raises(fit: Any) -> None:
     module = Tiny()
     module.freeze()
     assert not module.training and not module.net.weight.requires_grad
@@ -479,8 +479,8 @@ def test_a_frozen_module_is_named(fit: Any) -> None:
     assert module.training and fit(module, numbered(1)).global_step == 1
 
 
-class Replaced(SGD):
-    """An optimizer with an overridden `zero_grad`, which keeps half of each gradient."""
+class HalvesGradients(SGD):
+    """An optimizer whose `zero_grad` keeps half of each gradient."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -488,14 +488,16 @@ class Replaced(SGD):
 
 
 def patched(module: nn.Module) -> SGD:
-    """An optimizer with a method replaced on the instance, as libraries that wrap optimizers do."""
+    """Returns an optimizer with `zero_grad` replaced on the instance, as libraries that wrap optimizers do."""
     optimizer = SGD(module.parameters(), 0.1)
-    optimizer.zero_grad = Replaced.zero_grad.__get__(optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = HalvesGradients.zero_grad.__get__(optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
-@pytest.mark.parametrize("make", [lambda module: Replaced(module.parameters(), 0.1), patched], ids=["class", "object"])
-def test_an_overridden_zero_grad_of_an_optimizer_is_called(fit: Any, make: Any) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda module: HalvesGradients(module.parameters(), 0.1), patched], ids=["class", "object"]
+)
+def test_an_optimizers_overridden_zero_grad_is_called(fit: Any, make: Any) -> None:
     module = Tiny(make)
     fit(module, [torch.ones(1, 2)] * 3, max_epochs=1)
     # Gradients of 1, 1.5 and 1.75, where torch's own would have left 1 each time.
@@ -515,11 +517,11 @@ def test_gradients_of_parameters_added_later_are_cleared_too(fit: Any) -> None:
 
     module = Growing()
     fit(module, numbered(4), max_epochs=1)
-    # The gradient of batch 0 is there at the first step (batch 1) with that of batch 1; from then on each counts alone.
+    # The first step with the parameter (batch 1) has the gradients of batches 0 and 1; later steps have one each.
     assert module.late.item() == -(2 + 1 + 1)
 
 
-# what Lightning's scripts do in manual optimization -------------------------------------------------------------------
+# manual optimization as in Lightning's scripts ------------------------------------------------------------------------
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_a_plateau_scheduler_needs_no_monitor_in_manual_optimization(fit: Any, as_dict: bool) -> None:
     class Manual(Tiny):
@@ -539,21 +541,21 @@ def test_a_plateau_scheduler_needs_no_monitor_in_manual_optimization(fit: Any, a
     assert fit(module, numbered(3)).optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
 
 
-class Asks(SGD):
+class RecordsTimes(SGD):
     """An optimizer whose step takes an extra argument."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
-        self.asked: list[Any] = []
+        self.times: list[int] = []
 
     def step(self, closure: Any = None, *, times: int = 1) -> Any:
-        self.asked.append(times)
+        self.times.append(times)
         return super().step(closure)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("automatic", [True, False])
-def test_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automatic: bool) -> None:
+def test_extra_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automatic: bool) -> None:
     class Stepping(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self(batch).mean()
@@ -568,18 +570,18 @@ def test_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automat
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer.step(optimizer_closure, times=3)
 
-    module = Stepping(lambda module: Asks(module.parameters()))
+    module = Stepping(lambda module: RecordsTimes(module.parameters()))
     module.automatic_optimization = automatic
     trainer = fit(module, numbered(2), precision=scaled(precision))
-    assert trainer.optimizers[0].asked == [3, 3]
+    assert trainer.optimizers[0].times == [3, 3]
 
 
 def test_optimizers_are_available_wrapped_and_unwrapped(fit: Any) -> None:
     module = Tiny()
-    [bare] = fit(module, numbered(1)).optimizers
+    [unwrapped] = fit(module, numbered(1)).optimizers
     wrapped = module.optimizers()
-    assert wrapped.optimizer is bare and module.optimizers(use_pl_optimizer=True) is wrapped
-    assert module.optimizers(use_pl_optimizer=False) is bare is module.optimizers(False)
+    assert wrapped.optimizer is unwrapped and module.optimizers(use_pl_optimizer=True) is wrapped
+    assert module.optimizers(use_pl_optimizer=False) is unwrapped is module.optimizers(False)
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])

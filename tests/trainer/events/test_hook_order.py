@@ -28,7 +28,7 @@ HOOK = re.compile(r"(?:(\w+)\.)?(\w+)$")
 # the pseudocode -------------------------------------------------------------------------------------------------------
 @dataclass
 class Line:
-    """A line of the docstring: its conditions, then a loop or names, and the nested lines."""
+    """A line of the docstring: its conditions, a loop or names, and its nested lines."""
 
     conditions: list[str]
     loop: str
@@ -53,7 +53,7 @@ def parse(text: str) -> dict[str, list[Line]]:
         while open_at[-1][0] >= indent:
             open_at.pop()
         match = re.fullmatch(r"(?:\[(.*?)\] )?(?:for (\w+)|([\w., ]+))", line.strip())
-        assert match, f"the docstring has a line that is no pseudocode: {raw!r}"
+        assert match, f"this line of the docstring is not pseudocode: {raw!r}"
         conditions, loop, names = match.groups(default="")
         parsed = Line(_split(conditions), loop, _split(names))
         open_at[-1][1].append(parsed)
@@ -82,7 +82,7 @@ class Plan:
     sanity: int = 0
     resume: bool = False
     ckpt_path: bool = False
-    again: bool = False
+    fitted_before: bool = False
     stage: str = "fit"
     window: int = 0
     batch: int = 0
@@ -93,8 +93,8 @@ class Plan:
         return {
             "resume": self.resume,
             "with ckpt_path": self.ckpt_path,
-            "fitted before": self.again,
-            "first fit": not self.again and not self.resume,
+            "fitted before": self.fitted_before,
+            "first fit": not self.fitted_before and not self.resume,
             "in fit": self.stage == "fit",
             "sanity check": self.sanity > 0 and not self.resume,
             "no sanity check": self.sanity == 0 or self.resume,
@@ -172,7 +172,7 @@ def hooks_of(base: type) -> set[str]:
     return {name for name, value in vars(base).items() if inspect.isfunction(value) and re.match(wanted + more, name)}
 
 
-# The DataModule's stand in for the module's.
+# The DataModule's hooks replace those of the module.
 DATA_HOOKS = {
     *(f"{kind}_dataloader" for kind in ("train", "val", "test", "predict")),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
@@ -201,12 +201,12 @@ def recording(owner: str, base: type, trace: list[Event]) -> Any:
     return type(f"Recording{base.__name__}", (base,), {name: recorded(name) for name in RECORDED[owner]})
 
 
-class Part(Callback):
+class StatefulCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"saved": True}
 
 
-class ClosingPart(Part):
+class ClosingStatefulCallback(StatefulCallback):
     order: ClassVar[int] = 100
 
 
@@ -275,10 +275,10 @@ class Run:
         plan, trace = self.plan, self.trace
         self.module = recording("module", Module, trace)(plan.optimizers, plan.schedulers)
         self.data = recording("datamodule", Data, trace)(plan.batches, plan.evaluated)
-        closing = recording("closing", ClosingPart, trace)()
+        closing = recording("closing", ClosingStatefulCallback, trace)()
         self.trainer = Trainer(
-            # The closing one is given first: its place follows from its order alone.
-            callbacks=[closing, recording("callback", Part, trace)(), Saver(self)],
+            # The closing callback comes first: only its order determines its place.
+            callbacks=[closing, recording("callback", StatefulCallback, trace)(), Saver(self)],
             max_epochs=plan.epochs or 1,
             accumulate_grad_batches=plan.accumulated,
             val_check_interval=plan.validate_every or 1.0,
@@ -305,9 +305,9 @@ class Saver(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.window_is_over and trainer.global_step == self.run.save_at:
-            noted = len(self.run.trace)
+            length_before = len(self.run.trace)
             trainer.save_checkpoint(self.run.folder / "saved")
-            del self.run.trace[noted:]
+            del self.run.trace[length_before:]
             self.run.trace.append(("saver", "saved"))
 
 
@@ -342,7 +342,7 @@ def test_a_second_fit_follows_the_pseudocode(tmp_path: Path) -> None:
     run.trainer.fit(run.module, datamodule=run.data)
     run.trace.clear()
     run.trainer.fit(run.module, datamodule=run.data)
-    assert_same(run.trace, list(expected("fit", dataclasses.replace(FITS["plain"], again=True))))
+    assert_same(run.trace, list(expected("fit", dataclasses.replace(FITS["plain"], fitted_before=True))))
 
 
 @pytest.mark.parametrize("save_at", [1, 2, 3, 5])
@@ -386,10 +386,10 @@ def test_an_error_follows_the_pseudocode(tmp_path: Path) -> None:
 
     def fail(batch: Any, batch_idx: int) -> None:
         run.trace.clear()
-        raise ValueError("the third wheel came off")
+        raise ValueError("the user's own error")
 
     run.module.training_step = fail
-    with pytest.raises(ValueError, match="third wheel"):
+    with pytest.raises(ValueError, match="the user's own error"):
         run.trainer.fit(run.module, datamodule=run.data)
     teardown = [(owner, "teardown") for owner in OWNERS]
     assert_same(run.trace, [*expected("error", FITS["plain"]), *teardown])
@@ -404,5 +404,5 @@ def test_the_docstring_has_every_hook() -> None:
     written = {name for body in SECTIONS.values() for name in names(body)}
     written |= {name.replace("X", kind) for name in written for kind in ("validation", "val", "test", "predict")}
     for owner, known in RECORDED.items():
-        assert not known - written, f"hooks of the {owner} that the docstring does not name"
+        assert not known - written, f"the docstring lacks these hooks of the {owner}: {sorted(known - written)}"
     assert not set(hooks.EVENTS) - written

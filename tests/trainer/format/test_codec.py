@@ -1,4 +1,4 @@
-"""Every kind of state comes back as it was, and every other kind is refused by its key path."""
+"""Every supported kind of state survives a round trip; any other is refused by its key path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.format.tensors import TensorCollector, TensorSource
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     BLUE = (0, 0, 255)
 
@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Inner:
-    colour: Colour = Colour.RED
+    color: Color = Color.RED
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=[f"{number}-{type(value).__name__}" for number, value in enumerate(PLAIN)])
-def test_plain_values_come_back(value: Any, disk: Any) -> None:
+def test_plain_values_survive_a_round_trip(value: Any, disk: Any) -> None:
     assert not differences(disk({"value": value})["value"], value)
     assert not differences(disk(value), value)
 
@@ -134,7 +134,7 @@ def test_defaultdict_keeps_its_factory(factory: Any, disk: Any) -> None:
     assert back.default_factory is factory
 
 
-def test_deque_keeps_its_bound(disk: Any) -> None:
+def test_deque_keeps_its_maxlen(disk: Any) -> None:
     assert disk(collections.deque([1], maxlen=1)).maxlen == 1
     assert disk(collections.deque([1])).maxlen is None
 
@@ -163,7 +163,7 @@ NUMPY = [
 
 
 @pytest.mark.parametrize("value", NUMPY, ids=repr)
-def test_numpy_comes_back(value: Any, disk: Any) -> None:
+def test_numpy_values_survive_a_round_trip(value: Any, disk: Any) -> None:
     back = disk({"value": value})["value"]
     assert isinstance(back, numpy.ndarray) == isinstance(value, numpy.ndarray)
     if isinstance(value, numpy.dtype):
@@ -174,7 +174,7 @@ def test_numpy_comes_back(value: Any, disk: Any) -> None:
         assert back.tobytes() == value.tobytes()
 
 
-def test_numpy_arrays_can_be_written_to_and_read_only_ones_saved(disk: Any) -> None:
+def test_numpy_arrays_are_restored_writable_even_if_saved_read_only(disk: Any) -> None:
     array = numpy.arange(4.0)
     array.flags.writeable = False
     back = disk([array, numpy.asfortranarray(numpy.ones((2, 3))), numpy.array(["x"])])
@@ -183,45 +183,45 @@ def test_numpy_arrays_can_be_written_to_and_read_only_ones_saved(disk: Any) -> N
     assert back[1].flags.f_contiguous
 
 
-def test_classes_come_from_the_live_structure(disk: Any) -> None:
+def test_classes_are_taken_from_the_live_structure(disk: Any) -> None:
     tree = {
-        "colours": [Colour.RED, Colour.BLUE],
+        "colors": [Color.RED, Color.BLUE],
         "level": Level.LOW,
         "flags": Access.READ | Access.WRITE,
         "point": Point(1, 2.5),
-        "outer": Outer("x", Inner(Colour.BLUE)),
+        "outer": Outer("x", Inner(Color.BLUE)),
         "slotted": Slotted(3),
-        Colour.RED: 1,
+        Color.RED: 1,
     }
     back = disk(tree, like=tree)
     assert not differences(back, tree)
     assert type(back["point"]) is Point
     assert back["level"] is Level.LOW
-    assert disk(tree, types=[Colour, Level, Access, Point, Outer, Inner, Slotted])["outer"] == tree["outer"]
+    assert disk(tree, types=[Color, Level, Access, Point, Outer, Inner, Slotted])["outer"] == tree["outer"]
 
 
-def test_unknown_classes_come_back_plain(disk: Any) -> None:
-    back = disk({"c": Colour.BLUE, "level": Level.LOW, "p": Point(1, 2.5), "o": Outer("x")})
+def test_unknown_classes_are_restored_as_plain_values(disk: Any) -> None:
+    back = disk({"c": Color.BLUE, "level": Level.LOW, "p": Point(1, 2.5), "o": Outer("x")})
     assert not differences(back["c"], (0, 0, 255))
     assert not differences(back["level"], 1)
     assert not differences(back["p"], (1, 2.5))
-    assert back["o"] == types.SimpleNamespace(name="x", inner=types.SimpleNamespace(colour="red"), late=7)
+    assert back["o"] == types.SimpleNamespace(name="x", inner=types.SimpleNamespace(color="red"), late=7)
 
 
-def test_a_name_in_a_checkpoint_is_not_imported(disk: Any) -> None:
+def test_class_names_in_a_checkpoint_are_never_imported(disk: Any) -> None:
     value = {"$": "enum", "type": "os.system", "name": "x", "value": "echo hello"}
     assert decode(value, TensorSource({})) == "echo hello"
     fields = {"$": "dataclass", "type": "subprocess.Popen", "fields": {"args": "true"}}
     assert decode(fields, TensorSource({})) == types.SimpleNamespace(args="true")
 
 
-def test_a_script_class_is_found_under_both_names() -> None:
-    saved = encode(Colour.RED, TensorCollector())
-    saved["type"] = "__main__.Colour"
-    assert decode(saved, TensorSource({}), types=[Colour]) is Colour.RED
+def test_a_class_saved_from_main_is_found_under_its_module() -> None:
+    saved = encode(Color.RED, TensorCollector())
+    saved["type"] = "__main__.Color"
+    assert decode(saved, TensorSource({}), types=[Color]) is Color.RED
 
 
-def test_a_field_that_was_added_takes_its_default_and_one_without_is_named() -> None:
+def test_a_missing_field_takes_its_default_or_raises_by_name() -> None:
     saved = encode(Outer("x"), TensorCollector())
     del saved["fields"]["late"]
     assert decode(saved, TensorSource({}), types=[Outer]).late == 7
@@ -230,14 +230,14 @@ def test_a_field_that_was_added_takes_its_default_and_one_without_is_named() -> 
         decode(saved, TensorSource({}), types=[Outer])
 
 
-def test_a_generator_draws_its_next_numbers(disk: Any) -> None:
+def test_a_restored_generator_continues_its_sequence(disk: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     torch.rand(3, generator=generator)
     back = disk({"g": generator})["g"]
     assert torch.equal(torch.rand(4, generator=back), torch.rand(4, generator=generator))
 
 
-def test_a_set_of_tensors_comes_back(disk: Any) -> None:
+def test_a_set_of_tensors_survives_a_round_trip(disk: Any) -> None:
     tensor = torch.arange(3)
     assert torch.equal(disk({tensor}).pop(), tensor)
 
@@ -255,7 +255,7 @@ REFUSED = [
     (open, "open"),
     (torch.nn.Linear(1, 1), "state_dict"),
     (object(), "object"),
-    (Colour, "the class Colour"),
+    (Color, "the class Color"),
     (Text("x"), "subclass of str"),
     (Bag(), "subclass of dict"),
     (iter([]), "list_iterator"),
@@ -273,9 +273,9 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("value", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_other_kinds_are_refused_by_key_path(value: Any, words: str) -> None:
+def test_unsupported_values_are_refused_by_key_path(value: Any, words: str) -> None:
     if words in ("quantized", "nested"):
-        value = value()  # made here, since making them warns
+        value = value()  # created here, since creating them warns
     tree = {"MyCallback": {"queue": [0, 1, 2, value]}}
     with pytest.raises(UnsupportedStateError, match=words) as caught:
         check_encodable(tree, where="callbacks")
@@ -299,7 +299,7 @@ def test_cycles_are_refused(kind: Any) -> None:
     check_encodable([shared, shared])
 
 
-def test_depth_is_bounded_and_what_is_allowed_comes_back(disk: Any) -> None:
+def test_depth_is_bounded_and_the_deepest_allowed_value_survives(disk: Any) -> None:
     value: Any = 0
     for _ in range(MAX_DEPTH - 1):
         value = {(1,): value}
@@ -333,12 +333,12 @@ def test_depth_is_bounded_and_what_is_allowed_comes_back(disk: Any) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_forged_values_give_one_clear_error(value: Any) -> None:
+def test_forged_values_raise_one_clear_error(value: Any) -> None:
     with pytest.raises(CheckpointError, match="here"):
         decode({"a": value}, TensorSource({}), where="here")
 
 
-def test_deep_json_is_an_error_and_no_crash() -> None:
+def test_deeply_nested_json_raises_instead_of_crashing() -> None:
     value: Any = 0
     for _ in range(500):
         value = [value]
@@ -346,7 +346,7 @@ def test_deep_json_is_an_error_and_no_crash() -> None:
         decode(value, TensorSource({}))
 
 
-def test_what_is_written_is_strict_json_and_the_same_each_time() -> None:
+def test_encoding_is_strict_json_and_deterministic() -> None:
     tree = {"nan": float("nan"), "set": {"b", "a", "c"}, "x": (1, 2)}
     text = json.dumps(encode(tree, TensorCollector()), allow_nan=False)
     assert text == json.dumps(encode({**tree, "set": {"c", "a", "b"}}, TensorCollector()), allow_nan=False)

@@ -1,4 +1,4 @@
-"""Memory that is about to be filled from a file."""
+"""`room`: memory about to be filled from a file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from leyden.trainer.format.memory import room
 
-GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def flags_of(address: int) -> list[str]:
-    """The kernel's flags of the mapping that holds an address."""
+    """Returns the kernel's flags for the mapping that holds an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head, _, rest = line.partition(" ")
@@ -25,18 +25,18 @@ def flags_of(address: int) -> list[str]:
     return []
 
 
-@pytest.mark.skipif(not GRANTED.exists(), reason="the system has no such pages")
-def test_room_for_a_large_tensor_is_in_large_pages() -> None:
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="the system has no transparent huge pages")
+def test_room_puts_a_large_tensor_into_huge_pages() -> None:
     tensor = room((3, 8 * 2**20), torch.float32)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((3, 8 * 2**20), torch.float32, True)
     assert "hg" in flags_of(tensor.data_ptr() + tensor.nbytes // 2)
-    # A large page that is partly another's memory stays as it is.
+    # Memory in huge pages is written and read like any other.
     tensor.zero_()
     assert not tensor.any()
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (5,), (3, 2**20)])
-def test_room_has_any_shape_and_dtype(shape: tuple[int, ...]) -> None:
+def test_room_allocates_any_shape_and_dtype(shape: tuple[int, ...]) -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.complex128):
         tensor = room(shape, dtype)
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)

@@ -1,4 +1,4 @@
-"""Bytes that are written and read in pieces, by threads, with checksums on the way."""
+"""Files written and read in pieces, by threads, with checksums computed on the way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leyden.trainer.format.unflushed import Unflushed
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few kilobytes take every path."""
+    """Shrinks the sizes of pieces, so that a few kilobytes take every path."""
     for name, size in (
         ("_PIECE", 1000),
         ("_STRETCH", 4000),
@@ -31,7 +31,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spans(size: int, count: int, seed: int) -> list[tuple[int, int]]:
-    """Disjoint stretches of a file, in any order; some touch, some are empty."""
+    """Returns disjoint spans of a file in random order; some touch, some are empty."""
     dice = random.Random(seed)
     marks = sorted(dice.choices(range(size + 1), k=2 * count))
     found = list(zip(marks[::2], marks[1::2], strict=True))
@@ -42,7 +42,7 @@ def spans(size: int, count: int, seed: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("algorithm", [SHA256, XXH3])
 @pytest.mark.parametrize("chunk", [7, 256, 5000, CHUNK])
 @pytest.mark.parametrize("count", [1, 3, 60])
-def test_any_parts_of_a_file_are_read_and_only_the_chunks_they_touch(
+def test_reading_parts_of_a_file_verifies_only_their_chunks(
     algorithm: str, chunk: int, count: int, tmp_path: Path
 ) -> None:
     data = random.Random(0).randbytes(20_011)
@@ -58,9 +58,9 @@ def test_any_parts_of_a_file_are_read_and_only_the_chunks_they_touch(
         touched = {number for begin, end in wanted if end > begin for number in range(begin // chunk, -(-end // chunk))}
         assert verified == (touched if known else set())
 
-    # A byte in every fifth chunk is damaged: each is found exactly where it is touched.
+    # A byte in every fifth chunk is damaged: reads of these chunks raise, other reads do not.
     damaged = set(range(0, len(data), 5 * chunk))
-    (tmp_path / "file").write_bytes(bytes(byte ^ (place in damaged) for place, byte in enumerate(data)))
+    (tmp_path / "file").write_bytes(bytes(byte ^ (position in damaged) for position, byte in enumerate(data)))
     with CheckedFile(tmp_path, "file", entry) as file:
         for begin, end in wanted:
             hit = end > begin and any(number % 5 == 0 for number in range(begin // chunk, -(-end // chunk)))
@@ -73,25 +73,25 @@ def test_any_parts_of_a_file_are_read_and_only_the_chunks_they_touch(
             file.verify()
 
 
-def test_verify_may_leave_out_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_unread_skips_chunks_already_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random.Random(1).randbytes(10_000)
     entry = write_file(tmp_path / "file", [data], 100, XXH3)
     read: list[tuple[int, int]] = []
     exactly = CheckedFile._read_exactly
 
-    def noting(self: CheckedFile, views: list[memoryview], offset: int) -> None:
+    def record_read(self: CheckedFile, views: list[memoryview], offset: int) -> None:
         read.append((offset, sum(map(len, views))))
         exactly(self, views, offset)
 
     with CheckedFile(tmp_path, "file", entry) as file:
         file.fill([(250, memoryview(bytearray(300)))])
-        monkeypatch.setattr(CheckedFile, "_read_exactly", noting)
+        monkeypatch.setattr(CheckedFile, "_read_exactly", record_read)
         file.verify(unread=True)
     assert sum(size for _, size in read) == 10_000 - 400
     assert not any(offset < 600 and offset + size > 200 for offset, size in read)
 
 
-def test_a_file_that_becomes_shorter_is_reported(tmp_path: Path) -> None:
+def test_a_file_truncated_while_open_raises(tmp_path: Path) -> None:
     entry = write_file(tmp_path / "file", [bytes(9000)], 100, XXH3)
     with CheckedFile(tmp_path, "file", entry) as file:
         os.truncate(tmp_path / "file", 5000)
@@ -99,8 +99,8 @@ def test_a_file_that_becomes_shorter_is_reported(tmp_path: Path) -> None:
             file.verify()
 
 
-def test_reads_without_preadv_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows has none."""
+def test_reading_works_without_preadv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows lacks preadv."""
     data = random.Random(2).randbytes(9000)
     entry = write_file(tmp_path / "file", [data], 100, XXH3)
     monkeypatch.delattr(os, "preadv", raising=False)
@@ -108,10 +108,10 @@ def test_reads_without_preadv_are_the_same(tmp_path: Path, monkeypatch: pytest.M
         assert file.read(10_000) == data
 
 
-def test_tensors_that_need_a_copy_are_copied_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_need_a_copy_are_copied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {
         "plain": torch.randn(20, 30),
-        "turned": torch.randn(40, 50).t(),
+        "transposed": torch.randn(40, 50).t(),
         "channels_last": torch.randn(3, 4, 10, 10).to(memory_format=torch.channels_last),
         "first_of_one": torch.randn(2, 1, 30, 40).transpose(0, 1),
         "repeated": torch.randn(50, 1).expand(50, 40),
@@ -122,12 +122,12 @@ def test_tensors_that_need_a_copy_are_copied_in_parts(tmp_path: Path, monkeypatc
     copied: list[int] = []
     memory_of = safefile.memory_of
 
-    def noting(tensor: torch.Tensor) -> memoryview:
-        if not any(tensor.data_ptr() == given.data_ptr() for given in tensors.values()):
+    def record_copy(tensor: torch.Tensor) -> memoryview:
+        if not any(tensor.data_ptr() == original.data_ptr() for original in tensors.values()):
             copied.append(tensor.nbytes)
         return memory_of(tensor)
 
-    monkeypatch.setattr(safefile, "memory_of", noting)
+    monkeypatch.setattr(safefile, "memory_of", record_copy)
     entry = write_tensors(tmp_path / "file.safetensors", tensors)
     assert max(copied) <= 600 and len(copied) > 20
     back = load_file(tmp_path / "file.safetensors")
@@ -137,17 +137,15 @@ def test_tensors_that_need_a_copy_are_copied_in_parts(tmp_path: Path, monkeypatc
     assert hasher.entry() == entry
 
 
-def test_unflushed_files_are_flushed_together_and_name_the_one_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_flushes_every_file_and_names_the_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unflushed = Unflushed()
     entries = {name: write_file(tmp_path / name, [name.encode()], unflushed=unflushed) for name in ("a", "b", "c")}
     assert all(entry.size == 1 for entry in entries.values())
-    fsync, seen = os.fsync, list[str]()
+    fsync, flushed = os.fsync, list[str]()
 
     def failing(descriptor: int) -> None:
         name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        seen.append(name)
+        flushed.append(name)
         if name == "b":
             raise OSError(28, "No space left on device")
         fsync(descriptor)
@@ -155,7 +153,7 @@ def test_unflushed_files_are_flushed_together_and_name_the_one_that_fails(
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError, match="No space left") as caught:
         unflushed.flush()
-    assert caught.value.filename == "b" and sorted(seen) == ["a", "b", "c"]
+    assert caught.value.filename == "b" and sorted(flushed) == ["a", "b", "c"]
     unflushed.flush()
     unflushed.close()
-    assert len(seen) == 3
+    assert len(flushed) == 3

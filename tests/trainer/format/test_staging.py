@@ -1,4 +1,4 @@
-"""A file that is written under a temporary name and renamed into place."""
+"""Files written under a temporary name and renamed into place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_file_is_replaced_only_once_it_is_complete(tmp_path: Path, exists: boo
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("written", [False, True])
-def test_an_error_leaves_the_old_file_and_no_temporary_one(
+def test_an_error_keeps_the_old_file_and_removes_the_temporary_one(
     tmp_path: Path, error: type[BaseException], written: bool
 ) -> None:
     path = tmp_path / "scores.json"

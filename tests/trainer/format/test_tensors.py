@@ -1,4 +1,4 @@
-"""Tensors of every kind through a checkpoint: value, dtype, strides, layout and shared memory."""
+"""Tensors of every kind in a checkpoint: values, dtype, strides, layout and shared memory survive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def through_model(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)], ids=str)
-def test_dtypes_and_shapes_come_back(dtype: torch.dtype, shape: tuple[int, ...], disk: Any, tmp_path: Path) -> None:
+def test_dtypes_and_shapes_survive_a_round_trip(
+    dtype: torch.dtype, shape: tuple[int, ...], disk: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     count = torch.Size(shape).numel() * dtype.itemsize
     source = torch.randint(0, 2, (count,), dtype=torch.uint8)
@@ -64,19 +66,19 @@ def test_special_values_keep_their_bits(disk: Any) -> None:
     ],
     ids=["channels_last", "transposed", "permuted", "complex", "ones"],
 )
-def test_strides_come_back(tensor: torch.Tensor, disk: Any, tmp_path: Path) -> None:
+def test_strides_survive_a_round_trip(tensor: torch.Tensor, disk: Any, tmp_path: Path) -> None:
     for back in (disk([tensor])[0], through_model(tmp_path / "model", {"x": tensor})["x"]):
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride() or tensor.is_contiguous()
 
 
-def test_views_with_gaps_conjugates_and_negatives_come_back(disk: Any) -> None:
+def test_gapped_conjugated_and_negated_views_survive_a_round_trip(disk: Any) -> None:
     base = torch.complex(torch.arange(10.0), torch.ones(10))
     for tensor in (torch.arange(10.0)[::3], base.conj(), base.imag, base.conj().imag, torch.ones(4, 4)[1:3, 1:3]):
         assert torch.equal(disk([tensor])[0], tensor.clone())
 
 
-def test_expanded_tensors_are_stored_small(disk: Any) -> None:
+def test_expanded_tensors_are_stored_unexpanded(disk: Any) -> None:
     collector = TensorCollector()
     collector.put(torch.ones(1).expand(1_000_000), "x", "x")
     assert sum(tensor.numel() for tensor in collector.finish().values()) == 1
@@ -103,7 +105,7 @@ SPARSE = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0]])
     ],
     ids=["coo", "uncoalesced", "empty", "complex", "csr", "csc", "bsr", "bsc"],
 )
-def test_sparse_layouts_come_back(make: Callable[[], torch.Tensor], disk: Any, tmp_path: Path) -> None:
+def test_sparse_layouts_survive_a_round_trip(make: Callable[[], torch.Tensor], disk: Any, tmp_path: Path) -> None:
     tensor = make()
     for back in (disk({"x": tensor})["x"], through_model(tmp_path / "model", {"x": tensor})["x"]):
         assert back.layout == tensor.layout
@@ -114,7 +116,7 @@ def test_sparse_layouts_come_back(make: Callable[[], torch.Tensor], disk: Any, t
         assert torch.equal(back.to_dense(), tensor.to_dense())
 
 
-def test_shared_memory_is_shared_again(disk: Any) -> None:
+def test_shared_memory_is_still_shared_after_a_round_trip(disk: Any) -> None:
     base = torch.arange(12.0)
     tree = {
         "same": [base, base],
@@ -134,14 +136,14 @@ def test_shared_memory_is_shared_again(disk: Any) -> None:
     assert back["apart"][5] == 5
 
 
-def test_neighbors_in_one_storage_stay_apart(disk: Any) -> None:
+def test_disjoint_views_of_one_storage_are_restored_separately(disk: Any) -> None:
     a, b = torch.arange(6.0).split(3)
     back = disk([a, b])
     assert torch.equal(back[1], b)
     assert back[0].untyped_storage().nbytes() == 12
 
 
-def test_parameters_and_requires_grad_come_back(disk: Any) -> None:
+def test_parameters_and_requires_grad_survive_a_round_trip(disk: Any) -> None:
     parameter = nn.Parameter(torch.ones(2), requires_grad=False)
     leaf = torch.ones(2, requires_grad=True)
     back = disk({"p": parameter, "data": parameter.data, "leaf": leaf, "result": leaf * 2})
@@ -167,7 +169,7 @@ class Tied(nn.Module):
         self.register_buffer("scalar", torch.tensor(3))
 
 
-def test_model_file_is_plain_safetensors_with_tied_weights_once(tmp_path: Path) -> None:
+def test_the_model_file_is_plain_safetensors_with_tied_weights_stored_once(tmp_path: Path) -> None:
     module = Tied()
     with CheckpointWriter(tmp_path / "c") as writer:
         writer.model(module.state_dict())
@@ -175,7 +177,7 @@ def test_model_file_is_plain_safetensors_with_tied_weights_once(tmp_path: Path) 
     with safetensors.safe_open(path / "model.safetensors", framework="pt") as file:
         assert file.metadata()["format"] == "pt"
         assert file.metadata()["head.weight"] == "embed.weight"
-        assert "head.weight" not in file.keys()  # noqa: SIM118  (a safe_open is no mapping)
+        assert "head.weight" not in file.keys()  # noqa: SIM118  (a safe_open is not a mapping)
         assert torch.equal(file.get_tensor("conv.weight"), module.conv.weight)
     back = CheckpointReader(path).model()
     assert list(back) == list(module.state_dict())
@@ -197,7 +199,7 @@ def test_safetensors_loads_the_model_file_into_a_module(tmp_path: Path) -> None:
     assert torch.equal(fresh[0].weight, module[0].weight)
 
 
-def test_some_weights_are_read_without_the_others(tmp_path: Path) -> None:
+def test_selected_weights_are_read_without_the_others(tmp_path: Path) -> None:
     module = Tied()
     with CheckpointWriter(tmp_path / "c") as writer:
         writer.model(module.state_dict())
@@ -215,7 +217,7 @@ class WithExtra(nn.Linear):
         self.extra = state
 
 
-def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
+def test_extra_state_of_modules_survives_a_round_trip(tmp_path: Path) -> None:
     back = through_model(tmp_path / "c", WithExtra(2, 2).state_dict())
     fresh = WithExtra(2, 2)
     fresh.load_state_dict(back)
@@ -223,12 +225,12 @@ def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
     assert torch.equal(fresh.extra["history"][1], torch.ones(2))
 
 
-def test_a_weight_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_a_weight_that_cannot_be_saved_raises_by_name(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "c") as writer, pytest.raises(UnsupportedStateError, match=r"\['net.w'\].*meta"):
         writer.model({"net.w": torch.empty(2, device="meta")})
 
 
-def test_tensors_named_alike_do_not_collide(disk: Any) -> None:
+def test_tensors_with_similar_names_do_not_collide(disk: Any) -> None:
     tree = {
         "a.b": torch.tensor(1),
         "a": {"b": torch.tensor(2)},
@@ -259,7 +261,7 @@ def test_tensors_named_alike_do_not_collide(disk: Any) -> None:
     ],
     ids=str,
 )
-def test_forged_specs_do_not_reach_other_memory(change: dict[str, Any]) -> None:
+def test_forged_specs_raise_instead_of_reaching_other_memory(change: dict[str, Any]) -> None:
     spec = {"key": "x", "dtype": "float32", "shape": [4], **change}
     with pytest.raises((ValueError, TypeError, KeyError, RuntimeError)):
         TensorSource({"x": torch.zeros(4)}).get(spec)

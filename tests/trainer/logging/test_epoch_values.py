@@ -1,4 +1,4 @@
-"""The merging of values and metric states of several ranks, tested in a single process."""
+"""Merging values and metric states of several ranks, tested in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(reduce_fx: Any) -> Entry:
 
 
 @pytest.mark.parametrize(
-    ("reduce_fx", "told", "expected"),
+    ("reduce_fx", "values_of_ranks", "expected"),
     [
         ("mean", [[6.0, 3.0], [10.0, 1.0]], 4.0),
         ("mean", [[6.0, 3.0], [0.0, 0.0]], 2.0),
@@ -36,8 +36,8 @@ def entry(reduce_fx: Any) -> Entry:
         (torch.median, [[1.0, 3.0], [2.0]], 2.0),
     ],
 )
-def test_values_of_all_ranks_are_reduced_by_reduce_fx(reduce_fx: Any, told: Any, expected: float) -> None:
-    value = combined(entry(reduce_fx), told)
+def test_values_of_all_ranks_are_reduced_by_reduce_fx(reduce_fx: Any, values_of_ranks: Any, expected: float) -> None:
+    value = combined(entry(reduce_fx), values_of_ranks)
     assert value is not None and float(value) == pytest.approx(expected, nan_ok=True)
 
 
@@ -46,8 +46,8 @@ def test_a_reduce_fx_function_that_is_not_restored_yet_yields_no_value() -> None
         assert combined(entry(Reduced(1.0)), [[1.0], [2.0]]) is None
 
 
-class Own(Metric):
-    """States of every kind in torchmetrics."""
+class EveryState(Metric):
+    """A metric with every kind of state in torchmetrics."""
 
     def __init__(self, custom: Any = None) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class Own(Metric):
 
 
 def states_of(found: list[Metric]) -> dict[int, list[metrics.PartState]]:
-    """The states that each rank's metric sends, by rank."""
+    """Returns the states that each rank's metric sends, by rank."""
     return {rank: metrics.unpack(metrics.pack([metric]))[0] for rank, metric in enumerate(found)}
 
 
-def test_states_of_every_kind_travel_and_are_merged() -> None:
-    first, second, idle = Own(), Own(), Own()
+def test_metric_states_of_every_kind_are_sent_and_merged() -> None:
+    first, second, idle = EveryState(), EveryState(), EveryState()
     first.update(torch.tensor([1.0, 3.0]))
     first.update(torch.tensor([5.0]))
     second.update(torch.tensor([2.0]))
     before = {name: str(value) for name, value in first.metric_state.items()}
     merged = metrics.compute(first, states_of([first, second, idle]))
-    # Means weigh by updates: (3.5 * 2 + 2) / 3.
+    # Means are weighted by updates: (3.5 * 2 + 2) / 3.
     assert float(merged["mean"]) == pytest.approx(3.0)
     assert int(merged["whole"]) == 4 and merged["whole"].dtype == torch.int64
     assert merged["half"].tolist() == [5.0, 5.0] and merged["half"].dtype == torch.bfloat16
@@ -104,8 +104,8 @@ def test_states_of_every_kind_travel_and_are_merged() -> None:
     assert first._update_count == 2 and not first._is_synced and first._to_sync
 
 
-def test_the_only_rank_with_updates_determines_the_state() -> None:
-    first, idle = Own(), Own()
+def test_a_single_rank_with_updates_determines_the_state() -> None:
+    first, idle = EveryState(), EveryState()
     first.update(torch.tensor([6.0, 1.0]))
     for metric in (first, idle):
         merged = metrics.compute(metric, states_of([idle, first]))
@@ -116,7 +116,7 @@ def test_the_only_rank_with_updates_determines_the_state() -> None:
 
 
 @pytest.mark.parametrize("make", [MeanMetric, SumMetric, MaxMetric, MinMetric, CatMetric])
-def test_aggregations_of_torchmetrics(make: Any) -> None:
+def test_aggregations_of_torchmetrics_merge_over_ranks(make: Any) -> None:
     whole, ranks = make(), [make(), make(), make()]
     for number, value in enumerate([3.0, 1.0, 2.0, 5.0]):
         whole.update(value)
@@ -125,7 +125,7 @@ def test_aggregations_of_torchmetrics(make: Any) -> None:
     torch.testing.assert_close(merged, whole.compute())
 
 
-def test_metrics_inside_metrics_are_merged() -> None:
+def test_nested_metrics_are_merged() -> None:
     """Wrappers and compositions of metrics hold nested states."""
     ranks = [MinMaxMetric(MeanMetric()) for _ in range(2)]
     sums = [MeanMetric() + SumMetric() for _ in range(2)]
@@ -138,7 +138,7 @@ def test_metrics_inside_metrics_are_merged() -> None:
 
 
 def test_states_of_different_shapes_are_refused_by_name() -> None:
-    class Uneven(Own):
+    class Uneven(EveryState):
         def update(self, values: Tensor) -> None:
             self.stacked = values
 

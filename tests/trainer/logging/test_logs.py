@@ -1,4 +1,4 @@
-"""self.log: levels, names, weights, reductions and recipients of logged values."""
+"""self.log: levels, names, weights, reductions and destinations of logged values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.trainer.logging.entries import rule_of
 
 
 def rows(trainer: Trainer) -> list[dict[str, float]]:
-    """The rows that the CSV logger wrote, without empty cells."""
+    """Returns the rows that the CSV logger wrote, without empty cells."""
     with Path(str(trainer.log_dir), "metrics.csv").open() as file:
         return [{key: float(value) for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
 
@@ -47,16 +47,16 @@ def numbers(values: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     "kind", [float, int, torch.tensor, lambda v: torch.tensor([v]), lambda v: torch.tensor(int(v))]
 )
-def test_names_and_values_by_level_and_reduction(fit: Any, options: Any, expected: Any, kind: Any) -> None:
+def test_names_and_values_follow_from_level_and_reduction(fit: Any, options: Any, expected: Any, kind: Any) -> None:
     module = Logging(lambda module, batch: module.log("x", kind(batch.mean().item()), **options))
     trainer = fit(module, numbered(3, start=1))
     assert numbers(trainer.callback_metrics) == expected
-    # The bare name of a forked value is for callbacks alone.
+    # Only callbacks see the bare name of a value logged by step and by epoch.
     assert set(trainer.logged_metrics) == set(expected) - ({"x"} if len(expected) > 1 else set())
     assert trainer.progress_bar_metrics == {}
 
 
-def test_reduce_fx_may_be_a_lambda_in_the_call(fit: Any) -> None:
+def test_reduce_fx_may_be_an_inline_lambda(fit: Any) -> None:
     def log(module: Any, batch: Any) -> None:
         module.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
 
@@ -65,15 +65,15 @@ def test_reduce_fx_may_be_a_lambda_in_the_call(fit: Any) -> None:
 
 def test_means_are_weighted_by_samples(fit: Any) -> None:
     def log(module: Any, batch: Any) -> None:
-        module.log("by size", batch.mean(), on_step=False, on_epoch=True)
-        module.log("by hand", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
+        module.log("by batch size", batch.mean(), on_step=False, on_epoch=True)
+        module.log("unweighted", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
         module.log("flag", batch.mean() > 1, on_step=False, on_epoch=True)
 
     trainer = fit(Logging(log), [torch.full((3, 2), 1.0), torch.full((1, 2), 5.0)])
-    assert numbers(trainer.callback_metrics) == {"by size": 2.0, "by hand": 3.0, "flag": 0.25}
+    assert numbers(trainer.callback_metrics) == {"by batch size": 2.0, "unweighted": 3.0, "flag": 0.25}
 
 
-def test_in_place_changes_after_logging_do_not_change_the_value(fit: Any) -> None:
+def test_in_place_changes_after_logging_do_not_affect_the_value(fit: Any) -> None:
     def log(module: Any, batch: Any) -> None:
         value = torch.tensor(1.0)
         module.log("x", value)
@@ -82,7 +82,7 @@ def test_in_place_changes_after_logging_do_not_change_the_value(fit: Any) -> Non
     assert fit(Logging(log), numbered(1)).callback_metrics["x"] == 1.0
 
 
-def test_a_logged_value_keeps_its_graph_only_if_asked_to(fit: Any) -> None:
+def test_a_logged_value_keeps_its_graph_only_with_enable_graph(fit: Any) -> None:
     graphs: list[bool] = []
 
     def log(module: Any, batch: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_logged_value_keeps_its_graph_only_if_asked_to(fit: Any) -> None:
 def test_the_mean_of_an_epoch_covers_only_its_own_batches(fit: Any) -> None:
     seen: list[dict[str, float]] = []
 
-    class Closing(Callback):
+    class RecordsEpochValues(Callback):
         order = 100
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -106,12 +106,12 @@ def test_the_mean_of_an_epoch_covers_only_its_own_batches(fit: Any) -> None:
     def log(module: Any, batch: Any) -> None:
         module.log("x", batch.mean() + module.current_epoch, on_step=False, on_epoch=True)
 
-    fit(Logging(log), numbered(3), max_epochs=3, callbacks=Closing())
+    fit(Logging(log), numbered(3), max_epochs=3, callbacks=RecordsEpochValues())
     assert seen == [{"x": 1.0}, {"x": 2.0}, {"x": 3.0}]
 
 
 HOOKS = {
-    # Hook: logs by step, logs by epoch (None: it may not log so).
+    # Hook: (may log by step, may log by epoch); None: it may not.
     "on_train_start": (None, True),
     "on_train_epoch_start": (None, True),
     "on_train_batch_start": (True, True),
@@ -131,24 +131,24 @@ REFUSED = (
     *("setup", "on_fit_start", "on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "on_sanity_check_start"),
     *("on_sanity_check_end", "on_validation_model_eval", "on_validation_model_train", "on_validation_end"),
 )
-# A fit of a module that has all it needs does not come to these.
+# A successful fit without a checkpoint never calls these.
 REFUSED_ELSEWHERE = ("on_exception", "on_load_checkpoint", "on_validation_model_zero_grad")
 
 
-def test_every_hook_is_listed_as_allowing_or_refusing_self_log() -> None:
+def test_the_lists_of_hooks_that_allow_or_refuse_self_log_are_complete() -> None:
     for event in EVENTS:
         like = event.replace("_test_", "_validation_")
         if like in HOOKS:
             assert rule_of(event)
             continue
-        assert like in (*REFUSED, *REFUSED_ELSEWHERE) or "_predict_" in event, f"{event}: in HOOKS or in REFUSED?"
+        assert like in (*REFUSED, *REFUSED_ELSEWHERE) or "_predict_" in event, f"{event}: add it to HOOKS or to REFUSED"
         with pytest.raises(ConfigurationError, match=rf"self\.log cannot be called in {event}"):
             rule_of(event)
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
 @pytest.mark.parametrize("hook", [*HOOKS, *REFUSED])
-def test_each_hook_logs_by_step_by_epoch_or_not_at_all(fit: Any, hook: str, owner: str) -> None:
+def test_each_hook_allows_self_log_by_step_by_epoch_or_not_at_all(fit: Any, hook: str, owner: str) -> None:
     options: dict[str, Any] = {}
 
     def from_module(self: Any, *args: Any) -> None:
@@ -247,7 +247,7 @@ def test_every_step_of_an_evaluation_is_logged(count: int, quiet: Any) -> None:
     assert [row["test_step"] for row in rows(trainer) if "test_step" in row] == [*range(count)]
 
 
-def test_the_rows_of_a_loader_hold_no_values_of_another(quiet: Any) -> None:
+def test_a_loaders_rows_hold_no_values_of_another_loader(quiet: Any) -> None:
     class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=False)
@@ -260,13 +260,13 @@ def test_the_rows_of_a_loader_hold_no_values_of_another(quiet: Any) -> None:
 
 
 def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) -> None:
-    class Epochs(Logging):
+    class LogsStepAtEpochEnd(Logging):
         def on_train_epoch_end(self) -> None:
             self.log_dict({"whole": 7.0, "step": 3.0, "epoch": 9.0})
 
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
     trainer = Trainer(**{**quiet, "logger": loggers}, max_epochs=1, log_every_n_steps=1)
-    module = Epochs(lambda module, batch: module.log_dict({"x": batch.mean(), "step": 10.0 * batch.mean()}))
+    module = LogsStepAtEpochEnd(lambda module, batch: module.log_dict({"x": batch.mean(), "step": 10.0 * batch.mean()}))
     trainer.fit(module, numbered(2))
     assert rows(trainer) == [
         {"step": 0.0, "epoch": 0.0, "x": 0.0},
@@ -287,7 +287,7 @@ def test_a_step_that_is_not_a_number_is_refused(quiet: Any) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_save_in_on_train_batch_end_includes_the_row_of_its_step(late: bool, quiet: Any, tmp_path: Path) -> None:
-    """Values that the hook logs after its save get a separate row, so that none is written twice and none is lost."""
+    """Values that the hook logs after its save get a separate row, so none is written twice or lost."""
 
     class Saving(Logging):
         saves = False
@@ -314,7 +314,7 @@ def test_a_save_in_on_train_batch_end_includes_the_row_of_its_step(late: bool, q
         assert values(found, "x") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
     if late:
         assert values(whole, "late") == [(1, 0.0), (2, 10.0), (3, 20.0), (4, 30.0)]
-        # It was logged after the checkpoint, by a step that is not done again.
+        # The second step logged its value after the checkpoint, and the resume does not repeat that step.
         assert values(resumed, "late") == [(1, 0.0), (3, 20.0), (4, 30.0)]
 
 
@@ -362,7 +362,7 @@ def test_metric_objects_are_computed_and_reset_by_epoch(fit: Any) -> None:
 
     module = Measuring()
     trainer = fit(module, numbered(3), numbered(4), max_epochs=2)
-    # Reset between epochs, so the second one's values are its own.
+    # Metrics are reset between epochs, so these values cover only the second epoch.
     assert module.counts == [0, 0]
     assert numbers(trainer.callback_metrics) == {
         "mean": 1.0,
@@ -396,7 +396,7 @@ def test_a_collection_with_shared_states_is_correct_in_every_run(quiet: Any) -> 
         assert values == pytest.approx(expected) and len(values) == 3
 
 
-def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
+def test_a_metric_with_several_numbers_is_refused(quiet: Any) -> None:
     from torchmetrics.classification import MulticlassAccuracy
 
     class Measuring(Tiny):
@@ -412,8 +412,8 @@ def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
         Trainer(**quiet).test(Measuring(), [torch.arange(3)])
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_one_metric_per_loader_or_one_for_all_loaders(quiet: Any, apart: bool) -> None:
+@pytest.mark.parametrize("one_per_loader", [True, False])
+def test_each_loader_may_have_its_own_metric_or_all_may_share_one(quiet: Any, one_per_loader: bool) -> None:
     from torchmetrics import MeanMetric
 
     class Measuring(Tiny):
@@ -422,19 +422,21 @@ def test_one_metric_per_loader_or_one_for_all_loaders(quiet: Any, apart: bool) -
             self.means = nn.ModuleList(MeanMetric() for _ in range(2))
 
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            mean = self.means[dataloader_idx if apart else 0]
+            mean = self.means[dataloader_idx if one_per_loader else 0]
             mean.update(batch)
-            self.log("mean", mean, add_dataloader_idx=apart)
+            self.log("mean", mean, add_dataloader_idx=one_per_loader)
 
     trainer = Trainer(**quiet)
     loaders = [DataLoader(numbered(2, start=start), batch_size=None) for start in (0, 8)]  # type: ignore[arg-type]
     values = trainer.test(Measuring(), loaders, verbose=False)
     assert values == (
-        [{"mean/dataloader_idx_0": 0.5}, {"mean/dataloader_idx_1": 8.5}] if apart else [{"mean": 4.5}, {"mean": 4.5}]
+        [{"mean/dataloader_idx_0": 0.5}, {"mean/dataloader_idx_1": 8.5}]
+        if one_per_loader
+        else [{"mean": 4.5}, {"mean": 4.5}]
     )
 
 
-def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> None:
+def test_one_metric_for_separate_values_of_several_loaders_is_refused(quiet: Any) -> None:
     from torchmetrics import MeanMetric
 
     class Measuring(Tiny):
@@ -464,7 +466,7 @@ def test_step_and_epoch_suffixes_precede_the_loader_index(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_batches_without_a_sample_have_no_mean(fit: Any, kind: Any) -> None:
+def test_batches_without_samples_do_not_count_in_the_mean(fit: Any, kind: Any) -> None:
     def log(module: Any, batch: Any) -> None:
         module.log("none", kind(3.0), on_step=False, on_epoch=True, batch_size=0)
         module.log("some", kind(3.0), on_step=False, on_epoch=True, batch_size=int(batch.mean()))
@@ -484,7 +486,7 @@ def test_log_dict_logs_each_value(fit: Any) -> None:
     assert numbers(fit(module, numbered(1)).progress_bar_metrics) == {"a": 1.0, "b": 2.0}
 
 
-def test_without_a_trainer_nothing_is_logged(fit: Any) -> None:
+def test_logging_without_a_running_trainer_does_nothing(fit: Any) -> None:
     module = Tiny()
     module.log("x", 1.0)
     trainer = fit(module, numbered(1))

@@ -1,4 +1,4 @@
-"""torchmetrics states are merged for another number of ranks by the same reductions as over ranks."""
+"""torchmetrics states saved by several ranks merge for another number of ranks, by the states' own reductions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from leyden.trainer.logging.metric_states import MetricStates
 
 
-class Mixed(Metric):
+class EveryReduction(Metric):
     """One state for each reduction that torchmetrics defines."""
 
     total: Tensor
@@ -38,7 +38,7 @@ class Mixed(Metric):
         return torch.stack([self.total.float(), self.mean, self.largest, torch.cat(self.seen).sum()])
 
 
-class Custom(Metric):
+class CustomReduction(Metric):
     total: Tensor
 
     def __init__(self) -> None:
@@ -62,35 +62,43 @@ def saved(metric: Metric, *batches: list[float]) -> dict[str, Any]:
     return states_of(m=metric).state_dict()
 
 
-def test_states_of_ranks_merge_into_those_of_one_process() -> None:
-    alone = Mixed()
+def test_the_ranks_states_merge_into_the_state_of_one_process() -> None:
+    alone = EveryReduction()
     saved(alone, [1.0, 5.0], [2.0, 6.0], [3.0, 3.0])
-    ranks = [saved(Mixed(), [1.0, 5.0], [3.0, 3.0]), saved(Mixed(), [2.0, 6.0])]
-    found = states_of(m=Mixed()).regroup(ranks, rank=0, seed=0)
-    first = Mixed()
+    ranks = [saved(EveryReduction(), [1.0, 5.0], [3.0, 3.0]), saved(EveryReduction(), [2.0, 6.0])]
+    found = states_of(m=EveryReduction()).regroup(ranks, rank=0, seed=0)
+    first = EveryReduction()
     states_of(m=first).load_state_dict(found)
     assert torch.equal(first.compute(), alone.compute())
     assert first._update_count == 3
-    assert torch.equal(torch.cat(first.seen), torch.cat(alone.seen)), "in the order of global batches"
+    assert torch.equal(torch.cat(first.seen), torch.cat(alone.seen)), "not in the order of global batches"
     first.update(torch.tensor([9.0]))
     assert float(first.total) == 7 and len(first.seen) == 4
 
 
-def test_a_rank_without_batches_adds_nothing() -> None:
-    found = states_of(m=Mixed()).regroup([saved(Mixed(), [4.0, 6.0]), saved(Mixed())], rank=0, seed=0)
+def test_a_rank_without_batches_contributes_nothing() -> None:
+    found = states_of(m=EveryReduction()).regroup(
+        [saved(EveryReduction(), [4.0, 6.0]), saved(EveryReduction())], rank=0, seed=0
+    )
     assert float(found["m"]["state"]["mean"]) == 5.0 and found["m"]["update_count"] == 1
 
 
-def test_the_other_ranks_continue_with_the_defaults() -> None:
-    found = states_of(m=Mixed(), unsaved=Mixed()).regroup([saved(Mixed(), [2.0])], rank=1, seed=0)
+def test_all_ranks_but_the_first_continue_with_default_states() -> None:
+    found = states_of(m=EveryReduction(), unsaved=EveryReduction()).regroup(
+        [saved(EveryReduction(), [2.0])], rank=1, seed=0
+    )
     assert list(found) == ["m"] and found["m"]["update_count"] == 0
     assert found["m"]["state"]["largest"] == float("-inf") and found["m"]["state"]["seen"] == []
 
 
-def test_a_state_that_cannot_be_merged_starts_over_with_a_warning() -> None:
+def test_a_state_that_cannot_be_merged_restarts_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="the state 'total' of the metric 'm' cannot be merged over ranks"):
-        found = states_of(m=Custom()).regroup([saved(Custom(), [2.0]), saved(Custom(), [3.0])], rank=0, seed=0)
+        found = states_of(m=CustomReduction()).regroup(
+            [saved(CustomReduction(), [2.0]), saved(CustomReduction(), [3.0])], rank=0, seed=0
+        )
     assert float(found["m"]["state"]["total"]) == 0.0 and found["m"]["update_count"] == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        states_of(m=Mixed()).regroup([saved(Mixed(), [2.0]), saved(Mixed(), [3.0])], rank=0, seed=0)
+        states_of(m=EveryReduction()).regroup(
+            [saved(EveryReduction(), [2.0]), saved(EveryReduction(), [3.0])], rank=0, seed=0
+        )

@@ -1,4 +1,4 @@
-"""`accumulate_grad_batches="auto"` on one process: memory really runs out, and the numbers stay."""
+"""`accumulate_grad_batches="auto"` in one process: memory really runs out, and the results stay the same."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ def fitted(module: TrainModule, data: Any, **arguments: Any) -> Trainer:
     return trainer
 
 
-def cuts(numbers: list[int], size: int = 8, dtype: torch.dtype = torch.float64) -> Any:
-    """The windows of a plain loop whose batches are cut into so many parts."""
+def micro_batch_windows(numbers: list[int], size: int = 8, dtype: torch.dtype = torch.float64) -> Any:
+    """Returns the windows of a plain loop whose batches are split into the given numbers of parts."""
     x, y = samples(20, dtype)
-    places = range(0, 20, size)
-    return [[in_parts(x[i : i + size], y[i : i + size], count)] for i, count in zip(places, numbers, strict=True)]
+    starts = range(0, 20, size)
+    return [[in_parts(x[i : i + size], y[i : i + size], count)] for i, count in zip(starts, numbers, strict=True)]
 
 
-def same(one: Hungry, other: Hungry) -> bool:
+def same_weights(one: Hungry, other: Hungry) -> bool:
     states = one.net.state_dict(), other.net.state_dict()
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_a_batch_that_fits_is_run_in_one_pass_and_nothing_differs(capsys: Any) -> None:
+def test_a_batch_that_fits_runs_in_one_pass_with_unchanged_results(capsys: Any) -> None:
     auto, plain = Hungry(dropout=0.3), Hungry(dropout=0.3)
     logged = fitted(auto, loader()).callback_metrics
     drawn = torch.rand(())
     assert logged == fitted(plain, loader(), accumulate_grad_batches=1).callback_metrics
-    assert same(auto, plain) and torch.equal(drawn, torch.rand(())) and auto.rows == [8, 8, 4]
+    assert same_weights(auto, plain) and torch.equal(drawn, torch.rand(())) and auto.rows == [8, 8, 4]
     assert "out of memory" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_after_memory_ran_out_weights_are_bit_for_bit_those_of_a_plain_loop_with_these_cuts(
+def test_after_running_out_of_memory_weights_equal_a_plain_micro_batch_loop_bit_for_bit(
     phase: str, dtype: torch.dtype, capsys: Any
 ) -> None:
     module, plain = Hungry({(1, phase): 2}, dropout=0.3, dtype=dtype), Hungry(dropout=0.3, dtype=dtype)
     trainer = fitted(module, loader(dtype=dtype))
     drawn = torch.rand(())
     torch.manual_seed(7)
-    # What a DataLoader draws for its workers.
+    # A DataLoader draws its workers' seed.
     torch.empty((), dtype=torch.int64).random_()
-    plain_loop(plain, cuts([1, 4, 4], dtype=dtype))
-    assert same(module, plain) and torch.equal(drawn, torch.rand(()))
+    plain_loop(plain, micro_batch_windows([1, 4, 4], dtype=dtype))
+    assert same_weights(module, plain) and torch.equal(drawn, torch.rand(()))
     assert trainer.global_step == 3 and parts_of(trainer) == 4
     assert module.rows[:3] == [8, 8, 4] and module.rows[-8:] == [2, 2, 2, 2, 1, 1, 1, 1]
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("leyden: out of memory"))
@@ -79,7 +79,7 @@ def test_after_memory_ran_out_weights_are_bit_for_bit_those_of_a_plain_loop_with
 
 
 @pytest.mark.parametrize("items", [False, True])
-def test_the_result_is_that_of_whole_batches(items: bool) -> None:
+def test_micro_batches_give_the_result_of_whole_batches(items: bool) -> None:
     module, plain = Hungry({(0, "forward"): 3}, items=items), Hungry()
     trainer = fitted(module, loader(21))
     x, y = samples(21)
@@ -101,8 +101,8 @@ def test_the_result_is_that_of_whole_batches(items: bool) -> None:
         torch.testing.assert_close(trainer.callback_metrics["loss_step"], losses[2].detach(), rtol=0, atol=1e-12)
 
 
-class Watching(Hungry):
-    """Notes what hooks are called with, and returns more than a loss."""
+class RecordsHooks(Hungry):
+    """Records the arguments of hooks, and returns more than a loss."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__({(0, "forward"): 4}, **more)
@@ -129,8 +129,8 @@ class Watching(Hungry):
         torch.testing.assert_close(self.trainer.callback_metrics["loss_step"], outputs["loss"], rtol=0, atol=1e-12)
 
 
-def test_hooks_see_batches_of_the_loader_and_one_pair_of_backward_hooks_for_each_micro_batch() -> None:
-    module = Watching()
+def test_batch_hooks_see_whole_batches_and_backward_hooks_run_per_micro_batch() -> None:
+    module = RecordsHooks()
     trainer = fitted(module, loader(16))
     window = ["clear", "backward", "backward", "step"]
     expected = [[("start", 8, number), *window, ("end", 8, number, (8,), float(number))] for number in range(2)]
@@ -141,7 +141,7 @@ def test_hooks_see_batches_of_the_loader_and_one_pair_of_backward_hooks_for_each
 def test_metrics_and_buffers_count_each_sample_once() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
-    class Measured(Hungry):
+    class WithMetric(Hungry):
         def __init__(self, **more: Any) -> None:
             super().__init__(**more)
             self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
@@ -151,15 +151,15 @@ def test_metrics_and_buffers_count_each_sample_once() -> None:
             self.log("mean", self.mean, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
-    module = Measured(limits={(1, "backward"): 2})
+    module = WithMetric(limits={(1, "backward"): 2})
     found = fitted(module, loader()).callback_metrics["mean"]
     x, y = samples(20)
     torch.testing.assert_close(found, y.mean(), rtol=0, atol=1e-6)
     torch.testing.assert_close(module.net.seen, x.sum(0), rtol=0, atol=1e-12)
 
 
-def test_a_large_buffer_that_changes_is_set_back_too() -> None:
-    class Counting(Hungry):
+def test_a_large_buffer_that_changes_is_restored() -> None:
+    class CountsSamples(Hungry):
         def __init__(self, **more: Any) -> None:
             super().__init__(**more)
             self.register_buffer("large", torch.zeros(2**18 + 1, dtype=torch.float64))
@@ -168,17 +168,17 @@ def test_a_large_buffer_that_changes_is_set_back_too() -> None:
             self.large += len(batch[0])  # type: ignore[operator]
             return super().training_step(batch, batch_idx)
 
-    module = Counting(limits={(1, "backward"): 2})
+    module = CountsSamples(limits={(1, "backward"): 2})
     fitted(module, loader())
     assert set(module.large.tolist()) == {20.0}
 
 
 class Averaging(Hungry):
-    """Gives its small buffer a new tensor in each pass, and changes a large one in every second batch."""
+    """Assigns its small buffer a new tensor in each pass, and changes a large one in every second batch."""
 
-    def __init__(self, begins: int = 0, **more: Any) -> None:
+    def __init__(self, first_change: int = 0, **more: Any) -> None:
         super().__init__(**more)
-        self.begins = begins
+        self.first_change = first_change
         self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("count", None)
         self.register_buffer("large", torch.zeros(2**18 + 1, dtype=torch.float64))
@@ -186,12 +186,12 @@ class Averaging(Hungry):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
         self.count = torch.ones(()) if self.count is None else self.count + 1
-        if self.global_step >= self.begins and self.global_step % 2 == 0:
+        if self.global_step >= self.first_change and self.global_step % 2 == 0:
             self.large += len(batch[0])  # type: ignore[operator]
         return super().training_step(batch, batch_idx)
 
 
-def test_a_buffer_that_is_given_another_tensor_is_set_back_and_so_is_a_large_one_that_changes_now_and_then() -> None:
+def test_reassigned_and_occasionally_changed_buffers_are_restored() -> None:
     module = Averaging(limits={(4, "backward"): 4})
     fitted(module, loader(40))
     x, _ = samples(40)
@@ -202,12 +202,12 @@ def test_a_buffer_that_is_given_another_tensor_is_set_back_and_so_is_a_large_one
     assert set(module.large.tolist()) == {24.0} and float(module.count) == 6
 
 
-def test_a_large_buffer_that_changes_for_the_first_time_in_a_failed_pass_is_an_error_that_names_it() -> None:
+def test_a_large_buffer_first_changed_in_a_failed_pass_raises() -> None:
     with pytest.raises(LeydenError, match=r"the buffer large \(2\.0 MiB\) changed for the first time"):
-        fitted(Averaging(begins=4, limits={(4, "backward"): 4}), loader(40))
+        fitted(Averaging(first_change=4, limits={(4, "backward"): 4}), loader(40))
 
 
-def test_a_run_that_is_broken_off_after_it_resumes_with_the_same_number_and_the_same_bits(tmp_path: Path) -> None:
+def test_a_resume_keeps_the_number_of_micro_batches_and_every_bit(tmp_path: Path) -> None:
     limits = {(1, "forward"): 4}
     whole = Hungry(limits, dropout=0.3)
     fitted(whole, loader(shuffle=True), max_epochs=2)
@@ -215,11 +215,11 @@ def test_a_run_that_is_broken_off_after_it_resumes_with_the_same_number_and_the_
     fitted(first, loader(shuffle=True), max_steps=2).save_checkpoint(tmp_path / "saved")
     again, trainer = Hungry(limits, dropout=0.3, seed=5), Trainer(**{**AUTO, "max_epochs": 2})
     trainer.fit(again, loader(shuffle=True), ckpt_path=tmp_path / "saved")
-    assert same(again, whole) and parts_of(trainer) == 2
+    assert same_weights(again, whole) and parts_of(trainer) == 2
     assert again.rows == whole.rows[-len(again.rows) :] and len(again.rows) == 8
 
 
-def test_another_fit_begins_with_whole_batches_again() -> None:
+def test_a_second_fit_starts_with_whole_batches() -> None:
     trainer = fitted(Hungry({(0, "forward"): 4}), loader())
     assert parts_of(trainer) == 2
     module = Hungry()
@@ -227,7 +227,7 @@ def test_another_fit_begins_with_whole_batches_again() -> None:
     assert module.rows == [8, 8, 4] and parts_of(trainer) == 1
 
 
-def test_the_callback_takes_a_number_to_begin_with_and_checks_it() -> None:
+def test_the_callback_starts_with_a_given_number_and_validates_it() -> None:
     module = Hungry()
     fitted(module, loader(), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=4)])
     assert module.rows == [2] * 8 + [1] * 4
@@ -240,7 +240,7 @@ def test_the_callback_takes_a_number_to_begin_with_and_checks_it() -> None:
         Trainer(**{**AUTO, "accumulate_grad_batches": "Auto"})
 
 
-def test_one_sample_that_does_not_fit_is_an_error_with_the_peak_of_each_phase() -> None:
+def test_a_single_sample_that_does_not_fit_raises_with_each_phases_peak() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="in backward with 1 of the batch's 8 samples; peak memory:") as e:
         fitted(Hungry({(0, "backward"): 0}), loader())
     text = str(e.value)
@@ -248,25 +248,25 @@ def test_one_sample_that_does_not_fit_is_an_error_with_the_peak_of_each_phase() 
     assert "at step 0 (epoch 0, batch 0)" in text and "can't allocate memory" in text
 
 
-def test_a_step_of_the_optimizer_that_does_not_fit_says_so() -> None:
+def test_running_out_of_memory_in_the_optimizers_step_names_the_step() -> None:
     class Huge(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    class Stepping(Hungry):
+    class WithHugeOptimizer(Hungry):
         def configure_optimizers(self) -> Any:
             return Huge(self.parameters(), lr=0.1)
 
     with pytest.raises(torch.OutOfMemoryError, match=r"in the optimizer's step of batch 0.*forward .*, step .*fsdp"):
-        fitted(Stepping(), loader())
+        fitted(WithHugeOptimizer(), loader())
 
 
-def test_another_error_of_a_pass_is_left_as_it_is() -> None:
+def test_other_errors_of_a_pass_propagate_unchanged() -> None:
     class Failing(Hungry):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ValueError("mine")
+            raise ValueError("the user's own error")
 
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(ValueError, match="the user's own error"):
         fitted(Failing(), loader())
 
 
@@ -276,8 +276,8 @@ class Pair:
     names: list[str]
 
 
-class Named(TrainModule):
-    """Notes the samples of each pass; takes up to two."""
+class RecordsSamples(TrainModule):
+    """Records the samples of each pass; runs out of memory above two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,28 +302,28 @@ class Named(TrainModule):
         lambda x, names: Pair(x, names),
     ],
 )
-def test_what_has_an_entry_for_each_sample_is_cut_and_nothing_else(make: Any) -> None:
-    module = Named()
+def test_only_values_with_an_entry_per_sample_are_split(make: Any) -> None:
+    module = RecordsSamples()
     batch = make(torch.arange(3.0)[:, None], ["a", "b", "c"])
     fitted(module, Unsized([batch]))
     assert module.passes == [([0.0, 1.0], ["a", "b"]), ([2.0], ["c"])]
 
 
-class Unknown:
-    def to(self, device: Any) -> Unknown:
+class Opaque:
+    def to(self, device: Any) -> Opaque:
         return self
 
 
-class Any1(Line):
+class AlwaysOutOfMemory(Line):
     """Runs out of memory with every whole batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise MemoryError
 
 
-UNCUT: list[tuple[Any, str]] = [
-    ([{"x": torch.ones(4, 2), "graph": Unknown()}], "A batch has an Unknown, which may hold samples"),
-    ([Unknown()], "A batch that is an Unknown cannot be split into micro-batches"),
+CANNOT_SPLIT: list[tuple[Any, str]] = [
+    ([{"x": torch.ones(4, 2), "graph": Opaque()}], "A batch has an Opaque, which may hold samples"),
+    ([Opaque()], "A batch that is an Opaque cannot be split into micro-batches"),
     (
         Unsized([{"samples": [torch.ones(4, 2), torch.ones(5, 2)]}]),
         "A batch has a list of " r"tensors of different lengths, \[4, 5\]",
@@ -345,10 +345,10 @@ UNCUT: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("data", "reason"), UNCUT)
-def test_a_batch_that_cannot_be_cut_is_an_error_that_says_why(data: Any, reason: str) -> None:
+@pytest.mark.parametrize(("data", "reason"), CANNOT_SPLIT)
+def test_a_batch_that_cannot_be_split_raises_with_the_reason(data: Any, reason: str) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=f"out of memory on rank 0.*cannot split it further: {reason}"):
-        fitted(Any1(), data)
+        fitted(AlwaysOutOfMemory(), data)
 
 
 class Manual(Line):
@@ -357,12 +357,12 @@ class Manual(Line):
         self.automatic_optimization = False
 
 
-class Drawing(Line):
+class DrawsBatches(Line):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         raise AssertionError("not reached")
 
 
-class Closing(Line):
+class WithClosure(Line):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
@@ -371,32 +371,32 @@ class Closing(Line):
     ("module", "message"),
     [
         (Manual, "manual optimization: split the batch in training_step"),
-        (Drawing, "draws its own batches: take the batch as an argument"),
-        (Closing, r"an optimizer that evaluates the loss several times \(LBFGS\)"),
+        (DrawsBatches, "draws its own batches: take the batch as an argument"),
+        (WithClosure, r"an optimizer that evaluates the loss several times \(LBFGS\)"),
     ],
 )
-def test_what_cannot_be_run_in_micro_batches_is_refused_before_training(module: Any, message: str) -> None:
+def test_modules_that_cannot_use_micro_batches_are_refused_before_training(module: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"accumulate_grad_batches='auto' does not work with .*{message}"):
         fitted(module(), [torch.ones(4, 2)])
 
 
-def test_batch_norm_over_all_ranks_is_refused_by_name() -> None:
+def test_synchronized_batch_norm_is_refused_by_name() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
     assert str(waiting_part(module)).startswith("the SyncBatchNorm 1 on several ranks, which waits in each pass")
     assert waiting_part(torch.nn.BatchNorm1d(2)) is None
 
 
-def test_a_key_that_only_some_micro_batches_return_is_named() -> None:
-    class Now(Hungry):
+def test_a_key_returned_by_only_some_micro_batches_raises() -> None:
+    class ReturnsKeyOnce(Hungry):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             return {"loss": loss, "early": 1} if len(self.rows) == 2 else {"loss": loss}
 
     with pytest.raises(ConfigurationError, match="did not return 'early' for 1 of the batch's 2 micro-batches"):
-        fitted(Now(), loader(8), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=2)])
+        fitted(ReturnsKeyOnce(), loader(8), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=2)])
 
 
-def test_strategies_say_what_to_do_instead() -> None:
+def test_strategies_name_the_alternative_to_micro_batches() -> None:
     assert DDPStrategy().refusals == {} and FSDPStrategy().refusals == {}
     for strategy, words in (
         (DDPStrategy(static_graph=True), "static_graph=True only affects DDP's own gradient exchange"),
@@ -407,27 +407,27 @@ def test_strategies_say_what_to_do_instead() -> None:
         assert words in strategy.refusals["micro_batches"]
 
 
-def trying() -> dict[str, Any]:
+def with_trial() -> dict[str, Any]:
     return {"accumulate_grad_batches": 1, "callbacks": [AutoAccumulation(try_largest=True)]}
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_large_batch_is_tried_before_the_first_one_and_leaves_no_trace(shuffle: bool, capsys: Any) -> None:
+def test_the_trial_of_a_large_batch_comes_first_and_leaves_no_trace(shuffle: bool, capsys: Any) -> None:
     def data() -> Any:
         return DataLoader(series(20, 50), 4, shuffle=shuffle, collate_fn=padded)
 
     module, plain = Long(100, dropout=0.3), Long(dropout=0.3)
-    logged = fitted(module, data(), **trying()).callback_metrics
+    logged = fitted(module, data(), **with_trial()).callback_metrics
     drawn = torch.rand(())
     [line] = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
     assert "in a trial of a large batch at step 0" in line and "with 4 of the batch's 4 samples" in line
     begun = fitted(plain, data(), accumulate_grad_batches=1, callbacks=[AutoAccumulation(micro_batches=2)])
-    assert same(module, plain) and torch.equal(drawn, torch.rand(())) and logged == begun.callback_metrics
+    assert same_weights(module, plain) and torch.equal(drawn, torch.rand(())) and logged == begun.callback_metrics
     assert module.lengths[:3] == [50, 50, 50] and len(module.lengths) == 3 + 10
 
 
-class Reads(list[Any]):
-    """A data set that counts what is read of it."""
+class CountingReads(list[Any]):
+    """A dataset that counts its reads."""
 
     def __init__(self, samples: Any) -> None:
         super().__init__(samples)
@@ -438,15 +438,15 @@ class Reads(list[Any]):
         return super().__getitem__(index)
 
 
-def test_batches_of_one_size_are_not_tried_and_two_of_them_are_made() -> None:
-    found = Reads(zip(*samples(20), strict=True))
+def test_batches_of_one_size_are_not_tried_and_only_two_are_loaded_twice() -> None:
+    found = CountingReads(zip(*samples(20), strict=True))
     module = Hungry()
-    fitted(module, DataLoader(found, 4), **trying())
+    fitted(module, DataLoader(found, 4), **with_trial())
     assert module.rows == [4] * 5 and found.count == 20 + 8
 
 
-def test_nothing_is_tried_and_no_sample_is_read_twice_unless_asked_for() -> None:
-    found = Reads(series(20, 50))
+def test_without_try_largest_no_batch_is_tried_and_no_sample_is_read_twice() -> None:
+    found = CountingReads(series(20, 50))
     module = Long()
     fitted(module, DataLoader(found, 4, collate_fn=padded))
     assert len(module.lengths) == 5 and found.count == 20
@@ -454,7 +454,7 @@ def test_nothing_is_tried_and_no_sample_is_read_twice_unless_asked_for() -> None
         AutoAccumulation(try_largest=1)  # type: ignore[arg-type]
 
 
-def test_the_number_does_not_fall_where_a_run_goes_back() -> None:
+def test_going_back_never_lowers_the_number_of_micro_batches() -> None:
     accumulation = AutoAccumulation(8)
     accumulation.go_back({"micro_batches": 2}, step=4)
     assert accumulation.micro_batches == 8
@@ -462,14 +462,14 @@ def test_the_number_does_not_fall_where_a_run_goes_back() -> None:
     assert accumulation.micro_batches == 16
 
 
-def test_a_sample_that_cannot_be_read_is_the_run_s_own_error_where_it_comes_to_it() -> None:
-    class Broken(Reads):
+def test_an_unreadable_sample_raises_in_training_and_not_in_the_trial() -> None:
+    class Broken(CountingReads):
         def __getitem__(self, index: Any) -> Any:
             if index == 19:
                 raise ValueError("the last one")
             return super().__getitem__(index)
 
     data = DataLoader(Broken(zip(*samples(20), strict=True)), 4)
-    assert fitted(Hungry(), data, max_steps=3, **trying()).global_step == 3
+    assert fitted(Hungry(), data, max_steps=3, **with_trial()).global_step == 3
     with pytest.raises(ValueError, match="the last one"):
-        fitted(Hungry(), data, **trying())
+        fitted(Hungry(), data, **with_trial())

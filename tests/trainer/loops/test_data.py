@@ -1,4 +1,4 @@
-"""What fit makes of loaders: with and without a length, of a wrong length, combined, and of a DataModule."""
+"""Loaders in fit: with and without a length, of a wrong length, combined, and from a DataModule."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from torch.utils.data import DataLoader
 from leyden import Callback, CombinedLoader, DataModule, Trainer
 
 
-class Sized(Stream):
-    """An iterable dataset that knows how many samples it has."""
+class SizedStream(Stream):
+    """An iterable dataset with a length."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
 
-class Lying(Unsized):
-    """A loader that claims another number of batches than it has."""
+class WrongLength(Unsized):
+    """A loader whose length is wrong."""
 
-    def __init__(self, batches: list[Any], says: int) -> None:
+    def __init__(self, batches: list[Any], length: int) -> None:
         super().__init__(batches)
-        self.says = says
+        self.length = length
 
     def __len__(self) -> int:
-        return self.says
+        return self.length
 
 
 def rows(count: int) -> torch.Tensor:
-    """Samples whose values are their numbers."""
+    """Returns samples whose values are their indices."""
     return torch.arange(float(count)).repeat_interleave(2).view(count, 2)
 
 
 def scheduled(module: Any) -> Any:
-    """An optimizer, and a scheduler that counts epochs."""
+    """Returns an optimizer, and a scheduler that counts epochs."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
 
 
 def weights_of_plain_loop(batches: list[Any], accumulate: int, epochs: int = 1) -> Any:
-    """SGD on Tiny's loss, whose gradient is the mean of each batch; the last window has its true length."""
+    """Returns Tiny's weights after plain SGD, whose last window of an epoch averages over its own batches."""
     weight = torch.ones(1, 2)
     for _ in range(epochs):
         for start in range(0, len(batches), accumulate):
@@ -56,25 +56,25 @@ def weights_of_plain_loop(batches: list[Any], accumulate: int, epochs: int = 1) 
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("kind", [Stream, Sized, list])
-def test_the_last_window_of_an_epoch_counts_its_own_batches(fit: Any, kind: Any, accumulate: int) -> None:
+@pytest.mark.parametrize("kind", [Stream, SizedStream, list])
+def test_the_last_window_of_an_epoch_averages_over_its_own_batches(fit: Any, kind: Any, accumulate: int) -> None:
     data = numbered(10) if kind is list else DataLoader(kind(rows(10)), batch_size=1)
     lengths: list[tuple[int, int]] = []
 
-    class Watching(Tiny):
+    class RecordsWindows(Tiny):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             lengths.append((self.trainer.window.index + 1, self.trainer.window.length))
 
-    module = Watching()
+    module = RecordsWindows()
     trainer = fit(module, data, max_epochs=2, accumulate_grad_batches=accumulate)
     assert trainer.num_training_batches == (10 if kind is not Stream else float("inf"))
     assert trainer.global_step == 2 * -(-10 // accumulate)
-    assert [true for true, _ in lengths] == ([4, 4, 2] if accumulate == 4 else [1] * 10) * 2
+    assert [actual for actual, _ in lengths] == ([4, 4, 2] if accumulate == 4 else [1] * 10) * 2
     assert torch.allclose(module.net.weight, weights_of_plain_loop(numbered(10), accumulate, epochs=2))
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])
-def test_a_limit_holds_for_a_loader_without_a_length(fit: Any, limit: Any) -> None:
+def test_a_limit_applies_to_a_loader_without_a_length(fit: Any, limit: Any) -> None:
     module = Tiny()
     trainer = fit(
         module, DataLoader(Stream(rows(5))), limit_train_batches=limit, max_epochs=2, accumulate_grad_batches=2
@@ -84,34 +84,36 @@ def test_a_limit_holds_for_a_loader_without_a_length(fit: Any, limit: Any) -> No
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_loader_shorter_than_it_claims_ends_its_epoch_in_order(fit: Any, accumulate: int) -> None:
+def test_an_epoch_whose_loader_ends_early_completes_normally(fit: Any, accumulate: int) -> None:
     module = Tiny(scheduled)
     with pytest.warns(UserWarning, match="reports 8 batches but ended after 6: fix its length"):
-        trainer = fit(module, Lying(numbered(6), 8), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate)
+        trainer = fit(
+            module, WrongLength(numbered(6), 8), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate
+        )
     assert trainer.global_step == 2 * -(-6 // accumulate)
     assert torch.allclose(module.net.weight, weights_of_plain_loop(numbered(6), accumulate, epochs=2))
-    # The epochs end as all do: each is validated, and counted by schedulers.
+    # Such epochs end as others do: with a validation, and a step of each scheduler.
     assert module.validated_at == [6, 12]
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_short_window_scales_parameters_outside_of_the_module_too(fit: Any) -> None:
-    """1 batch of an announced window of 2 counts fully."""
+def test_a_short_window_scales_parameters_outside_the_module_too(fit: Any) -> None:
+    """The single batch of a window announced as 2 counts fully."""
     outside = torch.nn.Parameter(torch.zeros(2))
 
-    class Outside(Tiny):
+    class AddsOutsideParameter(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch + outside).sum()
 
-    module = Outside(lambda module: torch.optim.SGD([*module.parameters(), outside], 1.0))
+    module = AddsOutsideParameter(lambda module: torch.optim.SGD([*module.parameters(), outside], 1.0))
     with pytest.warns(UserWarning, match="ended after 1"):
-        fit(module, Lying(numbered(1), 4), accumulate_grad_batches=2)
+        fit(module, WrongLength(numbered(1), 4), accumulate_grad_batches=2)
     assert outside.tolist() == [-1.0, -1.0]
 
 
-def test_a_loader_longer_than_it_claims_is_cut(fit: Any) -> None:
+def test_a_loader_longer_than_its_length_is_cut_off(fit: Any) -> None:
     module = Tiny()
-    fit(module, Lying(numbered(6), 4), numbered(1), max_epochs=2)
+    fit(module, WrongLength(numbered(6), 4), numbered(1), max_epochs=2)
     assert module.trained == [0, 1, 2, 3] * 2 and module.validated_at == [4, 8]
 
 
@@ -126,8 +128,8 @@ def first(batch: Any) -> Any:
     return None if batch is None else int(batch.flatten()[0])
 
 
-@pytest.mark.parametrize("mode", [*MODES, "sequential", "a plain dict"])
-def test_combined_loaders_train_on_every_mode(fit: Any, mode: Any) -> None:
+@pytest.mark.parametrize("mode", [*MODES, "sequential", "plain dict"])
+def test_combined_loaders_train_in_every_mode(fit: Any, mode: Any) -> None:
     seen: list[Any] = []
 
     class Combined(Tiny):
@@ -140,11 +142,11 @@ def test_combined_loaders_train_on_every_mode(fit: Any, mode: Any) -> None:
             return self(batch["a"]).mean()
 
     parts = {name: DataLoader(numbered(count), batch_size=None) for name, count in (("a", 3), ("b", 2))}
-    trainer = fit(Combined(), parts if mode == "a plain dict" else CombinedLoader(parts, mode), max_epochs=2)
+    trainer = fit(Combined(), parts if mode == "plain dict" else CombinedLoader(parts, mode), max_epochs=2)
     if mode == "sequential":
         expected: Any = [(0, 0, 0), (1, 1, 0), (2, 2, 0), (0, 0, 1), (1, 1, 1)]
     else:
-        expected = MODES["max_size_cycle" if mode == "a plain dict" else mode]
+        expected = MODES["max_size_cycle" if mode == "plain dict" else mode]
     assert seen == expected * 2
     assert trainer.num_training_batches == len(expected)
 
@@ -182,10 +184,10 @@ def test_a_sequential_loader_in_evaluation_keeps_its_limits(quiet: Any) -> None:
     [(1, 0, 0), (1, 3, 3), (2, 2, 2), (2, 3, 4), (4, 5, 6), (4, 4, 4), (1, 5, 5), (2, 5, 6)],
 )
 @pytest.mark.parametrize("sized", [True, False])
-def test_minus_one_ends_the_epoch_after_its_window(
+def test_returning_minus_one_ends_the_epoch_after_its_window(
     fit: Any, accumulate: int, end_at: int, trained: int, sized: bool
 ) -> None:
-    class Ending(Tiny):
+    class EndsEpoch(Tiny):
         ends = 0
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -194,58 +196,58 @@ def test_minus_one_ends_the_epoch_after_its_window(
         def on_train_epoch_end(self) -> None:
             self.ends += 1
 
-    module, data = Ending(scheduled), numbered(6)
+    module, data = EndsEpoch(scheduled), numbered(6)
     train = data if sized else DataLoader(Stream(rows(6)))
     trainer = fit(module, train, numbered(1), max_epochs=2, accumulate_grad_batches=accumulate)
     assert module.trained == [*range(trained)] * 2
     assert (module.ends, trainer.current_epoch) == (2, 2)
     assert torch.allclose(module.net.weight, weights_of_plain_loop(data[:trained], accumulate, epochs=2))
-    # Such an epoch is validated and counted by schedulers as any other.
+    # Such an epoch ends as others do: with a validation, and a step of each scheduler.
     assert module.validated_at == [trained, 2 * trained]
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_minus_one_validates_once(fit: Any) -> None:
-    class Ending(Tiny):
+def test_returning_minus_one_validates_once(fit: Any) -> None:
+    class EndsEpoch(Tiny):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 4 else None
 
-    module = Ending()
+    module = EndsEpoch()
     fit(module, numbered(6), numbered(1), max_epochs=2, val_check_interval=2)
     assert module.validated_at == [2, 4, 6, 8]
 
 
-# a step that draws by itself ------------------------------------------------------------------------------------------
+# a step that draws its own batches ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("count", "steps"), [(4, 2), (5, 2)])
-def test_a_step_that_draws_two_batches(fit: Any, count: int, steps: int) -> None:
-    class Drawing(Tiny):
+def test_a_step_may_draw_two_batches(fit: Any, count: int, steps: int) -> None:
+    class DrawsBatches(Tiny):
         def training_step(self, dataloader_iter: Any) -> Any:
             (one, _, _), (two, _, _) = next(dataloader_iter), next(dataloader_iter)
             self.trained.append((first(one), first(two)))
             return self(one).mean() + self(two).mean()
 
-    module = Drawing(scheduled)
+    module = DrawsBatches(scheduled)
     trainer = fit(module, numbered(count), numbered(1), max_epochs=2)
     assert module.trained == [(0, 1), (2, 3)] * 2 and trainer.global_step == 2 * steps
     assert len(module.validated_at) == 2
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_step_that_draws_gets_batches_of_the_global_size(fit: Any) -> None:
-    class Drawing(Tiny):
+def test_a_step_that_draws_its_batches_gets_the_global_batch_size(fit: Any) -> None:
+    class DrawsBatches(Tiny):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, _, _ = next(dataloader_iter)
             self.trained.append(len(batch))
             return self(batch).mean()
 
-    module = Drawing()
+    module = DrawsBatches()
     trainer = fit(module, DataLoader(torch.ones(10, 2), batch_size=2), global_batch_size=4)
     assert module.trained == [4, 4, 2] and trainer.progress.samples == 10
 
 
 # DataModule -----------------------------------------------------------------------------------------------------------
 class Numbers(DataModule):
-    """All hooks, recorded."""
+    """A DataModule that records its hooks."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ def test_a_datamodule_serves_every_stage(quiet: Any) -> None:
     assert data.hparams == {"count": 2}
 
 
-def test_a_datamodule_hears_of_errors(quiet: Any) -> None:
+def test_an_error_reaches_the_datamodules_on_exception(quiet: Any) -> None:
     class Failing(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyError("x")
@@ -295,7 +297,7 @@ def test_a_datamodule_hears_of_errors(quiet: Any) -> None:
     assert data.calls[-2:] == [KeyError, ("teardown", "fit")]
 
 
-def test_a_datamodule_is_made_of_datasets(quiet: Any) -> None:
+def test_from_datasets_builds_a_datamodule(quiet: Any) -> None:
     every: Any = rows(12)
     train, val, more = every[:8], every[8:10], every[10:]
     data = DataModule.from_datasets(train, val_dataset=[val, more], test_dataset=every[8:], batch_size=2)
@@ -315,7 +317,7 @@ def test_a_datamodule_is_made_of_datasets(quiet: Any) -> None:
     assert trainer.global_step == 2
 
 
-def test_the_state_of_a_datamodule_is_saved_and_loaded(quiet: Any, tmp_path: Any) -> None:
+def test_a_datamodules_state_is_saved_and_loaded(quiet: Any, tmp_path: Any) -> None:
     class Stateful(Numbers):
         position = 0
 
@@ -335,8 +337,8 @@ def test_the_state_of_a_datamodule_is_saved_and_loaded(quiet: Any, tmp_path: Any
 
 
 # transfer -------------------------------------------------------------------------------------------------------------
-class Moving(Tiny):
-    """Changes a batch before and after its transfer, and notes what is called."""
+class RecordsTransfers(Tiny):
+    """Changes a batch before and after its transfer, and records the hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,25 +360,25 @@ class Moving(Tiny):
         self.validated.append(first(batch))
 
 
-def test_a_batch_passes_the_transfer_hooks_in_order(fit: Any) -> None:
-    module, loaders = Moving(), [DataLoader(numbered(1), batch_size=None) for _ in range(2)]
+def test_a_batch_passes_through_the_transfer_hooks_in_order(fit: Any) -> None:
+    module, loaders = RecordsTransfers(), [DataLoader(numbered(1), batch_size=None) for _ in range(2)]
     fit(module, numbered(2), loaders, num_sanity_val_steps=0)
     assert module.trained == [10, 20] and module.validated == [10, 10]
     each = [[("before", index), ("move", "cpu"), ("after", index)] for index in (0, 0, 0, 1)]
     assert module.calls == [call for part in each for call in part]
 
 
-def test_a_transfer_hook_of_the_datamodule_replaces_the_modules_own(fit: Any) -> None:
-    class Own(Numbers):
+def test_a_datamodules_transfer_hook_replaces_the_modules(fit: Any) -> None:
+    class Adds100(Numbers):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch + 100
 
-    module = Moving()
-    fit(module, Own(1), num_sanity_val_steps=0)
+    module = RecordsTransfers()
+    fit(module, Adds100(1), num_sanity_val_steps=0)
     assert module.trained == [1000]
 
 
-def test_a_batch_of_any_structure_is_converted(fit: Any) -> None:
+def test_precision_converts_batches_of_any_structure(fit: Any) -> None:
     seen: list[Any] = []
 
     class Nested(Tiny):
@@ -388,24 +390,24 @@ def test_a_batch_of_any_structure_is_converted(fit: Any) -> None:
     assert seen == [(torch.float64, torch.int64, "a")]
 
 
-def test_nothing_is_drawn_beyond_a_limit(fit: Any) -> None:
-    """Not even to look whether a batch is the last: whoever draws next finds it."""
+def test_no_batch_is_drawn_beyond_a_limit(fit: Any) -> None:
+    """Not even a look-ahead for the last batch draws one: it would be lost to the loader's next reader."""
     drawn: list[float] = []
 
-    class Untold:
+    class UnsizedBatches:
         def __iter__(self) -> Iterator[Any]:
             for batch in numbered(5):
                 drawn.append(float(batch[0, 0]))
                 yield batch
 
     module = Tiny()
-    fit(module, Untold(), limit_train_batches=3, max_epochs=2)
+    fit(module, UnsizedBatches(), limit_train_batches=3, max_epochs=2)
     assert drawn == module.trained == [0.0, 1.0, 2.0] * 2
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 8, 9])
-def test_samples_count_once_where_a_resume_repeats_a_window(fit: Any, quiet: Any, tmp_path: Path, at: int) -> None:
-    """Saved after any batch of windows of 4, 4 and 2: the final counters are those of a run that was not stopped."""
+def test_a_resume_that_repeats_a_window_counts_its_samples_once(fit: Any, quiet: Any, tmp_path: Path, at: int) -> None:
+    """Saved after any batch of windows of 4, 4 and 2: the final counters equal those of an uninterrupted run."""
     batches = [torch.full((size, 2), 1.0) for size in (3, 1, 2, 2, 3, 1, 1, 2, 3, 2)]
 
     class Saves(Callback):

@@ -1,4 +1,4 @@
-"""Evaluation runs in eval mode and restores the mode of every part, whatever its hooks are overridden with."""
+"""Evaluation runs in eval mode and restores every submodule's mode, with and without overridden hooks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Module(TrainModule):
 
 
 class CallsSuper(Module):
-    """As scripts for Lightning do it: something of their own, and then the default."""
+    """Overrides the hooks and calls the default, as scripts for Lightning do."""
 
     def on_validation_model_eval(self) -> None:
         super().on_validation_model_eval()
@@ -56,7 +56,7 @@ class CallsSuper(Module):
 
 
 class KeepsDropout(Module):
-    """Monte-Carlo dropout: everything in eval mode but one part."""
+    """Monte Carlo dropout: all but the dropout in eval mode."""
 
     def on_validation_model_eval(self) -> None:
         super().on_validation_model_eval()
@@ -65,7 +65,7 @@ class KeepsDropout(Module):
 
 class StaysInTraining(Module):
     def on_validation_model_eval(self) -> None:
-        """Leaves the modes alone."""
+        """Changes no mode."""
 
 
 def loader() -> Any:

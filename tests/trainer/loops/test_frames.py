@@ -1,4 +1,4 @@
-"""No frame without a reason: at most six of Leyden's between `fit()` and the user's `training_step`."""
+"""At most six of Leyden's frames lie between `fit()` and the user's `training_step`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.callbacks import CSVLogger
 
 
 def frames_since_fit() -> list[str]:
-    """The functions on the stack from `fit` down to the caller of `training_step`, outermost first."""
+    """Returns the functions on the stack from `fit` to the caller of `training_step`, outermost first."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -28,8 +28,8 @@ def frames_since_fit() -> list[str]:
     raise AssertionError("fit is not on the stack")
 
 
-class Looking(Line):
-    """Notes the frames above each of its steps."""
+class RecordsFrames(Line):
+    """Records the frames above each of its steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Looking(Line):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
 
 
-FILES = {
+BAR_AND_FILES = {
     "logger": CSVLogger(),
     "enable_progress_bar": True,
     "enable_checkpointing": True,
@@ -61,13 +61,13 @@ CASES: dict[str, dict[str, Any]] = {
     "scaler": {"precision": "16-mixed"},
     "float64": {"precision": "64-true"},
     "barebones": {"barebones": True},
-    "bar, logger and checkpoints": FILES,
+    "bar, logger and checkpoints": BAR_AND_FILES,
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_at_most_six_frames_lead_to_a_step(case: str, fit: Any) -> None:
-    module = Looking()
+def test_at_most_six_frames_lie_between_fit_and_a_step(case: str, fit: Any) -> None:
+    module = RecordsFrames()
     module.automatic_optimization = case != "manual"
     batches = [torch.ones(2, 2)] * 4
     fit(module, Unsized(batches) if case == "a loader without a length" else batches, **CASES[case])
@@ -75,9 +75,9 @@ def test_at_most_six_frames_lead_to_a_step(case: str, fit: Any) -> None:
     assert len(frames) <= 6, frames
 
 
-def test_a_step_passes_these_frames_alone(fit: Any) -> None:
-    """Every frame counts, whoever it belongs to; this is the whole way."""
-    module = Looking()
+def test_the_frames_between_fit_and_a_step_are_the_expected_ones(fit: Any) -> None:
+    """Frames outside Leyden would count too."""
+    module = RecordsFrames()
     fit(module, [torch.ones(2, 2)] * 4)
     assert module.seen == {
         (

@@ -1,4 +1,4 @@
-"""A slow training loader causes a warning, measured by a clock that only samples and steps advance."""
+"""A slow training loader warns, measured by a clock that only samples and steps advance."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.loops import loader_timer
 
 
-class Time:
-    """A clock that advances only when told to."""
+class Clock:
+    """A clock that tests advance."""
 
     now = 0.0
 
@@ -25,8 +25,8 @@ class Time:
         return self.now
 
 
-class Slow(Dataset[Any]):
-    def __init__(self, time: Time, seconds: float) -> None:
+class SlowDataset(Dataset[Any]):
+    def __init__(self, time: Clock, seconds: float) -> None:
         self.time, self.seconds = time, seconds
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Slow(Dataset[Any]):
 
 
 class Module(Line):
-    def __init__(self, time: Time, seconds: float) -> None:
+    def __init__(self, time: Clock, seconds: float) -> None:
         super().__init__()
         self.time, self.seconds = time, seconds
 
@@ -48,14 +48,16 @@ class Module(Line):
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    time = Clock()
     monkeypatch.setattr(loader_timer, "perf_counter", time)
     return time
 
 
-def warned(time: Time, load: float, step: float, folder: Path, epochs: int = 3, **arguments: Any) -> list[str]:
-    loader = arguments.pop("loader", None) or DataLoader(Slow(time, load), 1)
+def warnings_of_fit(
+    time: Clock, load: float, step: float, folder: Path, epochs: int = 3, **arguments: Any
+) -> list[str]:
+    loader = arguments.pop("loader", None) or DataLoader(SlowDataset(time, load), 1)
     trainer = Trainer(**{**QUIET, "max_epochs": epochs, "default_root_dir": folder, **arguments})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -64,18 +66,16 @@ def warned(time: Time, load: float, step: float, folder: Path, epochs: int = 3, 
     return [str(warning.message) for warning in caught if "data took" in str(warning.message)]
 
 
-def test_a_loader_that_takes_a_good_part_of_the_time_is_named_once(
-    time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_loader_warns_once(time: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_timer.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    [message] = warned(time, 0.4, 0.6, tmp_path)
+    [message] = warnings_of_fit(time, 0.4, 0.6, tmp_path)
     assert message == (
         "data took 40% of the training time over 50 batches (0.4 of 1 s each): raise num_workers (now 0, with "
         "8 cores) in the training loader."
     )
 
 
-def test_the_cores_are_shared_by_the_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_divides_the_cores_among_the_machines_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_timer.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=2)
     assert loader_timer._fix(loader, 2) == "raise num_workers (now 2, with 8 cores for 2 ranks) in the training loader"
@@ -90,41 +90,43 @@ class Validated(Module):
         self.time.now += 100
 
 
-def test_a_validation_inside_the_epoch_is_no_part_of_a_steps_time(time: Time, tmp_path: Path) -> None:
+def test_a_validation_inside_an_epoch_does_not_count_as_step_time(time: Clock, tmp_path: Path) -> None:
     settings = {**QUIET, "max_epochs": 1, "default_root_dir": tmp_path, "val_check_interval": 10}
     with pytest.warns(UserWarning, match=r"data took 40% .* over 50 batches \(0\.4 of 1 s each\)"):
-        Trainer(**settings).fit(Validated(time, 0.6), DataLoader(Slow(time, 0.4), 1), [torch.ones(1, 2)])
+        Trainer(**settings).fit(Validated(time, 0.6), DataLoader(SlowDataset(time, 0.4), 1), [torch.ones(1, 2)])
 
 
 @pytest.mark.parametrize(
     ("load", "step", "epochs"),
     [(0.2, 0.8, 3), (0.02, 0.02, 2), (0.0009, 0.0001, 3)],
-    ids=["a small part", "a short run", "batches so quick that workers do not help"],
+    ids=["small share of the time", "short run", "batches too quick for workers to help"],
 )
-def test_no_other_loader_is(load: float, step: float, epochs: int, time: Time, tmp_path: Path) -> None:
-    assert warned(time, load, step, tmp_path, epochs) == []
+def test_fast_loaders_and_short_runs_do_not_warn(
+    load: float, step: float, epochs: int, time: Clock, tmp_path: Path
+) -> None:
+    assert warnings_of_fit(time, load, step, tmp_path, epochs) == []
 
 
-def test_short_epochs_are_taken_together_and_barebones_measures_nothing(time: Time, tmp_path: Path) -> None:
+def test_short_epochs_are_measured_together_and_barebones_measures_nothing(time: Clock, tmp_path: Path) -> None:
     # 95 of 100 batches are timed, with 94 steps between them: 3.76 seconds of an epoch.
-    assert len(warned(time, 0.02, 0.02, tmp_path, epochs=3)) == 1
-    assert warned(time, 1.0, 1.0, tmp_path, barebones=True) == []
+    assert len(warnings_of_fit(time, 0.02, 0.02, tmp_path, epochs=3)) == 1
+    assert warnings_of_fit(time, 1.0, 1.0, tmp_path, barebones=True) == []
 
 
 @pytest.mark.parametrize("length", [3, 5, 20])
-def test_a_loader_is_not_asked_again_once_it_has_ended(length: int, tmp_path: Path) -> None:
-    class Once:
-        """Has one batch less than it says."""
+def test_an_exhausted_loader_is_not_read_again(length: int, tmp_path: Path) -> None:
+    class OneBatchShort:
+        """Yields one batch fewer than its length."""
 
         def __len__(self) -> int:
             return length + 1
 
         def __iter__(self) -> Any:
             yield from [torch.ones(1, 2)] * length
-            asked.append(1)
+            exhausted.append(1)
 
-    asked: list[int] = []
+    exhausted: list[int] = []
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path})
     with pytest.warns(UserWarning, match=f"reports {length + 1} batches but ended after {length}"):
-        trainer.fit(Line(), Once())
-    assert trainer.progress.batches == length and asked == [1]
+        trainer.fit(Line(), OneBatchShort())
+    assert trainer.progress.batches == length and exhausted == [1]

@@ -1,4 +1,4 @@
-"""`manual_backward`: the hooks around it, and a `backward` of the module's own."""
+"""`manual_backward`: its hooks, and a module that overrides `backward`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leyden.strategies.precision import MixedPrecision
 
 
 class Manual(Tiny):
-    """Two backward passes a step, the first of which keeps the graph; notes what is called."""
+    """Runs two backward passes per step, of which the first keeps the graph; records its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,19 +41,19 @@ class WithBackward(Manual):
         super().backward(loss, *args, **kwargs)
 
 
-def test_manual_backward_calls_the_hooks_of_backward(fit: Any) -> None:
+def test_manual_backward_calls_the_backward_hooks(fit: Any) -> None:
     calls: list[str] = []
-    listener = LambdaCallback(
+    callback = LambdaCallback(
         on_before_backward=lambda trainer, module, loss: calls.append("before"),
         on_after_backward=lambda trainer, module: calls.append("after"),
     )
     module = Manual()
-    fit(module, numbered(1, start=1), callbacks=listener)
+    fit(module, numbered(1, start=1), callbacks=callback)
     assert module.calls == [("before", 2.0, True), ("after", 1.0, 1.0), ("before", 2.0, False), ("after", 2.0, 2.0)]
     assert calls == ["before", "after"] * 2
 
 
-def test_manual_backward_runs_the_modules_own_backward_on_the_scaled_loss(fit: Any) -> None:
+def test_manual_backward_passes_the_scaled_loss_to_the_modules_backward(fit: Any) -> None:
     module = WithBackward()
     fit(module, numbered(1, start=1), precision=MixedPrecision("16", init_scale=4.0))
     assert module.calls == [

@@ -14,45 +14,45 @@ from torch import Tensor, nn
 from leyden import Trainer, TrainModule
 from leyden.strategies.precision import MixedPrecision
 
-# The scale changes after every step, so that an update at the wrong moment shows in the weights.
+# The scale changes after every step, so an update at the wrong moment shows in the weights.
 SCALER: dict[str, Any] = {"init_scale": 2.0**4, "growth_interval": 1, "growth_factor": 3.0}
 BATCHES = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Two(TrainModule):
-    """Two layers, each with an optimizer of its own, trained as a function says."""
+class TwoOptimizers(TrainModule):
+    """Two layers with an optimizer each; its training step is the given function."""
 
-    def __init__(self, way: Callable[[Two, Tensor], None]) -> None:
+    def __init__(self, manual_step: Callable[[TwoOptimizers, Tensor], None]) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.automatic_optimization = False
         self.a, self.b = nn.Linear(3, 2), nn.Linear(2, 1)
-        self.way = way
+        self.manual_step = manual_step
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.b(self.a(x)).square().mean()
         return loss
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.way(self, batch)
+        self.manual_step(self, batch)
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(layer.parameters(), 0.1) for layer in (self.a, self.b)]
 
 
-def fit(way: Callable[[Two, Tensor], None], folder: Path, precision: Any = None) -> Two:
-    module = Two(way)
+def fit(manual_step: Callable[[TwoOptimizers, Tensor], None], folder: Path, precision: Any = None) -> TwoOptimizers:
+    module = TwoOptimizers(manual_step)
     precision = precision or MixedPrecision("16", **SCALER)
     Trainer(**QUIET, precision=precision, max_epochs=1, default_root_dir=folder).fit(module, [*BATCHES])
     return module
 
 
-def by_hand(
-    step: Callable[[Two, list[Any], Any, Callable[[], Tensor]], None],
+def plain_loop(
+    step: Callable[[TwoOptimizers, list[Any], Any, Callable[[], Tensor]], None],
     scaler: Any = None,
     half: torch.dtype = torch.float16,
-) -> Two:
-    module = Two(lambda *_: None)
+) -> TwoOptimizers:
+    module = TwoOptimizers(lambda *_: None)
     optimizers, scaler = module.configure_optimizers(), scaler or torch.amp.GradScaler("cpu", **SCALER)
     for batch in BATCHES:
 
@@ -70,8 +70,8 @@ def assert_same(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_one_backward_for_two_optimizers_is_unscaled_for_each(clips: bool, tmp_path: Path) -> None:
-    def way(module: Two, batch: Tensor) -> None:
+def test_gradients_of_one_backward_are_unscaled_for_each_of_two_optimizers(clips: bool, tmp_path: Path) -> None:
+    def manual_step(module: TwoOptimizers, batch: Tensor) -> None:
         optimizers = module.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -82,7 +82,7 @@ def test_one_backward_for_two_optimizers_is_unscaled_for_each(clips: bool, tmp_p
         for optimizer in optimizers:
             optimizer.step()
 
-    def step(module: Two, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
+    def step(module: TwoOptimizers, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         scaler.scale(loss()).backward()
@@ -94,14 +94,14 @@ def test_one_backward_for_two_optimizers_is_unscaled_for_each(clips: bool, tmp_p
             scaler.step(optimizer)
         scaler.update()
 
-    assert_same(fit(way, tmp_path), by_hand(step))
+    assert_same(fit(manual_step, tmp_path), plain_loop(step))
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_one_optimizer_may_step_several_times_in_a_batch(precision: str, tmp_path: Path) -> None:
     """The second forward sees the weights of the first step, not autocast's copies of those before it."""
 
-    def way(module: Two, batch: Tensor) -> None:
+    def manual_step(module: TwoOptimizers, batch: Tensor) -> None:
         optimizer = module.optimizers()[0]
         for _ in range(3):
             optimizer.zero_grad()
@@ -110,7 +110,7 @@ def test_one_optimizer_may_step_several_times_in_a_batch(precision: str, tmp_pat
         module.optimizers()[1].step()
         module.optimizers()[1].zero_grad()
 
-    def step(module: Two, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
+    def step(module: TwoOptimizers, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
         for _ in range(3):
             optimizers[0].zero_grad()
             scaler.scale(loss()).backward()
@@ -123,12 +123,12 @@ def test_one_optimizer_may_step_several_times_in_a_batch(precision: str, tmp_pat
     # Powers of two scale without rounding, so it does not matter in which steps the scale grows.
     growing = MixedPrecision("16", init_scale=2.0**10, growth_interval=2)
     fixed = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=precision == "16-mixed")
-    module = fit(way, tmp_path, growing if precision == "16-mixed" else precision)
-    assert_same(module, by_hand(step, fixed, torch.float16 if precision == "16-mixed" else torch.bfloat16))
+    module = fit(manual_step, tmp_path, growing if precision == "16-mixed" else precision)
+    assert_same(module, plain_loop(step, fixed, torch.float16 if precision == "16-mixed" else torch.bfloat16))
 
 
-def test_an_inf_in_any_of_several_steps_lowers_the_scale(tmp_path: Path) -> None:
-    def way(module: Two, batch: Tensor) -> None:
+def test_an_inf_in_any_step_of_a_batch_lowers_the_scale(tmp_path: Path) -> None:
+    def manual_step(module: TwoOptimizers, batch: Tensor) -> None:
         optimizer = module.optimizers()[0]
         for number in range(2):
             optimizer.zero_grad()
@@ -138,13 +138,13 @@ def test_an_inf_in_any_of_several_steps_lowers_the_scale(tmp_path: Path) -> None
 
     skipped: list[bool] = []
     precision = MixedPrecision("16", init_scale=2.0**10, growth_interval=1)
-    fit(way, tmp_path, precision)
+    fit(manual_step, tmp_path, precision)
     assert skipped == [True, False] * len(BATCHES)
     assert precision.scaler.get_scale() == 2.0 ** (10 - len(BATCHES))
 
 
-def test_accumulation_in_manual_optimization_steps_as_the_plain_loop(tmp_path: Path) -> None:
-    def way(module: Two, batch: Tensor) -> None:
+def test_accumulation_in_manual_optimization_equals_the_plain_loop(tmp_path: Path) -> None:
+    def manual_step(module: TwoOptimizers, batch: Tensor) -> None:
         optimizer = module.optimizers()[0]
         seen = module.__dict__.setdefault("seen", [])
         seen.append(1)
@@ -155,7 +155,7 @@ def test_accumulation_in_manual_optimization_steps_as_the_plain_loop(tmp_path: P
 
     seen: list[int] = []
 
-    def step(module: Two, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
+    def step(module: TwoOptimizers, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
         seen.append(1)
         scaler.scale(loss() / 3).backward()
         if len(seen) % 3 == 0:
@@ -163,11 +163,11 @@ def test_accumulation_in_manual_optimization_steps_as_the_plain_loop(tmp_path: P
             scaler.update()
             optimizers[0].zero_grad()
 
-    assert_same(fit(way, tmp_path), by_hand(step))
+    assert_same(fit(manual_step, tmp_path), plain_loop(step))
 
 
 class SkipsSteps(Squares):
-    """Steps in every second window only, by overriding `optimizer_step`; notes the norms of its gradients."""
+    """Steps only in every second window, by overriding `optimizer_step`; records the norms of its gradients."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -182,8 +182,8 @@ class SkipsSteps(Squares):
             optimizer.step()
 
 
-def test_gradients_of_a_window_whose_step_is_left_out_are_unscaled_once(tmp_path: Path) -> None:
-    """And so are the next window's: hooks see the norms of a run without a scaler."""
+def test_gradients_of_a_window_without_a_step_are_unscaled_once(tmp_path: Path) -> None:
+    """Hooks see the norms of a run without a scaler, in that window and in the next."""
     plain, scaled = SkipsSteps(), SkipsSteps()
     for module, precision in ((plain, "32-true"), (scaled, MixedPrecision("16", **SCALER))):
         Trainer(**QUIET, precision=precision, max_epochs=1, default_root_dir=tmp_path).fit(module, [*BATCHES])
@@ -191,22 +191,22 @@ def test_gradients_of_a_window_whose_step_is_left_out_are_unscaled_once(tmp_path
     assert plain.norms == pytest.approx(scaled.norms, rel=0.02)
 
 
-def test_an_optimizer_steps_again_after_a_fit_that_failed_after_its_step(tmp_path: Path) -> None:
-    class Kept(Two):
+def test_an_optimizer_steps_in_a_fit_that_follows_a_failed_one(tmp_path: Path) -> None:
+    class KeepsOptimizers(TwoOptimizers):
         """Keeps its optimizers for the next fit."""
 
         def configure_optimizers(self) -> Any:
             self.kept = getattr(self, "kept", None) or super().configure_optimizers()
             return self.kept
 
-    def way(module: Two, batch: Tensor) -> None:
+    def manual_step(module: TwoOptimizers, batch: Tensor) -> None:
         optimizer = module.optimizers()[0]
         module.manual_backward(module(batch))
         optimizer.step()
         if fails:
             raise RuntimeError("after the step")
 
-    module, fails = Kept(way), True
+    module, fails = KeepsOptimizers(manual_step), True
     precision = MixedPrecision("16", **SCALER)
     trainer = Trainer(**QUIET, precision=precision, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(RuntimeError, match="after the step"):

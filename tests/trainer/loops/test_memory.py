@@ -1,4 +1,4 @@
-"""Nothing of a step outlives it: no batch, no output and no graph, which would add to the peak of memory."""
+"""Nothing outlives its step: no batch, output or graph, which would add to peak memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from leyden import Callback, Trainer
 
 
 @pytest.fixture(autouse=True)
-def _without_collector() -> Iterator[None]:
-    """A cycle that only the collector frees counts as kept: on a GPU nobody calls it in time."""
+def without_garbage_collector() -> Iterator[None]:
+    """Turns the garbage collector off: a cycle that only it frees counts as kept, since on a GPU it runs too late."""
     gc.collect()
     gc.disable()
     yield
@@ -26,14 +26,14 @@ def _without_collector() -> Iterator[None]:
 
 
 class Module(Squares):
-    """Counts the tensors of its steps that are alive."""
+    """Counts the tensors of its steps that are still alive."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(4, 1))
         self.seen: list[weakref.ref[Any]] = []
         self.alive_at_start: list[int] = []
 
-    def note(self, *tensors: torch.Tensor) -> None:
+    def record(self, *tensors: torch.Tensor) -> None:
         self.seen += [weakref.ref(tensor) for tensor in tensors]
 
     def alive(self) -> int:
@@ -43,7 +43,7 @@ class Module(Squares):
         self.alive_at_start.append(self.alive())
         hidden = self(batch[0])
         loss: torch.Tensor = hidden.square().mean()
-        self.note(batch[0], hidden, loss)
+        self.record(batch[0], hidden, loss)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -63,8 +63,8 @@ class Module(Squares):
         return 1
 
 
-class Listens(Callback):
-    """Notes whether the outputs that a hook gets hold a graph."""
+class RecordsGraphs(Callback):
+    """Records whether the outputs passed to a hook hold a graph."""
 
     def __init__(self) -> None:
         self.graphs: list[bool] = []
@@ -73,7 +73,7 @@ class Listens(Callback):
         self.graphs.append(outputs["loss"].requires_grad)
 
 
-class ListensLast(Listens):
+class RecordsGraphsLast(RecordsGraphs):
     order = 100
 
 
@@ -88,24 +88,24 @@ def loader() -> Any:
         {"max_steps": 3},
         {"accumulate_grad_batches": 2},
         {"precision": "bf16-mixed"},
-        {"callbacks": [Listens(), ListensLast()]},
+        {"callbacks": [RecordsGraphs(), RecordsGraphsLast()]},
         {"barebones": True},
     ],
-    ids=["default", "a limit", "accumulation", "autocast", "listeners", "barebones"],
+    ids=["default", "max_steps", "accumulation", "autocast", "callbacks", "barebones"],
 )
 def test_fit_keeps_no_batch_output_or_graph(arguments: dict[str, Any], tmp_path: Path) -> None:
     module = Module()
     trainer = Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **arguments)
     trainer.fit(module, loader(), loader())
     assert len(module.seen) >= 9
-    assert set(module.alive_at_start) <= {0}, "something of an earlier step was there when a step began"
+    assert set(module.alive_at_start) <= {0}, "a tensor of an earlier step was alive when a step began"
     assert module.alive() == 0
-    for listener in arguments.get("callbacks", []):
-        assert listener.graphs == [False] * trainer.progress.batches
+    for callback in arguments.get("callbacks", []):
+        assert callback.graphs == [False] * trainer.progress.batches
 
 
-class Watched(TensorDataset):
-    """Notes at each sample what the module's earlier steps have left."""
+class RecordsAlive(TensorDataset):
+    """Records at each sample how many tensors of earlier steps are alive."""
 
     def __init__(self, module: Module) -> None:
         super().__init__(torch.randn(10, 4))
@@ -117,9 +117,9 @@ class Watched(TensorDataset):
 
 
 @pytest.mark.parametrize("logger", [True, False])
-def test_a_batch_is_gone_when_the_next_one_is_loaded(logger: bool, tmp_path: Path) -> None:
+def test_a_batch_is_freed_before_the_next_one_is_loaded(logger: bool, tmp_path: Path) -> None:
     module = Module()
-    data = Watched(module)
+    data = RecordsAlive(module)
     trainer = Trainer(accelerator="cpu", max_epochs=2, logger=logger, default_root_dir=tmp_path)
     trainer.fit(module, DataLoader(data, 2), loader())
     assert len(data.alive_at_load) == 20 and set(data.alive_at_load) == {0}
@@ -129,24 +129,24 @@ def test_a_batch_is_gone_when_the_next_one_is_loaded(logger: bool, tmp_path: Pat
 def test_evaluation_keeps_no_batch_or_output(stage: str, tmp_path: Path) -> None:
     module = Module()
     getattr(Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), stage)(module, loader())
-    # `enumerate` and the fetching of the next batch let go of the last one only when they have the next.
+    # `enumerate` and prefetching release the last batch only once they have the next.
     assert max(module.alive_at_start) == 0
     assert module.alive() == 0
 
 
-def test_a_fit_that_failed_lets_go_of_its_batch(tmp_path: Path) -> None:
-    class Fails(Module):
+def test_a_failed_fit_frees_its_batch(tmp_path: Path) -> None:
+    class FailsInStep(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             outputs = super().training_step(batch, batch_idx)
             if batch_idx == 2:
-                raise ValueError("no")
+                raise ValueError("the user's own error")
             return outputs
 
-    module = Fails()
+    module = FailsInStep()
     trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, default_root_dir=tmp_path)
     try:
         trainer.fit(module, loader())
     except ValueError as error:
-        # The traceback holds the frames, and they hold their variables.
+        # The traceback holds the frames, which hold their variables.
         error.with_traceback(None)
     assert module.alive() == 0

@@ -1,4 +1,4 @@
-"""Logging and the progress bar never make a step wait for the device: values are read back only when somebody looks."""
+"""Logging and the progress bar make no step wait for the device: values are read back only when shown or written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leyden.callbacks.bars.paced_bar import DRAW_SECONDS
 
 STEPS = 100
 EVERY = 50
-# Of an epoch: the loader's seed and order, and what is returned or monitored at its end.
+# Read-backs once per epoch: the loader's seed and order, and values returned or monitored at its end.
 ONCE = 10
 TORCH = str(Path(torch.__file__).parent)
 
@@ -42,54 +42,56 @@ READING_OPS = {
 }
 
 
-class Methods(TorchFunctionMode):
-    """Counts calls of the methods that give a tensor's values to Python."""
+class MethodReads(TorchFunctionMode):
+    """Records calls of the methods that read a tensor's values into Python."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, record: Callable[[str], None]) -> None:
         super().__init__()
-        self.note = note
+        self.record = record
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         to_cpu = function is Tensor.to and any(str(part) == "cpu" for part in (*args[1:], *(kwargs or {}).values()))
-        # torch's own functions bring norms and scales to devices that are known to them.
+        # torch's own functions move norms and scales between devices.
         if function in READING_METHODS or (to_cpu and not sys._getframe(1).f_code.co_filename.startswith(TORCH)):
-            self.note(function.__name__)
+            self.record(function.__name__)
         return function(*args, **(kwargs or {}))
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations that do the same from below, whoever called them."""
+class OperationReads(TorchDispatchMode):
+    """Records the operations beneath those methods, whatever called them."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, record: Callable[[str], None]) -> None:
         super().__init__()
-        self.note = note
+        self.record = record
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in READING_OPS:
-            self.note(str(function))
+            self.record(str(function))
         return function(*args, **(kwargs or {}))
 
 
-class Readings:
-    """The read-backs of a run: how many in all, in which steps, and from where."""
+class ReadBacks:
+    """The read-backs of a run: how many by the bar, and the steps and callers of all others."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
         self.by_bar = 0
         self.others: list[tuple[int, str]] = []
 
-    def note(self, what: str) -> None:
+    def record(self, function: str) -> None:
         stack = traceback.extract_stack()
         if any(frame.name == "get_metrics" for frame in stack):
             self.by_bar += 1
             return
         step = self.trainer.progress.batches if self.trainer is not None else -1
         own = [frame for frame in stack if "torch" not in frame.filename and frame.filename != __file__]
-        self.others.append((step, " < ".join((what, *(f"{Path(f.filename).name}:{f.lineno}" for f in own[:-4:-1])))))
+        self.others.append(
+            (step, " < ".join((function, *(f"{Path(f.filename).name}:{f.lineno}" for f in own[:-4:-1]))))
+        )
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        with Methods(self.note), Operations(self.note):
+        with MethodReads(self.record), OperationReads(self.record):
             yield
 
 
@@ -99,7 +101,7 @@ def scheduled(module: Any) -> Any:
 
 
 class Module(Squares):
-    """Logs in every way, and may read a value in each step."""
+    """Logs in every way, and calls `per_step` with the loss in each step."""
 
     def __init__(self, per_step: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__(torch.nn.Linear(4, 1), scheduled)
@@ -120,9 +122,9 @@ class Module(Squares):
 
 def run(
     folder: Path, module: Module | None = None, validation: bool = False, **arguments: Any
-) -> tuple[Readings, float]:
+) -> tuple[ReadBacks, float]:
     module = module or Module()
-    readings = Readings()
+    read_backs = ReadBacks()
     data = DataLoader(TensorDataset(torch.ones(STEPS * 2, 4)), batch_size=2, shuffle=True)
     loaders = (data, DataLoader(TensorDataset(torch.ones(STEPS, 4)), batch_size=1)) if validation else (data,)
     everything: dict[str, Any] = {
@@ -132,21 +134,21 @@ def run(
         "log_every_n_steps": EVERY,
     }
     trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **(everything | arguments))
-    readings.trainer = trainer
+    read_backs.trainer = trainer
     start = time.perf_counter()
-    with readings.counted():
+    with read_backs.counted():
         trainer.fit(module, *loaders)
     assert trainer.progress.batch == STEPS
-    return readings, time.perf_counter() - start
+    return read_backs, time.perf_counter() - start
 
 
-def assert_few(readings: Readings, seconds: float) -> None:
-    assert len(readings.others) <= STEPS // EVERY + ONCE, readings.others
-    steps = [step for step, _ in readings.others if 0 < step < STEPS - 1]
-    # The logger is given values of the last batch of every 50: nothing else reads between the first and the last step.
-    assert {step % EVERY for step in steps} <= {0}, readings.others
-    # The bar reads when it draws, by the clock: ten times a second at most, and the first and the last time.
-    assert readings.by_bar <= 2 * (seconds / DRAW_SECONDS + 4)
+def assert_few(read_backs: ReadBacks, seconds: float) -> None:
+    assert len(read_backs.others) <= STEPS // EVERY + ONCE, read_backs.others
+    steps = [step for step, _ in read_backs.others if 0 < step < STEPS - 1]
+    # The logger gets the last batch of every 50: nothing else reads between the first and the last step.
+    assert {step % EVERY for step in steps} <= {0}, read_backs.others
+    # The bar reads when it draws: at most ten times a second, and at its start and end.
+    assert read_backs.by_bar <= 2 * (seconds / DRAW_SECONDS + 4)
 
 
 @pytest.mark.parametrize(
@@ -159,33 +161,33 @@ def assert_few(readings: Readings, seconds: float) -> None:
     ],
     ids=str,
 )
-def test_with_a_bar_and_a_logger_only_a_logged_step_reads(arguments: dict[str, Any], tmp_path: Path) -> None:
-    readings, seconds = run(tmp_path, **arguments)
-    assert_few(readings, seconds)
-    assert readings.by_bar >= 1, "the bar has shown nothing, and the test shows nothing"
+def test_with_a_bar_and_a_logger_only_logged_steps_read_values(arguments: dict[str, Any], tmp_path: Path) -> None:
+    read_backs, seconds = run(tmp_path, **arguments)
+    assert_few(read_backs, seconds)
+    assert read_backs.by_bar >= 1, "the bar drew nothing, so the test proves nothing"
     rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert len(rows) >= 1 + STEPS // EVERY
 
 
-def test_a_bar_in_a_terminal_reads_only_when_it_draws(tmp_path: Path) -> None:
+def test_a_bar_in_a_terminal_reads_values_only_when_it_draws(tmp_path: Path) -> None:
     with Terminal() as terminal:
-        readings, seconds = run(tmp_path)
-    assert_few(readings, seconds)
-    assert readings.by_bar >= 1
+        read_backs, seconds = run(tmp_path)
+    assert_few(read_backs, seconds)
+    assert read_backs.by_bar >= 1
     assert any(line.startswith("Epoch 0/0") and "loss_step=" in line for line in terminal.drawn())
 
 
-def test_a_validation_reads_as_little_as_training(tmp_path: Path) -> None:
-    readings, _ = run(tmp_path, validation=True, num_sanity_val_steps=0, val_check_interval=STEPS)
-    # Its batches go to the logger as the training's do, and its end reads the epoch's values.
-    assert len(readings.others) <= 2 * (STEPS // EVERY) + ONCE, readings.others
+def test_validation_reads_values_no_more_often_than_training(tmp_path: Path) -> None:
+    read_backs, _ = run(tmp_path, validation=True, num_sanity_val_steps=0, val_check_interval=STEPS)
+    # Its batches go to the logger as those of training do, and its end reads the epoch's values.
+    assert len(read_backs.others) <= 2 * (STEPS // EVERY) + ONCE, read_backs.others
 
 
-def test_where_nobody_looks_no_step_reads(tmp_path: Path) -> None:
-    readings, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False)
-    assert readings.by_bar == 0
-    assert len(readings.others) <= ONCE, readings.others
-    assert not [step for step, _ in readings.others if 0 < step < STEPS], readings.others
+def test_without_a_bar_or_logger_no_step_reads_values(tmp_path: Path) -> None:
+    read_backs, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False)
+    assert read_backs.by_bar == 0
+    assert len(read_backs.others) <= ONCE, read_backs.others
+    assert not [step for step, _ in read_backs.others if 0 < step < STEPS], read_backs.others
 
 
 @pytest.mark.parametrize(
@@ -202,15 +204,15 @@ def test_where_nobody_looks_no_step_reads(tmp_path: Path) -> None:
         lambda loss: torch.nonzero(loss),
     ],
 )
-def test_each_kind_of_reading_is_counted(reading: Callable[[Tensor], Any], tmp_path: Path) -> None:
-    """The test can fail: one read-back in each step is found, of whatever kind it is."""
-    readings, _ = run(tmp_path, Module(reading), logger=False, callbacks=[], enable_progress_bar=False)
-    assert len(readings.others) >= STEPS
+def test_every_kind_of_read_back_is_counted(reading: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    """Proves that the tests above can fail: one read-back per step is found, of any kind."""
+    read_backs, _ = run(tmp_path, Module(reading), logger=False, callbacks=[], enable_progress_bar=False)
+    assert len(read_backs.others) >= STEPS
 
 
-def test_the_scaler_reads_once_a_window(tmp_path: Path) -> None:
-    """Whether it found inf is the one read-back that 16-mixed cannot do without."""
+def test_the_scaler_reads_one_value_per_window(tmp_path: Path) -> None:
+    """The check for inf is the one read-back that 16-mixed needs."""
     arguments = {"precision": "16-mixed", "accumulate_grad_batches": 4}
-    readings, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False, **arguments)
-    steps = [step for step, what in readings.others if "_local_scalar_dense" in what and 0 < step < STEPS]
-    assert steps == list(range(3, STEPS, 4)), readings.others
+    read_backs, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False, **arguments)
+    steps = [step for step, source in read_backs.others if "_local_scalar_dense" in source and 0 < step < STEPS]
+    assert steps == list(range(3, STEPS, 4)), read_backs.others

@@ -1,4 +1,4 @@
-"""Nothing in a step waits for the device, neither by reading a value nor by a copy: on a device without values."""
+"""No step waits for the device, by reading a value or by copying: tested on a device without values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.strategies import SingleDeviceStrategy
 
 
 class Net(Squares):
-    """Logs in every way, and weighs by items."""
+    """Logs in every way, and weights its loss by a number of items."""
 
     def __init__(self, items: str) -> None:
         super().__init__(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1)))
@@ -59,9 +59,9 @@ def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: 
     assert waits.found == []
 
 
-def test_a_loop_of_the_users_own_reads_no_value_from_the_device() -> None:
+def test_a_users_own_loop_reads_no_value_from_the_device() -> None:
     accelerator = Accelerator(strategy=SingleDeviceStrategy(SILENT), gradient_accumulation_steps=2)
-    # The model first: on its way to this device it is given new parameters.
+    # The model comes first: moving it to this device gives it new parameters.
     model = accelerator.prepare(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(TensorDataset(torch.ones(10, 3, device=SILENT)), 2)
@@ -88,8 +88,8 @@ def test_a_loop_of_the_users_own_reads_no_value_from_the_device() -> None:
         lambda loss: torch.ones(2).to(SILENT),
     ],
 )
-def test_what_waits_is_found(wait: Any) -> None:
-    """The tests above can fail."""
+def test_every_kind_of_wait_is_found(wait: Any) -> None:
+    """Proves that the tests above can fail."""
     loss: Tensor = torch.ones((), device=SILENT)
     with Waits() as waits:
         waits.counts = True

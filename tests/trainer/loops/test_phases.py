@@ -1,4 +1,4 @@
-"""The phases of a fit: a checkpoint saved in any of them resumes as the table in `Progress` says, to the same bits."""
+"""The phases of a fit: a checkpoint of any phase resumes as the table in `Progress` says, with the same bits."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ TABLE = {
     for row in ROWS
     if (cells := [cell.strip() for cell in row if cell.strip()])[0].split(", ")[0] in get_args(Phase)
 }
-"""By phase and flags the hook with which a resume begins."""
+"""Maps a phase and its flags to the hook with which a resume starts."""
 
 
 def row_of(progress: dict[str, Any]) -> tuple[str, ...]:
-    """The row of the table that speaks of this progress: that with most of its flags."""
+    """Returns the table's row for this progress: of the rows that match, the one with most flags."""
     holds = {progress["phase"], *(flag for flag in FLAGS if progress[flag])}
     return max((row for row in TABLE if row[0] == progress["phase"] and holds.issuperset(row)), key=len)
 
 
 class Module(Squares):
-    """Draws random numbers in each step, and records the hooks that a resume can begin with."""
+    """Draws random numbers in each step, and records the hooks with which a resume can start."""
 
-    def __init__(self, cuts: bool = False, stops_at: int = -1, bare: bool = False) -> None:
+    def __init__(self, ends_early: bool = False, stops_at: int = -1, minimal: bool = False) -> None:
         super().__init__(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)))
-        self.cuts, self.stops_at, self.bare = cuts, stops_at, bare
+        self.ends_early, self.stops_at, self.minimal = ends_early, stops_at, minimal
         self.calls: list[str] = []
 
     def on_train_start(self) -> None:
@@ -48,7 +48,7 @@ class Module(Squares):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         self.calls.append("on_train_batch_start")
-        return -1 if self.cuts and batch_idx == 3 else None
+        return -1 if self.ends_early and batch_idx == 3 else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.trainer.should_stop = self.trainer.global_step + 1 == self.stops_at
@@ -71,14 +71,14 @@ class Module(Squares):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), 0.1)
-        if self.bare:
+        if self.minimal:
             return optimizer
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "interval": "step", "frequency": 2}]
 
 
 class Saver(Callback):
-    """Saves wherever one can: a phase has its name from what was done before."""
+    """Saves in every hook that can: the phase saved is named after the last thing done."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder, self.saved = folder, list[Path]()
@@ -116,7 +116,7 @@ class Saver(Callback):
 
 
 class ClosingSaver(Callback):
-    """Saves where an epoch is over."""
+    """Saves in the last callback of on_train_epoch_end."""
 
     order = 100
 
@@ -148,20 +148,20 @@ def fit(
         enable_checkpointing=False,
         callbacks=[saver, ClosingSaver(saver)],
     )
-    trainer.fit(module, train, None if module.bare else val, ckpt_path=checkpoint)
+    trainer.fit(module, train, None if module.minimal else val, ckpt_path=checkpoint)
     return module, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "whole": ({}, {}),
-    "with nothing after a step": ({"bare": True}, {}),
-    "cut short": ({"cuts": True}, {}),
+    "uninterrupted": ({}, {}),
+    "without validation or schedulers": ({"minimal": True}, {}),
+    "epochs ended early": ({"ends_early": True}, {}),
     "limited inside an epoch": ({}, {"max_steps": 3}),
     "stopped inside an epoch": ({}, {"stops_at": 3}),
 }
-"""What a run is like, and what holds for it but not for its resumes."""
-SEEN: dict[str, set[tuple[str, ...]]] = {
-    "whole": {
+"""Options of each run, and limits for the run but not for its resumes."""
+EXPECTED_ROWS: dict[str, set[tuple[str, ...]]] = {
+    "uninterrupted": {
         ("epoch_start",),
         ("stepped", "validation_due"),
         ("stepped",),
@@ -170,21 +170,21 @@ SEEN: dict[str, set[tuple[str, ...]]] = {
         ("settled", "ended"),
         ("epoch_end",),
     },
-    "with nothing after a step": {("epoch_start",), ("settled",), ("stepped", "ended"), ("epoch_end",)},
-    "cut short": {("epoch_start",), ("stepped",), ("settled",), ("settled", "ended"), ("epoch_end",)},
+    "without validation or schedulers": {("epoch_start",), ("settled",), ("stepped", "ended"), ("epoch_end",)},
+    "epochs ended early": {("epoch_start",), ("stepped",), ("settled",), ("settled", "ended"), ("epoch_end",)},
     "limited inside an epoch": {("paused",)},
     "stopped inside an epoch": {("validated", "skipped"), ("paused",)},
 }
-"""The rows that saves of each run come to, at the least."""
+"""Rows that the saves of each run reach, at least."""
 
 
-def test_the_table_has_every_phase_and_every_row_is_walked() -> None:
+def test_the_table_has_every_phase_and_a_test_for_every_row() -> None:
     assert {row[0] for row in TABLE} == set(get_args(Phase))
-    assert set.union(*SEEN.values()) == set(TABLE)
+    assert set.union(*EXPECTED_ROWS.values()) == set(TABLE)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resume_from_every_phase_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_resume_from_any_phase_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     options, limits = RUNS[name]
     _, whole = fit(tmp_path, Saver(None), **options)
     saver = Saver(tmp_path / "saved")
@@ -197,8 +197,8 @@ def test_a_resume_from_every_phase_ends_with_the_same_bits(name: str, tmp_path: 
         if seen[row] > 2:
             continue
         module, weights = fit(tmp_path, Saver(None), path, **options)
-        # Inside a window random numbers had been drawn, and the window is repeated with those that follow.
+        # An interrupted window is repeated with the random numbers that follow, so its weights may differ.
         assert not progress["exact"] or all(torch.equal(weights[key], whole[key]) for key in whole), (path, progress)
         if progress["global_step"] < STEPS:
             assert module.calls[0] == TABLE[row], (path, progress)
-    assert seen.keys() >= SEEN[name]
+    assert seen.keys() >= EXPECTED_ROWS[name]

@@ -1,4 +1,4 @@
-"""`should_stop` inside an epoch: what the run leaves is validated, and a resume goes on as if it had not stopped."""
+"""`should_stop` inside an epoch: the run ends with a validation, and a resume equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from leyden import Callback, Trainer
 MOMENTS = ("on_validation_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end")
 
 
-class Random(Squares):
-    """All of its steps draw random numbers, and the learning rate follows the loss."""
+class RandomSteps(Squares):
+    """Draws random numbers in every step; its learning rate follows the loss."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -35,7 +35,7 @@ class Random(Squares):
 
 
 class StopAndSave(Callback):
-    """Asks for an end at the third step, and from then on saves in each of some hooks."""
+    """Sets `should_stop` at the third step, and from then on saves once in each of the MOMENTS."""
 
     order = 200
 
@@ -63,17 +63,17 @@ class StopAndSave(Callback):
         self.save(trainer, "on_train_end")
 
 
-def run(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Trainer, Random]:
+def run(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Trainer, RandomSteps]:
     trainer = Trainer(**QUIET, max_epochs=2, num_sanity_val_steps=0, default_root_dir=folder, callbacks=list(callbacks))
-    module, data = Random(), torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
-    held = DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+    module, data = RandomSteps(), torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+    val_loader = DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
     torch.manual_seed(4)
-    trainer.fit(module, DataLoader(data, 2, shuffle=True), held, **options)  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(data, 2, shuffle=True), val_loader, **options)  # type: ignore[arg-type]
     return trainer, module
 
 
 @pytest.mark.filterwarnings("ignore:.*validation loader shuffles")
-def test_a_run_stopped_inside_an_epoch_is_validated_and_resumes_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_run_stopped_inside_an_epoch_validates_and_resumes_exactly(tmp_path: Path) -> None:
     stopping = StopAndSave(tmp_path)
     trainer, _ = run(tmp_path, stopping)
     assert (trainer.global_step, trainer.current_epoch, stopping.validated) == (3, 0, [3])
@@ -102,7 +102,7 @@ def test_a_run_stopped_inside_an_epoch_is_validated_and_resumes_as_if_it_had_not
         ({"limit_val_batches": 0}, []),
     ],
 )
-def test_it_is_validated_once_and_where_validation_is_wanted(fit: Any, arguments: Any, validated: list[int]) -> None:
+def test_a_stopped_run_validates_at_most_once(fit: Any, arguments: Any, validated: list[int]) -> None:
     class Stop(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             trainer.should_stop = trainer.global_step >= 2
@@ -112,15 +112,15 @@ def test_it_is_validated_once_and_where_validation_is_wanted(fit: Any, arguments
     assert module.validated_at == validated
 
 
-def test_limits_end_a_run_without_a_validation(fit: Any) -> None:
+def test_a_run_that_reaches_a_limit_does_not_validate(fit: Any) -> None:
     module = Tiny()
     fit(module, numbered(8), numbered(1), max_steps=3)
     fit(module, numbered(8), numbered(1), max_time={"microseconds": 0})
     assert module.validated_at == []
 
 
-def test_the_current_epoch_is_over_when_its_hooks_are(fit: Any) -> None:
-    class Looking(Tiny):
+def test_current_epoch_increments_after_the_last_epoch_end_hook(fit: Any) -> None:
+    class RecordsEpochs(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[tuple[str, int]] = []
@@ -131,26 +131,26 @@ def test_the_current_epoch_is_over_when_its_hooks_are(fit: Any) -> None:
         def on_train_end(self) -> None:
             self.seen.append(("end", self.current_epoch))
 
-    class Closing(Callback):
+    class RecordsClosingEpoch(Callback):
         order = 200
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             module.seen.append(("closing", trainer.current_epoch))
 
-    module = Looking()
-    trainer = fit(module, numbered(2), callbacks=Closing(), max_epochs=2)
+    module = RecordsEpochs()
+    trainer = fit(module, numbered(2), callbacks=RecordsClosingEpoch(), max_epochs=2)
     assert module.seen == [("module", 0), ("closing", 0), ("module", 1), ("closing", 1), ("end", 2)]
     assert module.current_epoch == trainer.current_epoch == 2
     trainer.fit(module, numbered(2), ckpt_path="current", max_epochs=3)
     assert module.seen[5:] == [("module", 2), ("closing", 2), ("end", 3)]
 
 
-def test_an_epoch_that_a_limit_interrupted_twice_ends_where_the_second_limit_is(
+def test_an_epoch_interrupted_by_a_second_limit_ends_at_that_limit(
     fit: Any, quiet: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A checkpoint of the resumed epoch says that its windows are settled, so that a resume from it ends the epoch."""
+    """A checkpoint of the resumed epoch records that its windows are settled, so a resume from it ends the epoch."""
 
-    class Ends(Tiny):
+    class RecordsEpochEnds(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.ended: list[int] = []
@@ -163,9 +163,11 @@ def test_an_epoch_that_a_limit_interrupted_twice_ends_where_the_second_limit_is(
             if trainer.global_step == 5:
                 trainer.save_checkpoint(tmp_path / "five")
 
-    first = fit(Ends(), numbered(8), max_steps=3)
+    first = fit(RecordsEpochEnds(), numbered(8), max_steps=3)
     first.save_checkpoint(tmp_path / "three")
-    Trainer(**quiet, max_steps=7, callbacks=SaveAt5()).fit(Ends(), numbered(8), ckpt_path=tmp_path / "three")
-    module = Ends()
+    Trainer(**quiet, max_steps=7, callbacks=SaveAt5()).fit(
+        RecordsEpochEnds(), numbered(8), ckpt_path=tmp_path / "three"
+    )
+    module = RecordsEpochEnds()
     Trainer(**quiet, max_steps=5).fit(module, numbered(8), ckpt_path=tmp_path / "five")
     assert module.ended == [5]

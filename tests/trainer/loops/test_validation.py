@@ -1,4 +1,4 @@
-"""When fit validates, on what, and under which names."""
+"""Validation in fit: its times, its loaders, and the names of its values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from leyden import Callback, Trainer
 from leyden.callbacks import ModelCheckpoint
 
-# Epochs of 6 batches, 3 of them: after which batches the run validates.
+# For 3 epochs of 6 batches: the batches after which the run validates.
 INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
     ({}, [6, 12, 18]),
     ({"val_check_interval": 0.5}, [3, 6, 9, 12, 15, 18]),
@@ -35,7 +35,7 @@ INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
     ({"check_val_every_n_epoch": None, "val_check_interval": timedelta(0)}, [*range(1, 19)]),
     ({"check_val_every_n_epoch": 3, "val_check_interval": timedelta(0)}, [*range(13, 19)]),
     ({"accumulate_grad_batches": 4}, [6, 12, 18]),
-    # In windows of 4 and 2 batches a point inside a window is reached at its end.
+    # In windows of 4 and 2 batches, a validation due inside a window runs at its end.
     ({"accumulate_grad_batches": 4, "val_check_interval": 3}, [4, 6, 10, 12, 16, 18]),
     ({"accumulate_grad_batches": 4, "val_check_interval": 1}, [4, 6, 10, 12, 16, 18]),
     ({"accumulate_grad_batches": 4, "val_check_interval": 5, "check_val_every_n_epoch": None}, [6, 10, 16]),
@@ -80,14 +80,14 @@ def test_epochs_end_after_their_validation(fit: Any) -> None:
     assert module.calls == ["validated", "epoch over"] * 2
 
 
-def several(*sizes: int, value: float = 1.0) -> list[DataLoader[Any]]:
+def loaders_of_sizes(*sizes: int, value: float = 1.0) -> list[DataLoader[Any]]:
     return [
         DataLoader(torch.full((size, 2), value * (number + 1)), batch_size=2)  # type: ignore[arg-type]
         for number, size in enumerate(sizes)
     ]
 
 
-def test_several_loaders_are_read_one_after_the_other_and_named_by_index(fit: Any) -> None:
+def test_several_loaders_are_read_one_after_another_and_suffixed_by_index(fit: Any) -> None:
     class Several(Tiny):
         seen: list[tuple[int, int]]
 
@@ -101,7 +101,7 @@ def test_several_loaders_are_read_one_after_the_other_and_named_by_index(fit: An
         def on_validation_epoch_end(self) -> None:
             self.log("whole", 7.0)
 
-    class Watching(Callback):
+    class RecordsBatchEnds(Callback):
         ends: ClassVar[list[tuple[int, int]]] = []
 
         def on_validation_batch_end(
@@ -109,10 +109,10 @@ def test_several_loaders_are_read_one_after_the_other_and_named_by_index(fit: An
         ) -> None:
             self.ends.append((batch_idx, dataloader_idx))
 
-    module, watching = Several(), Watching()
+    module, recorder = Several(), RecordsBatchEnds()
     module.seen = []
-    trainer = fit(module, numbered(1), several(4, 2, 3), num_sanity_val_steps=0, callbacks=watching)
-    assert module.seen == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 2)] == watching.ends
+    trainer = fit(module, numbered(1), loaders_of_sizes(4, 2, 3), num_sanity_val_steps=0, callbacks=recorder)
+    assert module.seen == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 2)] == recorder.ends
     assert trainer.num_val_batches == [2, 1, 2]
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
         **{f"value/dataloader_idx_{index}": index + 1.0 for index in range(3)},
@@ -121,7 +121,7 @@ def test_several_loaders_are_read_one_after_the_other_and_named_by_index(fit: An
     }
 
 
-def test_the_values_of_a_loader_are_those_that_its_batches_logged(quiet: Any) -> None:
+def test_each_loaders_results_hold_the_values_its_batches_logged(quiet: Any) -> None:
     class Several(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log(f"own{dataloader_idx}", batch.mean(), add_dataloader_idx=False)
@@ -137,91 +137,91 @@ def test_the_values_of_a_loader_are_those_that_its_batches_logged(quiet: Any) ->
     of_all = {"pooled": 1.5, "start": 1.0, "end": 2.0}
     trainer = Trainer(**quiet)
     for _ in range(2):
-        assert trainer.validate(Several(), several(4, 4), verbose=False) == [
+        assert trainer.validate(Several(), loaders_of_sizes(4, 4), verbose=False) == [
             {"own0": 1.0, "suffixed/dataloader_idx_0": 1.0, **of_all},
             {"own1": 2.0, "suffixed/dataloader_idx_1": 2.0, **of_all},
         ]
 
 
-def test_a_dict_of_loaders_is_read_one_after_the_other(fit: Any) -> None:
+def test_a_dict_of_loaders_is_read_one_after_another(fit: Any) -> None:
     class Several(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.validated.append((float(batch[0, 0]), dataloader_idx))
 
-    module, (first, second) = Several(), several(2, 2)
+    module, (first, second) = Several(), loaders_of_sizes(2, 2)
     fit(module, numbered(1), {"a": first, "b": [second]}, num_sanity_val_steps=0)
     assert module.validated == [(1.0, 0), (2.0, 1)]
 
 
-def test_a_shuffled_validation_loader_is_warned_of(fit: Any) -> None:
+def test_a_shuffled_validation_loader_warns(fit: Any) -> None:
     with pytest.warns(UserWarning, match="validation loader shuffles: .* shuffle=False"):
         fit(Tiny(), numbered(1), DataLoader(torch.zeros(2, 2), shuffle=True))  # type: ignore[arg-type]
 
 
-def test_a_loader_without_its_step_is_warned_of(fit: Any) -> None:
+def test_a_validation_loader_without_a_validation_step_warns(fit: Any) -> None:
     with pytest.warns(UserWarning, match="there is a val loader, but Line has no validation_step"):
         trainer = fit(Line(), numbered(2), numbered(1))
     assert trainer.global_step == 2 and trainer.num_val_batches == []
 
 
 class OwnLoader:
-    """Notes that its loader was asked for."""
+    """Records that its loader was requested."""
 
-    asked = False
+    was_requested = False
 
     def val_dataloader(self) -> Any:
-        self.asked = True
-        return several(2, 2)
+        self.was_requested = True
+        return loaders_of_sizes(2, 2)
 
 
-def test_a_limit_of_0_asks_for_no_loader_and_looks_at_none(fit: Any, quiet: Any) -> None:
-    class Own(OwnLoader, Tiny):
+def test_a_limit_of_0_never_requests_a_loader(fit: Any, quiet: Any) -> None:
+    class WithOwnLoaders(OwnLoader, Tiny):
         test_dataloader = predict_dataloader = OwnLoader.val_dataloader
 
-    module = Own()
+    module = WithOwnLoaders()
     trainer = fit(module, numbered(1), limit_val_batches=0)
     assert (trainer.num_val_batches, module.validated) == ([], [])
     none = Trainer(**quiet, limit_val_batches=0.0, limit_test_batches=0, limit_predict_batches=0)
     assert none.validate(module) == none.test(module) == none.predict(module) == []
-    assert not module.asked
+    assert not module.was_requested
 
 
 @pytest.mark.parametrize("none", [[], (), {}])
-def test_an_empty_list_of_loaders_means_none(none: Any, fit: Any, quiet: Any) -> None:
-    class Own(OwnLoader, Tiny):
+def test_an_empty_collection_of_loaders_means_no_loader(none: Any, fit: Any, quiet: Any) -> None:
+    class WithOwnLoader(OwnLoader, Tiny):
         pass
 
     class Empty(Tiny):
         def val_dataloader(self) -> Any:
             return none
 
-    for module, given in ((Own(), none), (Empty(), None)):
+    for module, given in ((WithOwnLoader(), none), (Empty(), None)):
         trainer = fit(module, numbered(2), given, val_check_interval=1)
         assert (trainer.global_step, trainer.num_val_batches, module.validated) == (2, [], [])
         with pytest.warns(UserWarning, match=r"Trainer\.validate got no loader, so it runs nothing"):
             assert Trainer(**quiet).validate(module, given) == []
 
 
-def test_none_in_place_of_a_method_takes_it_away(fit: Any, recwarn: pytest.WarningsRecorder) -> None:
-    class Own(OwnLoader, Tiny):
+def test_a_method_set_to_none_is_disabled(fit: Any, recwarn: pytest.WarningsRecorder) -> None:
+    class WithOwnLoader(OwnLoader, Tiny):
         pass
 
-    module = Own()
+    module = WithOwnLoader()
     module.validation_step = module.on_train_start = None
     fit(module, numbered(1))
-    other = Own()
+    other = WithOwnLoader()
     other.val_dataloader = None
     assert fit(other, numbered(1)).num_val_batches == []
-    assert not module.asked and not other.asked and other.validated == []
+    assert not module.was_requested and not other.was_requested and other.validated == []
     assert "validation_step" not in " ".join(str(warning.message) for warning in recwarn)
 
 
-def test_a_limit_of_0_training_batches_leaves_the_sanity_check(fit: Any) -> None:
+def test_with_a_limit_of_0_training_batches_fit_runs_only_the_sanity_check(fit: Any) -> None:
     calls: list[Any] = []
 
-    class Own(Tiny):
+    class RecordsFit(Tiny):
         def train_dataloader(self) -> Any:
-            raise AssertionError("nobody trains")
+            raise AssertionError("a limit of 0 requested the training loader")
 
         def configure_optimizers(self) -> Any:
             calls.append(self.trainer.estimated_stepping_batches)
@@ -233,7 +233,7 @@ def test_a_limit_of_0_training_batches_leaves_the_sanity_check(fit: Any) -> None
         def on_fit_end(self) -> None:
             calls.append("end")
 
-    module = Own()
+    module = RecordsFit()
     trainer = fit(module, None, numbered(4), limit_train_batches=0, enable_progress_bar=True, enable_checkpointing=True)
     assert (module.validated, module.trained, calls) == ([0, 1], [], [0, "end"])
     assert (trainer.num_training_batches, trainer.global_step, trainer.current_epoch) == (0, 0, 0)
@@ -241,7 +241,7 @@ def test_a_limit_of_0_training_batches_leaves_the_sanity_check(fit: Any) -> None
 
 
 @pytest.mark.parametrize("arguments", [{}, {"limit_val_batches": 0}])
-def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
+def test_a_resume_without_validation_skips_the_validation_that_was_due(
     fit: Any, quiet: Any, tmp_path: Path, arguments: Any
 ) -> None:
     class Killed(Tiny):
@@ -259,7 +259,7 @@ def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
 
 
 @pytest.mark.parametrize(("every", "loaded"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
-def test_loaders_are_made_anew_every_n_epochs(fit: Any, every: int, loaded: list[int]) -> None:
+def test_loaders_are_reloaded_every_n_epochs(fit: Any, every: int, loaded: list[int]) -> None:
     class Reloading(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -282,7 +282,7 @@ def test_loaders_are_made_anew_every_n_epochs(fit: Any, every: int, loaded: list
     assert module.trained == [10.0 * epoch + batch for epoch in latest for batch in (0, 1)]
 
 
-def test_evaluation_inside_fit_is_seen_by_a_checkpoint(fit: Any) -> None:
+def test_a_checkpoint_monitors_values_of_validations_inside_an_epoch(fit: Any) -> None:
     class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("value", float(self.global_step))
@@ -293,8 +293,8 @@ def test_evaluation_inside_fit_is_seen_by_a_checkpoint(fit: Any) -> None:
     assert checkpoint.best_model_score == 4.0
 
 
-def test_samplers_of_every_evaluation_hear_the_epoch(quiet: Any) -> None:
-    class Told(Sampler[int]):
+def test_set_epoch_is_called_on_samplers_of_every_evaluation(quiet: Any) -> None:
+    class RecordingSampler(Sampler[int]):
         def __init__(self) -> None:
             self.epochs: list[int] = []
 
@@ -307,7 +307,7 @@ def test_samplers_of_every_evaluation_hear_the_epoch(quiet: Any) -> None:
         def set_epoch(self, epoch: int) -> None:
             self.epochs.append(epoch)
 
-    sampler = Told()
+    sampler = RecordingSampler()
     loader = DataLoader(torch.ones(4, 2), sampler=sampler)  # type: ignore[arg-type]
     trainer = Trainer(**quiet, max_epochs=3)
     trainer.fit(Tiny(), numbered(2), loader)
