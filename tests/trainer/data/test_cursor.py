@@ -128,10 +128,8 @@ class VaryingBatches(Sampler[list[int]]):
 class StatefulLoader:
     """A user's own loader, with a state_dict."""
 
-    def __init__(self, sized: bool = True) -> None:
+    def __init__(self) -> None:
         self.position, self.epoch = 0, 0
-        if not sized:
-            self.__class__ = StatefulWithoutLength
 
     def __len__(self) -> int:
         return COUNT
@@ -258,7 +256,7 @@ WITHOUT_WORKERS: dict[str, Callable[[], Any]] = {
     "list_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=[5, 3, 1, 7, 9, 2, 4, 6, 0, 11]),
     "unsized_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Unsized()),
     "stateful_loader": StatefulLoader,
-    "stateful_loader_without_length": lambda: StatefulLoader(sized=False),
+    "stateful_loader_without_length": StatefulWithoutLength,
     "stateful_stream": lambda: DataLoader(Stream(), BATCH),
     "list": lambda: [torch.tensor([float(i)]) for i in range(COUNT)],
     "range": lambda: range(COUNT),
@@ -402,7 +400,10 @@ def check_between(make: Callable[[], Any], records: list[Record], between: dict[
         assert resumed == rest_of(records, (ended + 1, 0))
 
 
-def test_epochs_cut_short_by_a_limit_resume_exactly() -> None:
+@pytest.mark.parametrize("name", ["stateful_loader", "generator"])
+def test_epochs_cut_short_by_a_limit_resume_exactly(name: str) -> None:
+    make = WITHOUT_WORKERS[name]
+
     def run(cursor: LoaderCursor, first: int) -> list[Record]:
         return [
             step_record(epoch, batch)
@@ -410,19 +411,18 @@ def test_epochs_cut_short_by_a_limit_resume_exactly() -> None:
             for batch, _ in zip(cursor.start(epoch), range(3))
         ]
 
-    for make in (StatefulLoader, lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator())):
-        seed(1)
-        cursor = LoaderCursor(make())
-        whole = run(cursor, 0)
-        seed(1)
-        cursor = LoaderCursor(make())
-        [step_record(0, batch) for batch, _ in zip(cursor.start(0), range(3))]
-        rest, rng = copy.deepcopy(cursor.rest_state(ended=False)), rng_state()
-        seed(77)
-        cursor = LoaderCursor(make())
-        cursor.load_rest_state(rest)
-        set_rng_state(rng)
-        assert run(cursor, 1) == whole[3:]
+    seed(1)
+    cursor = LoaderCursor(make())
+    whole = run(cursor, 0)
+    seed(1)
+    cursor = LoaderCursor(make())
+    [step_record(0, batch) for batch, _ in zip(cursor.start(0), range(3))]
+    rest, rng = copy.deepcopy(cursor.rest_state(ended=False)), rng_state()
+    seed(77)
+    cursor = LoaderCursor(make())
+    cursor.load_rest_state(rest)
+    set_rng_state(rng)
+    assert run(cursor, 1) == whole[3:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -438,18 +438,18 @@ def test_seeking_loads_no_sample_before_the_position(workers: int) -> None:
     assert loader.dataset.loaded.nonzero().flatten().tolist() == sorted(indices)
 
 
-def test_the_cursor_leaves_the_loader_unchanged() -> None:
-    for workers in (0, 1):
-        loader = DataLoader(Counted(), BATCH, shuffle=True, num_workers=workers)
-        before = dict(vars(loader))
-        cursor = LoaderCursor(loader)
-        iterator = cursor.start(0)
-        next(iterator)
-        state = cursor.state_dict(1)
-        resumed = cursor.resume(0, state)
-        assert vars(loader) == before
-        assert len(resumed) == COUNT  # type: ignore[arg-type]
-        assert type(resumed) is type(iter(loader))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_cursor_leaves_the_loader_unchanged(workers: int) -> None:
+    loader = DataLoader(Counted(), BATCH, shuffle=True, num_workers=workers)
+    before = dict(vars(loader))
+    cursor = LoaderCursor(loader)
+    iterator = cursor.start(0)
+    next(iterator)
+    state = cursor.state_dict(1)
+    resumed = cursor.resume(0, state)
+    assert vars(loader) == before
+    assert len(resumed) == COUNT  # type: ignore[arg-type]
+    assert type(resumed) is type(iter(loader))
 
 
 def test_the_state_holds_only_tensors_and_plain_python() -> None:

@@ -52,8 +52,8 @@ class GloballyDrawingSampler(Sampler[int]):
 class OwnGeneratorSampler(Sampler[int]):
     """Draws from its own generator, whose state carries over from epoch to epoch."""
 
-    def __init__(self, seed: int = 7) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(7)
 
     def __len__(self) -> int:
         return SIZE
@@ -282,8 +282,7 @@ class Noise(Indices):
 class Stream(IterableDataset[Tensor]):
     """Yields 0, 1, … in an order drawn from the global generators on the way; saves its position."""
 
-    def __init__(self, size: int = 53) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.left: list[int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,7 +293,7 @@ class Stream(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         if self.left is None:
-            self.left = list(range(self.size))
+            self.left = list(range(53))
         while self.left:
             yield torch.tensor(self.left.pop(random.randrange(len(self.left))))
         self.left = None

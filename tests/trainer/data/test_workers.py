@@ -135,11 +135,12 @@ class Nested:
             yield loaded + constant
 
 
-def test_a_dead_worker_of_a_nested_loader_raises_too(tmp_path: Path) -> None:
-    for loader in (Nested(kill), CombinedLoader([Nested(kill), [torch.ones(1, 2)] * 16])):
-        trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
-        with pytest.raises(WorkerDied, match="worker 1 of 2 of a DataLoader .* was killed by SIGKILL"):
-            trainer.fit(Line(), loader)
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_dead_worker_of_a_nested_loader_raises_too(combined: bool, tmp_path: Path) -> None:
+    loader = CombinedLoader([Nested(kill), [torch.ones(1, 2)] * 16]) if combined else Nested(kill)
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(WorkerDied, match="worker 1 of 2 of a DataLoader .* was killed by SIGKILL"):
+        trainer.fit(Line(), loader)
 
 
 def test_other_errors_are_not_taken_for_dead_workers() -> None:
