@@ -43,14 +43,14 @@ def samples(loader: Any, epoch: int) -> dict[int, list[float]]:
 
 def test_a_sample_depends_only_on_seed_epoch_and_index() -> None:
     data = SampleRNG(Transformed(), seed=5)
-    alone = {index: data[index][1:].tolist() for index in range(20)}
-    assert len({tuple(row) for row in alone.values()}) == 20
+    direct = {index: data[index][1:].tolist() for index in range(20)}
+    assert len({tuple(row) for row in direct.values()}) == 20
     for options in ({}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}):
         loader = DataLoader(data, 3, shuffle=True, **options)  # type: ignore[arg-type]
-        assert samples(loader, 0) == alone
-        assert samples(loader, 1) != alone
-        assert samples(loader, 0) == alone
-    assert SampleRNG(Transformed(), seed=6)[0][1] != alone[0][0]
+        assert samples(loader, 0) == direct
+        assert samples(loader, 1) != direct
+        assert samples(loader, 0) == direct
+    assert SampleRNG(Transformed(), seed=6)[0][1] != direct[0][0]
     assert torch.equal(data[np.int64(3)], data[torch.tensor(3)])
 
 

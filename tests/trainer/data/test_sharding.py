@@ -175,15 +175,15 @@ def test_any_number_of_ranks_reads_in_the_order_of_one_process(kind: str) -> Non
         assert [cursor.length for cursor in world.cursors] == [len(epochs[0])] * ranks
         return epochs
 
-    alone = order(1)
+    one_process = order(1)
     for ranks in (2, 4):
         found = order(ranks)
         if kind == "draws globally":
             # Nothing else draws in between here, so the first epoch is the same.
-            alone, found = alone[:1], found[:1]
+            one_process, found = one_process[:1], found[:1]
         if kind != "batch sampler":
-            assert found == alone
-        assert [flat(epoch) for epoch in found] == [flat(epoch) for epoch in alone]
+            assert found == one_process
+        assert [flat(epoch) for epoch in found] == [flat(epoch) for epoch in one_process]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,8 +268,8 @@ def test_each_ranks_workers_draw_different_numbers_and_rank_0s_match_one_process
         for rank in range(ranks):
             drawn = world.as_rank(rank, lambda rank=rank, world=world: next(world.iterators[rank]))
             found.append(drawn if ranks == 1 else drawn[0])
-    alone, first, second = found
-    assert torch.equal(alone, first)
+    one_process, first, second = found
+    assert torch.equal(one_process, first)
     assert not torch.equal(first, second)
 
 
@@ -325,11 +325,11 @@ STREAMS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", STREAMS)
 def test_ranks_read_the_batches_of_a_stream_round_robin(kind: str, ranks: int) -> None:
-    alone, world = World(STREAMS[kind], 1, 5), World(STREAMS[kind], ranks, 5)
+    one_process, world = World(STREAMS[kind], 1, 5), World(STREAMS[kind], ranks, 5)
     for epoch in range(2 if kind != "iterable" else 1):
-        alone.begin(epoch)
+        one_process.begin(epoch)
         world.begin(epoch)
-        expected, found = alone.read(), world.read()
+        expected, found = one_process.read(), world.read()
         assert flat(found) == flat(expected) and sorted(flat(found)) == list(range(53))
         assert len(found) == -(-len(expected) // ranks)
         assert world.cursors[0].length in (None, len(found))
@@ -366,12 +366,12 @@ def test_combined_loaders_are_sharded_by_whole_batches(mode: Any) -> None:
     def make(size: int) -> Any:
         return CombinedLoader([DataLoader(Indices(23), size), DataLoader(Indices(11), size)], mode)
 
-    alone = list(make(3))
+    one_process = list(make(3))
     cursors = [LoaderCursor(shard(make(3), DataRanks(rank, 2), exchanges_sizes=False)) for rank in range(2)]
     pairs = zip(*(cursor.start(0) for cursor in cursors), strict=True)
     found = [batch for pair in pairs for batch, _ in pair if batch is not NO_SAMPLES]
-    assert len(found) == len(alone)
-    assert all(str(one) == str(other) for one, other in zip(found, alone, strict=True))
+    assert len(found) == len(one_process)
+    assert all(str(one) == str(other) for one, other in zip(found, one_process, strict=True))
 
 
 def test_a_users_distributed_sampler_is_not_sharded_again() -> None:

@@ -183,14 +183,14 @@ class WithoutDropout(Module):
 def test_a_window_repeated_after_an_error_counts_its_bad_samples_once(tmp_path: Path) -> None:
     """Sample 2 is in the first window; 13 and 14 are in the window that the resume repeats."""
     data, settings = Broken({2, 13, 14}), {"shuffle": False, "accumulate_grad_batches": 3, "max_epochs": 1}
-    whole, uninterrupted = fit(data, tmp_path / "whole", module=WithoutDropout(), **settings)
+    whole, whole_trainer = fit(data, tmp_path / "whole", module=WithoutDropout(), **settings)
     with pytest.raises(ArithmeticError):
         fit(data, tmp_path, module=WithoutDropout(fails=True), callbacks=OnExceptionCheckpoint(tmp_path), **settings)
     saved = CheckpointReader(tmp_path / "on_exception").progress()
     assert (saved["batch"], saved["samples"], saved["bad_samples"]) == (3, 11, 1)
     module, trainer = fit(data, tmp_path, module=WithoutDropout(), ckpt_path=tmp_path / "on_exception", **settings)
-    assert trainer.progress.bad_samples == uninterrupted.progress.bad_samples == 3
-    assert trainer.progress.samples == uninterrupted.progress.samples == 23
+    assert trainer.progress.bad_samples == whole_trainer.progress.bad_samples == 3
+    assert trainer.progress.samples == whole_trainer.progress.samples == 23
     assert not differences(dict(module.state_dict()), dict(whole.state_dict()))
 
 

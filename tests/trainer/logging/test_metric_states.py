@@ -63,15 +63,15 @@ def saved(metric: Metric, *batches: list[float]) -> dict[str, Any]:
 
 
 def test_the_ranks_states_merge_into_the_state_of_one_process() -> None:
-    alone = EveryReduction()
-    saved(alone, [1.0, 5.0], [2.0, 6.0], [3.0, 3.0])
+    one_process = EveryReduction()
+    saved(one_process, [1.0, 5.0], [2.0, 6.0], [3.0, 3.0])
     ranks = [saved(EveryReduction(), [1.0, 5.0], [3.0, 3.0]), saved(EveryReduction(), [2.0, 6.0])]
     found = states_of(m=EveryReduction()).regroup(ranks, rank=0, seed=0)
     first = EveryReduction()
     states_of(m=first).load_state_dict(found)
-    assert torch.equal(first.compute(), alone.compute())
+    assert torch.equal(first.compute(), one_process.compute())
     assert first._update_count == 3
-    assert torch.equal(torch.cat(first.seen), torch.cat(alone.seen)), "not in the order of global batches"
+    assert torch.equal(torch.cat(first.seen), torch.cat(one_process.seen)), "not in the order of global batches"
     first.update(torch.tensor([9.0]))
     assert float(first.total) == 7 and len(first.seen) == 4
 
