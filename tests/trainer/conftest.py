@@ -24,7 +24,7 @@ def quiet(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def fit(quiet: dict[str, Any]) -> Fit:
-    """Fits for one epoch, unless the arguments say otherwise."""
+    """Returns a function that fits for one epoch, unless its arguments say otherwise."""
 
     def run(module: TrainModule, train: Any, val: Any = None, **arguments: Any) -> Trainer:
         trainer = Trainer(**{"max_epochs": 1, **quiet, **arguments})
@@ -36,12 +36,12 @@ def fit(quiet: dict[str, Any]) -> Fit:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Callable[..., Any]:
-    """Writes a tree to a checkpoint on disk and returns what is read back."""
+    """Returns a function that writes a tree to a checkpoint on disk and reads it back."""
 
-    def send(tree: Any, **reading: Any) -> Any:
+    def round_trip(tree: Any, **reading: Any) -> Any:
         with CheckpointWriter(tmp_path / "tree") as writer:
             writer.state("user", tree)
             path = writer.commit(progress={})
         return CheckpointReader(path).state("user", **reading)
 
-    return send
+    return round_trip

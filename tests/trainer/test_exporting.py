@@ -1,4 +1,4 @@
-"""A module is exported as it predicts, and trains on as if it had not been."""
+"""Export to TorchScript: exports predict like the module, whose training continues unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = [torch.linspace(-1, 1, 8).reshape(4, 2), torch.ones(4, 2)]
 
 
 class Gated(Squares):
-    """Has code that only "script" keeps, hyperparameters, a property, and a frozen part."""
+    """A module with a branch that only scripting keeps, with hyperparameters and a frozen part."""
 
     def __init__(self, width: int = 3) -> None:
         torch.manual_seed(0)
@@ -35,13 +35,13 @@ class Gated(Squares):
         return x + x if twice else x
 
 
-def straight(module: Gated, export: bool, **how: Any) -> list[Any]:
-    """Trains two epochs, and exports between them."""
+def train_two_epochs(module: Gated, export: bool, **options: Any) -> list[Any]:
+    """Trains two epochs, with an export between them if asked for; returns the final weights."""
     trainer = Trainer(**QUIET, max_epochs=1)
     torch.manual_seed(3)
     trainer.fit(module, DATA)
     if export:
-        module.to_torchscript(**how)
+        module.to_torchscript(**options)
     module.frozen.eval()
     trainer.fit(module, DATA)
     return [tensor.tolist() for tensor in module.state_dict().values()]
@@ -49,8 +49,8 @@ def straight(module: Gated, export: bool, **how: Any) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:TorchScript is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_script_and_a_trace_predict_the_same_and_the_module_trains_on(tmp_path: Path) -> None:
-    plain = straight(Gated(), export=False)
+def test_exports_predict_like_the_module_and_leave_its_training_unchanged(tmp_path: Path) -> None:
+    plain = train_two_epochs(Gated(), export=False)
     cases: list[dict[str, Any]] = [
         {},
         {"method": "trace", "example_inputs": DATA[0]},
@@ -58,11 +58,11 @@ def test_a_script_and_a_trace_predict_the_same_and_the_module_trains_on(tmp_path
         {"method": "trace", "example_inputs": {"x": DATA[0]}},
     ]
     for case in cases:
-        assert straight(Gated(), export=True, **case) == plain
+        assert train_two_epochs(Gated(), export=True, **case) == plain
         module = Gated()
-        made = module.to_torchscript(tmp_path / "module.pt", **case)
-        # Each part has the mode that it had.
-        assert module.training and module.net[1].training and not module.frozen.training and not made.training
+        exported = module.to_torchscript(tmp_path / "module.pt", **case)
+        # Each part keeps its mode.
+        assert module.training and module.net[1].training and not module.frozen.training and not exported.training
         loaded = torch.jit.load(tmp_path / "module.pt")
         module.eval()
         assert torch.equal(loaded(DATA[1]), module(DATA[1]))
@@ -72,13 +72,13 @@ def test_a_script_and_a_trace_predict_the_same_and_the_module_trains_on(tmp_path
     assert torch.equal(module.to_torchscript(str(tmp_path / "again.pt"), "trace")(DATA[1]), module.eval()(DATA[1]))
     module.to_torchscript(file)
     assert file.tell() > 0 and (tmp_path / "again.pt").exists()
-    # What a script keeps, and a trace does not.
+    # A script keeps the branch for large inputs; a trace does not.
     huge = DATA[0] * 1e9
     assert float(module.to_torchscript()(huge.abs()).sum()) == float(module(huge.abs()).sum())
 
 
 class Outer(TrainModule):
-    """Has a module of Leyden's within."""
+    """A module that contains another TrainModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,18 +88,18 @@ class Outer(TrainModule):
         return self.inner(x)
 
 
-def test_one_warning_says_that_torchscript_is_deprecated_and_names_the_callers_line() -> None:
+def test_one_deprecation_warning_points_to_the_callers_line() -> None:
     module = Outer()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = module.to_torchscript()
-    [said] = [one for one in caught if "jit" in str(one.message) or "TorchScript" in str(one.message)]
-    assert said.filename == __file__ and "torch.export.export" in str(said.message)
-    assert torch.equal(made(DATA[0]), module.eval()(DATA[0]))
+        exported = module.to_torchscript()
+    [warning] = [one for one in caught if "jit" in str(one.message) or "TorchScript" in str(one.message)]
+    assert warning.filename == __file__ and "torch.export.export" in str(warning.message)
+    assert torch.equal(exported(DATA[0]), module.eval()(DATA[0]))
 
 
 @pytest.mark.filterwarnings("ignore:TorchScript is deprecated")
-def test_what_cannot_be_exported_is_refused() -> None:
+def test_invalid_exports_raise() -> None:
     module = Gated()
     with pytest.raises(ConfigurationError, match=r"to_torchscript\(method='traced'\)"):
         module.to_torchscript(method="traced")
@@ -111,7 +111,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
 
 
 class Broken(Squares):
-    """Its forward pass cannot be compiled."""
+    """A module whose forward pass cannot be compiled."""
 
     def forward(self, x: Tensor) -> Any:
         return self.no_such_part(x)

@@ -1,4 +1,4 @@
-"""Named arguments: real defaults in the signature, omitted ones are known, a wrong name gets the nearest."""
+"""Arguments of the Trainer: defaults in the signature, `given`, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from leyden.strategies.ported import OURS
 from leyden.trainer.arguments.arguments import NONE_MEANS_SOMETHING, Arguments
 
 
-def test_the_signature_of_the_trainer_has_the_defaults_that_are_used() -> None:
+def test_the_trainers_signature_shows_the_real_defaults() -> None:
     declared = {name: p.default for name, p in inspect.signature(Trainer).parameters.items()}
     used = {field.name: field.default for field in dataclasses.fields(Arguments)}
     assert declared == used
 
 
-def test_types_are_declared_and_the_trainer_is_offered_first() -> None:
+def test_trainer_arguments_are_typed_and_trainer_is_listed_first() -> None:
     parameters = inspect.signature(Trainer).parameters.values()
     assert [p.name for p in parameters if p.annotation == "Any"] == []
     assert [name for name in leyden.__all__ if name.startswith("Tr")] == ["Trainer", "TrainModule"]
 
 
-def test_what_was_given_is_known_also_where_it_equals_the_default() -> None:
+def test_given_includes_arguments_equal_to_their_default() -> None:
     assert Trainer(**QUIET, log_every_n_steps=50).given == {*QUIET, "log_every_n_steps"}
 
 
@@ -42,7 +42,7 @@ def test_none_means_the_default() -> None:
     assert Trainer(check_val_every_n_epoch=None, val_check_interval=5).check_val_every_n_epoch is None
 
 
-def test_a_subclass_of_the_trainer_passes_its_arguments_on() -> None:
+def test_a_trainer_subclass_forwards_its_arguments() -> None:
     class Mine(Trainer):
         def __init__(self, folder: str, **arguments: Any) -> None:
             super().__init__(default_root_dir=folder, **arguments)
@@ -53,7 +53,7 @@ def test_a_subclass_of_the_trainer_passes_its_arguments_on() -> None:
         Mine("here", max_step=1)
 
 
-def test_an_unknown_argument_is_a_type_error_as_pythons_own() -> None:
+def test_an_unknown_argument_raises_a_type_error() -> None:
     with pytest.raises(TypeError):
         Trainer(max_epoch=1)  # type: ignore[call-arg]
 
@@ -61,13 +61,13 @@ def test_an_unknown_argument_is_a_type_error_as_pythons_own() -> None:
 @pytest.mark.parametrize(
     ("name", "instead"), [("distributed_backend", "strategy"), ("auto_lr_find", "Tuner"), ("patience", "Early")]
 )
-def test_an_argument_of_another_place_is_named_there(name: str, instead: str) -> None:
+def test_the_error_for_a_misplaced_argument_names_its_replacement(name: str, instead: str) -> None:
     with pytest.raises(UnknownArgumentError, match=f"use .*{instead}"):
         Trainer(**{name: 1})
 
 
 @pytest.mark.parametrize("method", ["log", "log_dict"])
-def test_a_misspelled_argument_of_log_names_the_nearest(method: str, tmp_path: Path) -> None:
+def test_a_misspelled_log_argument_gets_a_suggestion(method: str, tmp_path: Path) -> None:
     class Misspelled(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if method == "log":
@@ -82,7 +82,7 @@ def test_a_misspelled_argument_of_log_names_the_nearest(method: str, tmp_path: P
         Trainer(**QUIET, default_root_dir=tmp_path).fit(Misspelled(), loader())
 
 
-def test_another_type_error_of_a_step_stays_as_it_is(tmp_path: Path) -> None:
+def test_other_type_errors_in_a_step_pass_through_unchanged(tmp_path: Path) -> None:
     class Wrong(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return torch.zeros(()).sum(dims=1)  # type: ignore[call-overload]
@@ -92,12 +92,12 @@ def test_another_type_error_of_a_step_stays_as_it_is(tmp_path: Path) -> None:
     assert type(caught.value) is TypeError
 
 
-def test_a_missing_hyperparameter_names_save_hyperparameters() -> None:
+def test_the_error_for_a_missing_hyperparameter_suggests_save_hyperparameters() -> None:
     with pytest.raises(AttributeError, match=r"no hyperparameter 'lr'.*call self\.save_hyperparameters\(\) first"):
         _ = Module().hparams.lr
 
 
 @pytest.mark.parametrize("path", sorted(OURS.values()))
-def test_what_an_error_about_lightnings_objects_names_can_be_imported(path: str) -> None:
-    room, _, name = path.rpartition(".")
-    assert getattr(importlib.import_module(room), name).__name__ == name
+def test_replacements_suggested_for_lightning_objects_are_importable(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert getattr(importlib.import_module(module), name).__name__ == name

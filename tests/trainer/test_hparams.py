@@ -1,4 +1,4 @@
-"""Hyperparameters: kept, saved, and what load_from_checkpoint builds a module of."""
+"""Hyperparameters: recorded, saved, logged, and used by load_from_checkpoint to build modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def saved(module: TrainModule, quiet: Any, tmp_path: Path) -> Path:
     return trainer.save_checkpoint(tmp_path / "saved")
 
 
-def test_the_arguments_of_init_are_kept() -> None:
+def test_init_arguments_are_saved() -> None:
     assert Base(3, 0.2, deep=True, more=1).hparams == {"width": 3, "rate": 0.2, "deep": True, "more": 1}
     assert Derived(4, name="b", rate=9).hparams == {"width": 4, "name": "b", "rate": 9, "deep": False}
 
@@ -64,38 +64,38 @@ def test_the_arguments_of_init_are_kept() -> None:
     [({"x": 1}, {"x": 1}), (argparse.Namespace(y=2), {"y": 2}), (Options(5), {"width": 5, "rate": 0.5})],
     ids=["dict", "Namespace", "dataclass"],
 )
-def test_what_is_given_is_kept_by_its_names(given: Any, kept: dict[str, Any]) -> None:
+def test_explicit_hyperparameters_are_saved_by_name(given: Any, kept: dict[str, Any]) -> None:
     assert Chosen(given).hparams == kept
     assert Chosen(given, ignore="rate").hparams == {name: value for name, value in kept.items() if name != "rate"}
 
 
-def test_names_are_kept_and_ignored_ones_are_not() -> None:
-    class Some(TrainModule):
+def test_save_hyperparameters_selects_names_and_skips_ignored_ones() -> None:
+    class Selected(TrainModule):
         def __init__(self, a: int = 1, b: int = 2, net: Any = None) -> None:
             super().__init__()
             self.save_hyperparameters("a", "b", ignore=["b"])
 
-    class But(TrainModule):
+    class AllExceptNet(TrainModule):
         def __init__(self, a: int = 1, net: Any = None) -> None:
             super().__init__()
             self.save_hyperparameters(ignore="net")
 
-    assert Some(net=torch.nn.Linear(1, 1)).hparams == But(net=torch.nn.Linear(1, 1)).hparams == {"a": 1}
+    assert Selected(net=torch.nn.Linear(1, 1)).hparams == AllExceptNet(net=torch.nn.Linear(1, 1)).hparams == {"a": 1}
 
 
-def test_hparams_may_change_and_hparams_initial_do_not() -> None:
+def test_changing_hparams_leaves_hparams_initial_unchanged() -> None:
     module = Chosen({"a": 1})
     module.hparams.a = 5
     assert (module.hparams["a"], module.hparams_initial) == (5, {"a": 1})
 
 
-def test_a_misspelled_hyperparameter_names_the_nearest() -> None:
+def test_a_misspelled_hyperparameter_gets_a_suggestion() -> None:
     with pytest.raises(AttributeError, match=r"no hyperparameter 'aa'\. Did you mean 'a'\?"):
         _ = Chosen({"a": 1}).hparams.aa
 
 
-def test_an_argument_that_was_deleted_is_named() -> None:
-    class Forgets(TrainModule):
+def test_saving_hyperparameters_after_deleting_an_argument_raises() -> None:
+    class DeletesArgument(TrainModule):
         def __init__(self, width: int = 1, depth: int = 2) -> None:
             super().__init__()
             del depth
@@ -104,10 +104,10 @@ def test_an_argument_that_was_deleted_is_named() -> None:
     with pytest.raises(
         ConfigurationError, match=r"'depth' was deleted\. Call save_hyperparameters\(\) first in __init__"
     ):
-        Forgets()
+        DeletesArgument()
 
 
-def test_a_module_is_built_from_its_checkpoint(quiet: Any, tmp_path: Path) -> None:
+def test_load_from_checkpoint_rebuilds_the_module(quiet: Any, tmp_path: Path) -> None:
     module = Derived(3, name="b", rate=0.25, deep=True, more=[1, (2, 3)])
     path = saved(module, quiet, tmp_path)
     loaded = Derived.load_from_checkpoint(path)
@@ -117,7 +117,7 @@ def test_a_module_is_built_from_its_checkpoint(quiet: Any, tmp_path: Path) -> No
         Derived.load_from_checkpoint(path, width=9)
 
 
-def test_arguments_that_were_not_kept_are_given(quiet: Any, tmp_path: Path) -> None:
+def test_ignored_arguments_must_be_passed_to_load_from_checkpoint(quiet: Any, tmp_path: Path) -> None:
     class Wraps(Base):
         def __init__(self, net: torch.nn.Module, rate: float = 0.1) -> None:
             TrainModule.__init__(self)
@@ -131,7 +131,7 @@ def test_arguments_that_were_not_kept_are_given(quiet: Any, tmp_path: Path) -> N
         Wraps.load_from_checkpoint(path)
 
 
-def test_hparams_may_come_from_a_file(quiet: Any, tmp_path: Path) -> None:
+def test_hparams_file_overrides_saved_hyperparameters(quiet: Any, tmp_path: Path) -> None:
     path = saved(Base(3), quiet, tmp_path)
     (tmp_path / "hparams.json").write_text(json.dumps({"width": 3, "rate": 7.0}))
     assert Base.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json").hparams.rate == 7.0
@@ -152,14 +152,14 @@ def test_hparams_may_come_from_a_file(quiet: Any, tmp_path: Path) -> None:
         ("a.json", "{", "not a JSON file of hyperparameters: "),
     ],
 )
-def test_a_file_without_hparams_is_refused(quiet: Any, tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_an_invalid_hparams_file_raises(quiet: Any, tmp_path: Path, name: str, text: str, message: str) -> None:
     path = saved(Base(3), quiet, tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match=message):
         Base.load_from_checkpoint(path, hparams_file=tmp_path / name)
 
 
-def test_weights_that_a_checkpoint_lacks_need_strict_false(quiet: Any, tmp_path: Path) -> None:
+def test_loading_with_missing_weights_needs_strict_false(quiet: Any, tmp_path: Path) -> None:
     class Longer(Base):
         def __init__(self, width: int, **rest: Any) -> None:
             super().__init__(width, **rest)
@@ -171,8 +171,8 @@ def test_weights_that_a_checkpoint_lacks_need_strict_false(quiet: Any, tmp_path:
     assert Longer.load_from_checkpoint(path, strict=False).hparams.width == 3
 
 
-def test_on_load_checkpoint_sees_what_on_save_checkpoint_kept(quiet: Any, tmp_path: Path) -> None:
-    class Keeping(Base):
+def test_on_load_checkpoint_receives_entries_from_on_save_checkpoint(quiet: Any, tmp_path: Path) -> None:
+    class SavesWords(Base):
         words: Any = None
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -181,10 +181,10 @@ def test_on_load_checkpoint_sees_what_on_save_checkpoint_kept(quiet: Any, tmp_pa
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.words = checkpoint["words"]
 
-    assert Keeping.load_from_checkpoint(saved(Keeping(1), quiet, tmp_path)).words == ["a", "b"]
+    assert SavesWords.load_from_checkpoint(saved(SavesWords(1), quiet, tmp_path)).words == ["a", "b"]
 
 
-def test_a_foreign_checkpoint_is_loaded_by_trust(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_loads_with_trust(tmp_path: Path) -> None:
     module = Base(2)
     torch.save({"state_dict": module.state_dict(), "epoch": 3}, tmp_path / "other.ckpt")
     loaded = Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, width=2)
@@ -192,7 +192,7 @@ def test_a_foreign_checkpoint_is_loaded_by_trust(tmp_path: Path) -> None:
 
 
 class Packed(TrainModule):
-    """All hyperparameters are one argument."""
+    """Takes all hyperparameters as one argument."""
 
     def __init__(self, config: Any, scale: int = 1) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ class Sized(DataModule):
         self.seen = state["seen"]
 
 
-def test_hyperparameters_and_data_of_a_lightning_file_are_loaded(tmp_path: Path) -> None:
-    """Lightning 2.6 writes these entries."""
+def test_lightning_checkpoints_restore_hyperparameters_and_datamodules(tmp_path: Path) -> None:
+    """The entries are those that Lightning 2.6 writes."""
     module, path = Base(2), tmp_path / "other.ckpt"
     entries = {"epoch": 3, "state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6", "loops": {}}
     command_line = {"_class_path": "os.system", "_instantiator": "lightning.pytorch.cli.instantiate_module"}
@@ -229,7 +229,7 @@ def test_hyperparameters_and_data_of_a_lightning_file_are_loaded(tmp_path: Path)
     assert (whole.scale, whole.net.in_features) == (3, 2)
 
 
-def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None:
+def test_module_and_datamodule_hyperparameters_are_logged(quiet: Any) -> None:
     from leyden.callbacks import Logger
 
     class Data(DataModule):
@@ -240,12 +240,12 @@ def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None
         def train_dataloader(self) -> Any:
             return [torch.ones(1, 2)]
 
-    class Keeping(Logger):
+    class RecordsHyperparams(Logger):
         given: Any = None
 
         @property
         def name(self) -> str:
-            return "keeping"
+            return "records"
 
         @property
         def version(self) -> int:
@@ -256,7 +256,7 @@ def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None
         def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
             self.given = dict(params)
 
-    logger = Keeping()
+    logger = RecordsHyperparams()
     Trainer(**{**quiet, "logger": logger}, max_epochs=1).fit(Base(1, rate=0.5), datamodule=Data())
     assert logger.given == {"size": 2, "width": 1, "rate": 0.5, "deep": False}
 
@@ -278,7 +278,7 @@ class Counted(DataModule):
         self.served = state["served"]
 
 
-def test_a_datamodule_is_built_from_a_checkpoint(quiet: Any, tmp_path: Path) -> None:
+def test_load_from_checkpoint_rebuilds_a_datamodule(quiet: Any, tmp_path: Path) -> None:
     trainer = Trainer(**quiet, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Base(1), datamodule=Counted(3, root="here"))
     trainer.save_checkpoint(tmp_path / "c")
@@ -294,7 +294,7 @@ def test_a_datamodule_is_built_from_a_checkpoint(quiet: Any, tmp_path: Path) -> 
         Counted.load_from_checkpoint(tmp_path / "none")
 
 
-def test_a_datamodule_of_a_checkpoint_without_one_needs_its_arguments(quiet: Any, tmp_path: Path) -> None:
+def test_a_datamodule_missing_from_the_checkpoint_needs_its_arguments(quiet: Any, tmp_path: Path) -> None:
     path = saved(Base(1), quiet, tmp_path)
     with pytest.raises(ConfigurationError, match="Counted needs size, which the checkpoint does not have"):
         Counted.load_from_checkpoint(path)
@@ -315,9 +315,7 @@ def test_to_onnx_writes_a_file(quiet: Any, tmp_path: Path) -> None:
     assert (tmp_path / "m.onnx").stat().st_size > 0 and module.training
 
 
-def test_hyperparameters_of_module_and_datamodule_must_agree_where_a_logger_takes_both(
-    quiet: Any, tmp_path: Path
-) -> None:
+def test_logged_hyperparameters_of_module_and_datamodule_must_agree(quiet: Any, tmp_path: Path) -> None:
     class Net(Base):
         def __init__(self, rate: Any = 0.1, logs: bool = True) -> None:
             TrainModule.__init__(self)
@@ -345,7 +343,7 @@ def test_hyperparameters_of_module_and_datamodule_must_agree_where_a_logger_take
             fit(Net(one), Data(other), CSVLogger(tmp_path))
     for one, other in ((torch.ones(2), torch.ones(2)), (float("nan"), float("nan")), ([1], [1])):
         fit(Net(one), Data(other), CSVLogger(tmp_path))
-    # Each checkpoint keeps them apart, and where only one is logged they do not meet.
+    # Checkpoints store the two separately, and when only one is logged they cannot conflict.
     fit(Net(), Data(0.2), False)
     fit(Net(logs=False), Data(0.2), CSVLogger(tmp_path))
 
@@ -369,13 +367,13 @@ class Late(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_configure_model_builds_what_weights_are_loaded_into(quiet: Any, tmp_path: Path) -> None:
+def test_configure_model_runs_before_weights_are_loaded(quiet: Any, tmp_path: Path) -> None:
     module = Late(5)
     loaded = Late.load_from_checkpoint(saved(module, quiet, tmp_path))
     assert loaded.training and torch.equal(loaded.net.weight, module.net.weight) and loaded.net.weight.shape == (5, 2)
 
 
-def test_weights_that_need_not_fit_are_listed_and_never_all_lost(quiet: Any, tmp_path: Path) -> None:
+def test_non_strict_loading_lists_mismatches_and_needs_one_match(quiet: Any, tmp_path: Path) -> None:
     class Renamed(Base):
         def __init__(self, **rest: Any) -> None:
             super().__init__(**rest)
@@ -404,14 +402,14 @@ def test_weights_that_need_not_fit_are_listed_and_never_all_lost(quiet: Any, tmp
 
 
 class Layered(Base):
-    """Has arguments that no checkpoint holds, which only it knows to leave out."""
+    """Ignores arguments that no checkpoint can hold; its base class saves all arguments."""
 
     def __init__(self, act: Any, tokens: Any = None, width: int = 1) -> None:
         super().__init__(width)
         self.save_hyperparameters(ignore=["act", "tokens"])
 
 
-def test_what_a_subclass_ignores_its_base_does_not_keep(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_base_class_does_not_save_arguments_its_subclass_ignores(recwarn: pytest.WarningsRecorder) -> None:
     assert Layered(torch.nn.ReLU, object()).hparams == {"width": 1, "rate": 0.1, "deep": False}
 
     class First(Base):
@@ -423,7 +421,7 @@ def test_what_a_subclass_ignores_its_base_does_not_keep(recwarn: pytest.Warnings
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_modules_classes_and_partials_are_in_hparams_and_in_no_checkpoint(quiet: Any, tmp_path: Path) -> None:
+def test_modules_classes_and_partials_stay_in_hparams_but_out_of_checkpoints(quiet: Any, tmp_path: Path) -> None:
     class Template(Base):
         def __init__(self, net: Any, act: Any = torch.nn.ReLU, optimizer: Any = None, width: int = 1) -> None:
             TrainModule.__init__(self)
@@ -431,7 +429,7 @@ def test_modules_classes_and_partials_are_in_hparams_and_in_no_checkpoint(quiet:
             self.net, self.act, self.rate = net, act, 0.1
 
         def configure_optimizers(self) -> Any:
-            # As templates for Hydra write it.
+            # The style of Hydra templates.
             return self.hparams.optimizer(self.parameters())
 
     given: dict[str, Any] = {"act": torch.nn.GELU, "optimizer": functools.partial(torch.optim.SGD, lr=0.5)}
@@ -448,7 +446,7 @@ def test_modules_classes_and_partials_are_in_hparams_and_in_no_checkpoint(quiet:
         Template.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), optimizer=None)
 
 
-def test_what_nobody_ignores_is_refused_or_warned_of_when_a_run_begins(quiet: Any) -> None:
+def test_unserializable_arguments_warn_or_raise_when_a_run_starts(quiet: Any) -> None:
     class Open(Base):
         def __init__(self, act: Any) -> None:
             super().__init__(1)
@@ -476,18 +474,18 @@ class Typed(Whole):
 
 
 @pytest.mark.parametrize("given", [{"width": 2, "rate": 0.3}, argparse.Namespace(width=2, rate=0.3)], ids=type)
-def test_one_argument_that_held_everything_comes_back_as_what_it_was(given: Any, quiet: Any, tmp_path: Path) -> None:
+def test_a_single_hparams_argument_is_restored_with_its_type(given: Any, quiet: Any, tmp_path: Path) -> None:
     path = saved(Whole(given), quiet, tmp_path)
     loaded = Whole.load_from_checkpoint(path)
     assert type(loaded.given) is type(given) and loaded.given == given
     assert Whole.load_from_checkpoint(path, rate=0.7).hparams == {"width": 2, "rate": 0.7}
 
 
-def test_a_dataclass_comes_back_as_the_one_that_the_argument_is_of(quiet: Any, tmp_path: Path) -> None:
+def test_a_dataclass_argument_is_restored_from_its_annotation(quiet: Any, tmp_path: Path) -> None:
     assert Typed.load_from_checkpoint(saved(Typed(Options(2)), quiet, tmp_path)).given == Options(2)
 
 
-def test_an_argument_that_init_does_not_take_is_warned_of(quiet: Any, tmp_path: Path) -> None:
+def test_an_unknown_argument_of_load_from_checkpoint_warns(quiet: Any, tmp_path: Path) -> None:
     path = saved(Late(3), quiet, tmp_path)
     with pytest.warns(
         UserWarning,
@@ -496,7 +494,7 @@ def test_an_argument_that_init_does_not_take_is_warned_of(quiet: Any, tmp_path: 
         assert Late.load_from_checkpoint(path, widht=9).hparams.width == 3
 
 
-def test_map_location_as_torch_load_takes_it(quiet: Any, tmp_path: Path) -> None:
+def test_map_location_accepts_every_form_that_torch_load_does(quiet: Any, tmp_path: Path) -> None:
     path = saved(Base(3), quiet, tmp_path)
     where: tuple[Any, ...] = ("meta", torch.device("meta"), {"cpu": "meta"})
     assert [Base.load_from_checkpoint(path, map_location=at).device.type for at in where] == ["meta"] * 3
@@ -504,12 +502,12 @@ def test_map_location_as_torch_load_takes_it(quiet: Any, tmp_path: Path) -> None
         assert Base.load_from_checkpoint(path, map_location=at, weights_only=True).device.type == "cpu"
 
 
-def test_load_from_checkpoint_on_an_instance_is_an_error(tmp_path: Path) -> None:
+def test_load_from_checkpoint_on_an_instance_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"does not change this one.*class, Base\.load_from_checkpoint"):
         Base(1).load_from_checkpoint(tmp_path)
 
 
-def test_weights_only_never_runs_the_code_of_a_file(tmp_path: Path) -> None:
+def test_weights_only_never_runs_code_from_a_file(tmp_path: Path) -> None:
     torch.save({"state_dict": Base(2).state_dict(), "more": argparse.Namespace()}, tmp_path / "other.ckpt")
     with pytest.raises(CheckpointError, match="holds more than weights"):
         Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, weights_only=True, width=2)
@@ -520,11 +518,11 @@ def test_weights_only_never_runs_the_code_of_a_file(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Something that torch's safe loader refuses."""
+    """An object that torch's safe loader rejects."""
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_weights_only_says_how_a_foreign_pickle_is_read(quiet: Any, tmp_path: Path, stage: str) -> None:
+def test_weights_only_decides_how_a_foreign_pickle_is_read(quiet: Any, tmp_path: Path, stage: str) -> None:
     class Net(Base):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("sum", self.net.weight.sum())
@@ -558,7 +556,7 @@ def test_weights_only_says_how_a_foreign_pickle_is_read(quiet: Any, tmp_path: Pa
         weight_after("plain.ckpt", weights_only="yes")
 
 
-def test_weights_only_leaves_leydens_own_checkpoints_alone(quiet: Any, tmp_path: Path) -> None:
+def test_weights_only_does_not_affect_leyden_checkpoints(quiet: Any, tmp_path: Path) -> None:
     path, trainer = saved(Base(3), quiet, tmp_path), Trainer(**quiet, max_epochs=2)
     with pytest.warns(UserWarning, match=r"weights_only=True only affects .* restore='weights'"):
         trainer.fit(Base(3), [torch.ones(1, 2)], ckpt_path=path, weights_only=True)

@@ -1,4 +1,4 @@
-"""How much a run reads, how long it lasts, and what a fast run and a sanity check leave behind."""
+"""Limits on batches, steps, epochs and time; `fast_dev_run`, `barebones` and the sanity check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.callbacks import (
 from leyden.callbacks.loggers.silent import DummyLogger
 
 
-# how much is read -----------------------------------------------------------------------------------------------------
+# limits on batches ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("limit", "count"), [(1.0, 8), (0.5, 4), (0.3, 2), (3, 3), (100, 8), (1, 1)])
 def test_limit_train_batches_limits_each_epoch(fit: Any, limit: Any, count: int) -> None:
     module = Tiny()
@@ -85,21 +85,19 @@ def test_a_fast_dev_run_reads_few_batches_and_writes_nothing(
 @pytest.mark.parametrize(
     ("logger", "count"), [(True, 1), (CSVLogger(), 1), ([CSVLogger(), CSVLogger(name="b")], 2), (False, 0), ([], 0)]
 )
-def test_in_a_fast_dev_run_what_is_logged_by_hand_goes_nowhere(
-    quiet: Any, tmp_path: Path, logger: Any, count: int
-) -> None:
+def test_a_fast_dev_run_discards_direct_calls_to_loggers(quiet: Any, tmp_path: Path, logger: Any, count: int) -> None:
     found: list[Any] = []
 
     def log(module: Any, batch: Any) -> None:
-        found.append((len(module.loggers), module.logger is None, {own.log_dir for own in module.loggers}))
-        for own in module.loggers:
-            own.experiment.add_scalar("x", 1.0, 0)
-            own.experiment.config.update({"x": 1})
-            own.experiment["x"].append(1)
-            own.experiment["x"] = 1
-            own.log_image("x", [])
-            own.log_metrics({"x": 1.0}, step=1)
-            own.log_hyperparams({"x": 1})
+        found.append((len(module.loggers), module.logger is None, {each.log_dir for each in module.loggers}))
+        for each in module.loggers:
+            each.experiment.add_scalar("x", 1.0, 0)
+            each.experiment.config.update({"x": 1})
+            each.experiment["x"].append(1)
+            each.experiment["x"] = 1
+            each.log_image("x", [])
+            each.log_metrics({"x": 1.0}, step=1)
+            each.log_hyperparams({"x": 1})
         module.log("x", 1.0)
 
     trainer = Trainer(**{**quiet, "logger": logger}, fast_dev_run=True)
@@ -108,7 +106,7 @@ def test_in_a_fast_dev_run_what_is_logged_by_hand_goes_nowhere(
     assert trainer.log_dir == str(tmp_path) and [*tmp_path.iterdir()] == []
 
 
-def test_barebones_leaves_out_callbacks_and_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_barebones_disables_callbacks_and_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     module = Tiny()
     trainer = Trainer(barebones=True, max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
     trainer.fit(module, numbered(3), numbered(2))
@@ -158,7 +156,7 @@ def test_a_sanity_check_leaves_no_trace(fit: Any) -> None:
     assert trainer.callback_metrics == plain.callback_metrics
 
 
-def test_a_sanity_check_leaves_the_generators_of_loaders(fit: Any) -> None:
+def test_a_sanity_check_does_not_advance_the_generators_of_loaders(fit: Any) -> None:
     def validated(steps: int) -> list[float]:
         module, generator = Tiny(), torch.Generator().manual_seed(2)
         with pytest.warns(UserWarning, match="shuffles"):
@@ -181,7 +179,7 @@ def test_num_sanity_val_steps_limits_the_sanity_check(fit: Any, steps: int, coun
     assert trainer.num_sanity_val_batches == [count]
 
 
-def test_no_sanity_check_without_validation(fit: Any) -> None:
+def test_disabling_validation_disables_the_sanity_check(fit: Any) -> None:
     calls: list[str] = []
     callback = LambdaCallback(on_sanity_check_start=lambda trainer, module: calls.append("start"))
     fit(Tiny(), numbered(1), numbered(4), limit_val_batches=0, callbacks=callback)
@@ -190,7 +188,7 @@ def test_no_sanity_check_without_validation(fit: Any) -> None:
     assert calls == ["start"]
 
 
-# how long -------------------------------------------------------------------------------------------------------------
+# limits on the length of a run ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "steps", "epoch"),
     [
@@ -204,13 +202,13 @@ def test_no_sanity_check_without_validation(fit: Any) -> None:
         ({"max_epochs": 3, "accumulate_grad_batches": 3}, 6, 3),
     ],
 )
-def test_the_first_limit_reached_ends_a_run(fit: Any, arguments: Any, steps: int, epoch: int) -> None:
+def test_the_first_limit_reached_ends_the_run(fit: Any, arguments: Any, steps: int, epoch: int) -> None:
     trainer = fit(Tiny(), numbered(4), **arguments)
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
 class Stop(Callback):
-    """Asks the run to stop after so many steps."""
+    """Sets `should_stop` once the run has made a number of steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -230,24 +228,24 @@ class Stop(Callback):
         ({"accumulate_grad_batches": 2}, 2),
     ],
 )
-def test_should_stop_ends_a_run_after_its_minimum(fit: Any, arguments: Any, steps: int) -> None:
+def test_should_stop_waits_for_min_epochs_and_min_steps(fit: Any, arguments: Any, steps: int) -> None:
     trainer = fit(Tiny(), numbered(4), max_epochs=5, callbacks=Stop(2), **arguments)
     assert trainer.global_step == steps
     assert trainer.should_stop
 
 
-def test_max_time_ends_between_two_windows(fit: Any) -> None:
+def test_max_time_stops_only_between_accumulation_windows(fit: Any) -> None:
     module = Tiny()
     trainer = fit(module, numbered(10), max_time={"microseconds": 1}, max_epochs=None, accumulate_grad_batches=4)
     assert len(module.trained) in (0, 4) and not trainer.window.is_open
     assert fit(Tiny(), numbered(3), max_time="00:01:00:00", max_epochs=2).global_step == 6
 
 
-def test_a_timer_ends_a_run(fit: Any) -> None:
+def test_a_timer_stops_the_run(fit: Any) -> None:
     assert fit(Tiny(), numbered(10), callbacks=Timer({"microseconds": 1}, verbose=False)).global_step == 1
 
 
-def test_fit_takes_its_own_end_and_begins_anew(quiet: Any) -> None:
+def test_each_fit_starts_over_with_its_own_limits(quiet: Any) -> None:
     trainer, module = Trainer(**quiet, max_epochs=1), Tiny()
     trainer.fit(module, numbered(2), max_epochs=3)
     assert (trainer.global_step, trainer.max_epochs) == (6, 3)
@@ -259,7 +257,7 @@ def test_fit_takes_its_own_end_and_begins_anew(quiet: Any) -> None:
     assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 * (3 + 0 + 1)))
 
 
-def test_a_thousand_epochs_where_nothing_ends_a_run(quiet: Any) -> None:
+def test_max_epochs_defaults_to_1000(quiet: Any) -> None:
     trainer = Trainer(**quiet)
     trainer.fit(Tiny(), numbered(1), None)
     assert trainer.max_epochs == 1000 == trainer.global_step
@@ -274,8 +272,8 @@ def test_a_thousand_epochs_where_nothing_ends_a_run(quiet: Any) -> None:
         ({"limit_train_batches": 0.5}, 5),
     ],
 )
-def test_estimated_stepping_batches_are_known_to_configure_optimizers(fit: Any, arguments: Any, steps: int) -> None:
-    class Asking(Tiny):
+def test_estimated_stepping_batches_are_available_in_configure_optimizers(fit: Any, arguments: Any, steps: int) -> None:
+    class ReadsEstimate(Tiny):
         loaded = 0
 
         def train_dataloader(self) -> Any:
@@ -286,13 +284,13 @@ def test_estimated_stepping_batches_are_known_to_configure_optimizers(fit: Any, 
             self.estimate = self.trainer.estimated_stepping_batches
             return super().configure_optimizers()
 
-    module = Asking()
+    module = ReadsEstimate()
     trainer = fit(module, None, **arguments)
     assert module.estimate == steps == trainer.global_step == trainer.estimated_stepping_batches
     assert module.loaded == 1
 
 
-def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(quiet: Any) -> None:
+def test_limits_set_on_fit_loop_apply_to_this_and_later_runs(quiet: Any) -> None:
     trainer = Trainer(**quiet, max_epochs=1)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Tiny(), numbered(2))
@@ -313,7 +311,7 @@ def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(quiet: Any) -> 
     assert trainer.global_step == 1 == trainer.fit_loop.max_steps
 
 
-def test_min_epochs_set_on_fit_loop_keep_a_run_from_stopping(quiet: Any) -> None:
+def test_minimums_set_on_fit_loop_delay_stopping(quiet: Any) -> None:
     class Stops(Tiny):
         def on_train_start(self) -> None:
             self.trainer.should_stop = True
@@ -328,7 +326,7 @@ def test_min_epochs_set_on_fit_loop_keep_a_run_from_stopping(quiet: Any) -> None
     ("name", "value"),
     [("max_epochs", "3"), ("max_epochs", -2), ("max_steps", None), ("min_epochs", -1), ("min_steps", 1.5)],
 )
-def test_an_impossible_limit_is_refused_where_it_is_set(quiet: Any, name: str, value: Any) -> None:
+def test_setting_an_invalid_limit_raises(quiet: Any, name: str, value: Any) -> None:
     limits = Trainer(**quiet).fit_loop
     before = getattr(limits, name)
     with pytest.raises(ConfigurationError, match=f"{name}=.*use a whole number"):

@@ -1,4 +1,4 @@
-"""A TrainModule inside a TrainModule takes part in the run of the outer one."""
+"""A TrainModule nested in a TrainModule takes part in the run of the outer one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leyden import LeydenError, TrainModule
 
 
 class Part(TrainModule):
-    """A network that logs, and looks at the run, when it is called."""
+    """A nested module whose forward pass logs, and records the epoch and step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Part(TrainModule):
 
 
 class Whole(Squares):
-    """Its parts are made in `__init__`, below another layer, and in `configure_model`."""
+    """Nests one module inside a layer in `__init__`, and one in `configure_model`."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(Part()))
@@ -42,7 +42,7 @@ class Whole(Squares):
         return self.net(x) + self.head(x)
 
 
-def test_modules_inside_a_module_log_and_know_the_run(fit: Any) -> None:
+def test_nested_modules_log_and_see_the_trainer(fit: Any) -> None:
     module = Whole()
     trainer = fit(module, numbered(2), max_epochs=2)
     for part in (module.net[0], module.head):
@@ -51,7 +51,7 @@ def test_modules_inside_a_module_log_and_know_the_run(fit: Any) -> None:
     assert {"out_step", "out_epoch"} <= trainer.callback_metrics.keys()
 
 
-def test_after_the_run_modules_inside_a_module_log_nothing(fit: Any) -> None:
+def test_nested_modules_log_nothing_after_the_run(fit: Any) -> None:
     module = Whole()
     trainer = fit(module, numbered(1))
     before = trainer.callback_metrics

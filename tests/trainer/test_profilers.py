@@ -1,4 +1,4 @@
-"""Profilers: every hook and step by name, and a trace that a viewer can read."""
+"""Profilers: the hooks and steps they measure, their reports, and the traces they write."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def test_the_simple_profiler_counts_calls(fit: Any, capfd: pytest.CaptureFixture
     )
     counts = {name: len(times) for name, times in profiler.recorded_durations.items()}
     expected = {"training_step": 4, "mine": 4, "backward": 4, "optimizer_step": 4, "validation_step": 2}
-    # The last next() is the loader's end.
+    # The last next() raises StopIteration.
     expected |= {"train_dataloader_next": 5, "validation_dataloader_next": 3, "[Callback]Counts.on_train_batch_end": 8}
     assert {name: counts.get(name) for name in expected} == expected
     assert counts["[TrainModule]Module.on_validation_start"] == 1
     assert all(seconds >= 0 for times in profiler.durations.values() for seconds in times)
     lines = capfd.readouterr().out.splitlines()
     assert any(line.split()[:2] == ["training_step", "4"] for line in lines)
-    # The optimizer is not measured any more.
+    # After the run, the optimizer is no longer timed.
     trainer.optimizers[0].step()
     assert len(profiler.durations["optimizer_step"]) == 4 and not profiler.current_actions
     profiler.extended = False
     assert "calls" not in profiler.summary() and "total s" in profiler.summary()
 
 
-def test_without_a_profiler_the_trainers_own_measures_nothing(fit: Any) -> None:
+def test_without_a_profiler_nothing_is_measured(fit: Any) -> None:
     for given in (None, PassThroughProfiler()):
         trainer = fit(Tiny(), numbered(1), profiler=given)
         assert type(trainer.profiler) is PassThroughProfiler
@@ -63,20 +63,20 @@ def test_without_a_profiler_the_trainers_own_measures_nothing(fit: Any) -> None:
         assert trainer.profiler.summary() == ""
 
 
-def test_a_profiler_changes_nothing(fit: Any) -> None:
+def test_profiling_does_not_change_training(fit: Any) -> None:
     plain, profiled = Tiny(), Tiny()
     fit(plain, numbered(3), numbered(2))
     fit(profiled, numbered(3), numbered(2), profiler="simple")
     assert profiled.trained == plain.trained and bool((profiled.net.weight == plain.net.weight).all())
 
 
-def test_traces_name_the_clearing_of_gradients(fit: Any, tmp_path: Path) -> None:
+def test_traces_label_zero_grad(fit: Any, tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, "labels")
     fit(Tiny(), numbered(6), profiler=profiler)
     assert any("Optimizer.zero_grad" in path.read_text() for path in tmp_path.rglob("*.json"))
 
 
-def test_the_advanced_profiler_shows_functions(fit: Any, tmp_path: Path) -> None:
+def test_the_advanced_profiler_reports_functions(fit: Any, tmp_path: Path) -> None:
     fit(Tiny(), numbered(2), numbered(1), profiler=AdvancedProfiler(tmp_path, "report", dump_stats=True))
     text = (tmp_path / "fit-report.txt").read_text()
     assert "training_step\n" in text and "validation_step\n" in text and "cumulative" in text and "linear" in text
@@ -97,14 +97,14 @@ def test_the_pytorch_profiler_writes_a_trace(fit: Any, tmp_path: Path) -> None:
     assert sum(str(name).startswith("ProfilerStep#") for name in names) >= 3
 
 
-def test_the_pytorch_profiler_writes_a_trace_of_an_evaluation(quiet: Any, tmp_path: Path) -> None:
+def test_the_pytorch_profiler_traces_evaluation(quiet: Any, tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path / "traces", "table")
     Trainer(**quiet, profiler=profiler).test(Tiny(), numbered(8), verbose=False)
     assert len([*(tmp_path / "traces").glob("*.pt.trace.json*")]) == 1
     assert "test_step" in (tmp_path / "traces" / "test-table.txt").read_text()
 
 
-def test_what_the_pytorch_profiler_writes_is_chosen(fit: Any, tmp_path: Path) -> None:
+def test_the_pytorch_profilers_output_is_configurable(fit: Any, tmp_path: Path) -> None:
     from torch.profiler import schedule
 
     chosen = PyTorchProfiler(
@@ -146,14 +146,14 @@ def test_what_the_pytorch_profiler_writes_is_chosen(fit: Any, tmp_path: Path) ->
         ({"use_gpu": True}, "torch.profiler.profile raised: .*use_gpu"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_pytorch_profiler_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PyTorchProfiler(**arguments)
 
 
 def test_a_profiler_written_for_lightning_runs(fit: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class ActionCountProfiler(Profiler):
-        """The example of its documentation, in short."""
+        """A short form of the example in Lightning's documentation."""
 
         def __init__(self, dirpath: Any = None, filename: Any = None) -> None:
             super().__init__(dirpath=dirpath, filename=filename)
@@ -185,8 +185,8 @@ def test_a_profiler_written_for_lightning_runs(fit: Any, tmp_path: Path, capfd: 
     assert (tmp_path / "fit-perf-1.txt").read_text() == "counted 1" and profiler.local_rank == 1
 
 
-def test_a_profiler_of_the_users_own_hears_each_action_and_step(fit: Any) -> None:
-    class Own(Profiler):
+def test_a_custom_profiler_receives_every_action_and_step(fit: Any) -> None:
+    class RecordsActions(Profiler):
         def __init__(self) -> None:
             super().__init__()
             self.calls: list[str] = []
@@ -201,7 +201,7 @@ def test_a_profiler_of_the_users_own_hears_each_action_and_step(fit: Any) -> Non
         def summary(self) -> str:
             return ""
 
-    profiler = Own()
+    profiler = RecordsActions()
     fit(Tiny(), numbered(5), profiler=profiler, accumulate_grad_batches=2)
     assert profiler.calls.count("training_step") == 5 and profiler.steps == 3
     with profiler.profile("mine"):
@@ -240,22 +240,22 @@ def test_a_profiler_closes_when_the_run_fails(fit: Any, tmp_path: Path, kind: An
     fit(Tiny(), numbered(1), profiler=kind(tmp_path, "table"))
 
 
-def test_what_is_broken_off_inside_an_action_ends_with_it() -> None:
+def test_an_unfinished_nested_action_ends_with_the_outer_one() -> None:
     profiler = AdvancedProfiler()
     for _ in range(2):
         with profiler.profile("outer"):
-            profiler.start("broken off")
+            profiler.start("unfinished")
         sorted([3, 1, 2])
     with profiler.profile("next"):
         min(1, 2)
     own = pstats.Stats(profiler.profiled_actions["next"]).stats  # type: ignore[attr-defined]
     assert any("min" in name for _, _, name in own)
-    left = pstats.Stats(profiler.profiled_actions["broken off"]).stats  # type: ignore[attr-defined]
+    left = pstats.Stats(profiler.profiled_actions["unfinished"]).stats  # type: ignore[attr-defined]
     assert not any("sorted" in name or "min" in name for _, _, name in left)
     assert profiler.summary().startswith("Each action excludes its nested actions.")
 
 
-def test_each_run_of_a_logger_has_its_own_summary(quiet: Any, tmp_path: Path) -> None:
+def test_each_logged_run_gets_its_own_summary(quiet: Any, tmp_path: Path) -> None:
     for _ in range(2):
         options = {**quiet, "logger": CSVLogger(tmp_path / "logs"), "default_root_dir": tmp_path, "max_epochs": 1}
         run = Trainer(**options, profiler=SimpleProfiler(filename="perf"))
@@ -267,8 +267,8 @@ def test_each_run_of_a_logger_has_its_own_summary(quiet: Any, tmp_path: Path) ->
     assert not [*tmp_path.glob("*.txt")]
 
 
-def test_a_summary_that_fails_is_a_warning(fit: Any, tmp_path: Path) -> None:
-    class Fails(Profiler):
+def test_a_failing_summary_warns(fit: Any, tmp_path: Path) -> None:
+    class FailsInSummary(Profiler):
         ended = 0
 
         def summary(self) -> str:
@@ -277,14 +277,14 @@ def test_a_summary_that_fails_is_a_warning(fit: Any, tmp_path: Path) -> None:
         def teardown(self, stage: str | None) -> None:
             self.ended += 1
 
-    class FailsToo(CSVLogger):
+    class FailsInFinalize(CSVLogger):
         def finalize(self, status: str) -> None:
             raise RuntimeError("logger")
 
-    profiler = Fails()
-    with pytest.warns(UserWarning, match="Fails failed at the end of the run: RuntimeError: no summary"):
+    profiler = FailsInSummary()
+    with pytest.warns(UserWarning, match="FailsInSummary failed at the end of the run: RuntimeError: no summary"):
         trainer = fit(Tiny(), numbered(2), profiler=profiler)
     assert profiler.ended == 1 and trainer.global_step == 2
     with pytest.warns(UserWarning, match="no summary"), pytest.raises(RuntimeError, match="logger"):
-        fit(Tiny(), numbered(2), profiler=profiler, logger=FailsToo(tmp_path))
+        fit(Tiny(), numbered(2), profiler=profiler, logger=FailsInFinalize(tmp_path))
     assert profiler.ended == 2

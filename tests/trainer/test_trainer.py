@@ -1,4 +1,4 @@
-"""The Trainer: what it shows and prints, how it evaluates, and what may be assigned between runs."""
+"""The Trainer: its state and messages, evaluation, torch's global settings, errors, and assignable attributes."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from leyden.callbacks import (
 )
 from leyden.callbacks.loggers.silent import DummyLogger
 
-# what a run reports ---------------------------------------------------------------------------------------------------
+# state and messages of a run ------------------------------------------------------------------------------------------
 STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")
 
 
-def test_each_step_knows_its_stage(quiet: Any) -> None:
+def test_stage_flags_are_set_in_each_step(quiet: Any) -> None:
     seen: list[set[str]] = []
     called: list[str | None] = []
 
-    class Looking(Tiny):
-        def look(self, *_: Any) -> None:
+    class RecordsStage(Tiny):
+        def record(self, *_: Any) -> None:
             seen.append({stage for stage in STAGES if getattr(self.trainer, stage)})
             called.append(self.trainer.state.fn)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.look()
+            self.record()
             return super().training_step(batch, batch_idx)
 
-        validation_step = test_step = predict_step = look
+        validation_step = test_step = predict_step = record
 
-    trainer, module = Trainer(**quiet, max_epochs=1), Looking()
+    trainer, module = Trainer(**quiet, max_epochs=1), RecordsStage()
     trainer.fit(module, numbered(1), numbered(1))
     trainer.validate(module, numbered(1), verbose=False)
     trainer.test(module, numbered(1), verbose=False)
@@ -62,17 +62,17 @@ def test_each_step_knows_its_stage(quiet: Any) -> None:
     assert trainer.state.stage is None and not any(getattr(trainer, stage) for stage in STAGES)
 
 
-def test_each_training_step_knows_its_place(fit: Any) -> None:
+def test_each_training_step_sees_the_current_epoch_and_step(fit: Any) -> None:
     seen: list[Any] = []
 
-    def look(module: Any, batch: Any) -> None:
+    def record(module: Any, batch: Any) -> None:
         seen.append((module.current_epoch, module.global_step, module.trainer.is_last_batch))
 
-    fit(Logging(look), numbered(3), max_epochs=2, accumulate_grad_batches=2)
+    fit(Logging(record), numbered(3), max_epochs=2, accumulate_grad_batches=2)
     assert seen == [(0, 0, False), (0, 0, False), (0, 1, True), (1, 2, False), (1, 2, False), (1, 3, True)]
 
 
-def test_a_trainer_shows_the_loaders_of_its_last_run(quiet: Any) -> None:
+def test_a_trainer_exposes_the_loaders_of_its_last_run(quiet: Any) -> None:
     trainer, module = Trainer(**quiet, max_epochs=1), Tiny()
     train, val, test, predict = numbered(3), numbered(1), numbered(1), numbered(1)
     trainer.fit(module, train, val)
@@ -84,7 +84,7 @@ def test_a_trainer_shows_the_loaders_of_its_last_run(quiet: Any) -> None:
     assert trainer.predict_dataloaders is predict
 
 
-def test_a_trainer_shows_its_callbacks_loggers_and_module(quiet: Any, tmp_path: Path) -> None:
+def test_a_trainer_exposes_its_callbacks_loggers_and_module(quiet: Any, tmp_path: Path) -> None:
     logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("seen", check_on_train_epoch_end=True)
     quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}
     trainer = Trainer(**quiet, max_epochs=1, callbacks=[checkpoint, stopping])
@@ -100,7 +100,7 @@ def test_a_trainer_shows_its_callbacks_loggers_and_module(quiet: Any, tmp_path: 
     assert not trainer.received_sigterm and not trainer.interrupted
 
 
-def test_a_trainer_shows_its_arguments(quiet: Any, tmp_path: Path) -> None:
+def test_a_trainer_exposes_its_arguments(quiet: Any, tmp_path: Path) -> None:
     given = {
         "min_epochs": 1,
         "min_steps": 2,
@@ -134,7 +134,7 @@ def test_a_trainer_shows_its_arguments(quiet: Any, tmp_path: Path) -> None:
     assert {name: getattr(trainer, name) for name in expected} == expected
 
 
-def test_a_run_prints_what_it_runs_on_and_how_it_ended(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_prints_its_setup_and_how_it_ended(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(**{**quiet, "max_epochs": 1, "precision": "bf16"}, accumulate_grad_batches=3)
     trainer.fit(Tiny(), DataLoader(torch.zeros(8, 2), batch_size=2))  # type: ignore[arg-type]
     lines = capfd.readouterr().out.splitlines()
@@ -157,20 +157,20 @@ ENDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
+def test_fit_prints_why_it_ended_and_the_best_checkpoint(
     name: str, quiet: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments, reason = ENDS[name]
-    keeps = ModelCheckpoint(monitor="seen", mode="max")
-    callbacks = [keeps, *([arguments["callbacks"]] if "callbacks" in arguments else [])]
+    saving = ModelCheckpoint(monitor="seen", mode="max")
+    callbacks = [saving, *([arguments["callbacks"]] if "callbacks" in arguments else [])]
     trainer = Trainer(**{**quiet, "max_epochs": 5, "enable_checkpointing": True, **arguments, "callbacks": callbacks})
     trainer.fit(Logging(lambda module, batch: module.log("seen", 1.0, on_step=False, on_epoch=True)), numbered(2))
     out = capfd.readouterr().out
     assert re.search(rf"^ended       {reason}, after 0:00:\d\d$", out, re.MULTILINE), out
     if name not in ("time", "no batches"):
-        assert f"best        {keeps.best_model_path} (seen=1)" in out.splitlines()
-    told = "EarlyStopping stops the run in epoch 1: seen did not improve in the last 1 checks." in out
-    assert told == (name == "early stopping")
+        assert f"best        {saving.best_model_path} (seen=1)" in out.splitlines()
+    stopped_early = "EarlyStopping stops the run in epoch 1: seen did not improve in the last 1 checks." in out
+    assert stopped_early == (name == "early stopping")
 
 
 # evaluation -----------------------------------------------------------------------------------------------------------
@@ -203,38 +203,38 @@ def test_predict_returns_the_outputs_of_each_loader(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-def test_evaluation_runs_in_inference_mode_if_asked_for(quiet: Any, inference_mode: bool) -> None:
+def test_inference_mode_applies_to_evaluation(quiet: Any, inference_mode: bool) -> None:
     seen: list[tuple[bool, bool, bool]] = []
 
-    class Looking(Tiny):
+    class RecordsMode(Tiny):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.training))
 
-    module = Looking()
+    module = RecordsMode()
     Trainer(**quiet, inference_mode=inference_mode).test(module, numbered(1))
     assert seen == [(inference_mode, False, False)]
     assert module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def test_evaluation_gives_each_part_its_mode_back(fit: Any) -> None:
+def test_evaluation_restores_the_mode_of_each_submodule(fit: Any) -> None:
     module = Tiny()
     module.frozen = nn.Sequential(nn.Dropout()).eval()
     fit(module, numbered(2), numbered(1))
     assert module.training and not module.frozen.training and not module.frozen[0].training
 
 
-# torch's switches -----------------------------------------------------------------------------------------------------
+# torch's global settings ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("given", "during"), [(True, (True, False)), ("warn", (True, True)), (False, (False, False))])
-def test_deterministic_during_the_run_alone(fit: Any, given: Any, during: Any) -> None:
+def test_deterministic_applies_only_during_the_run(fit: Any, given: Any, during: Any) -> None:
     seen: list[Any] = []
 
-    def look(trainer: Any, module: Any) -> None:
+    def record(trainer: Any, module: Any) -> None:
         seen.append(
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
         )
 
     variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    fit(Tiny(), numbered(1), deterministic=given, callbacks=LambdaCallback(on_train_start=look))
+    fit(Tiny(), numbered(1), deterministic=given, callbacks=LambdaCallback(on_train_start=record))
     assert seen == [during]
     assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == variable
@@ -247,7 +247,7 @@ def test_deterministic_during_the_run_alone(fit: Any, given: Any, during: Any) -
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_benchmark_and_detect_anomaly_during_the_run_alone(fit: Any) -> None:
+def test_benchmark_and_detect_anomaly_apply_only_during_the_run(fit: Any) -> None:
     seen: list[bool] = []
     callback = LambdaCallback(
         on_train_start=lambda trainer, module: seen.extend([torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()])
@@ -261,7 +261,7 @@ def test_benchmark_and_detect_anomaly_during_the_run_alone(fit: Any) -> None:
 def test_detect_anomaly_names_the_operation(fit: Any) -> None:
     class Bad(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            # The loss is finite, and its gradient is not.
+            # The loss is finite, but its gradient is not.
             return torch.sqrt(self(batch).sum() * 0.0)
 
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="returned nan"):
@@ -273,7 +273,7 @@ def test_detect_anomaly_names_the_operation(fit: Any) -> None:
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
-def test_out_of_memory_says_where_and_what_to_try(fit: Any) -> None:
+def test_out_of_memory_errors_give_location_and_remedies(fit: Any) -> None:
     class Large(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.global_step == 3:
@@ -290,28 +290,28 @@ def test_out_of_memory_says_where_and_what_to_try(fit: Any) -> None:
         assert part in message
 
 
-def test_an_error_reaches_everyone_once(fit: Any) -> None:
-    told: list[Any] = []
+def test_an_error_calls_on_exception_and_teardown_once(fit: Any) -> None:
+    calls: list[Any] = []
 
     class Failing(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ZeroDivisionError("mine")
 
         def teardown(self, stage: str) -> None:
-            told.append(stage)
+            calls.append(stage)
 
-    callback = LambdaCallback(on_exception=lambda trainer, module, error: told.append(type(error)))
+    callback = LambdaCallback(on_exception=lambda trainer, module, error: calls.append(type(error)))
     with pytest.raises(ZeroDivisionError, match=r"^mine(\n|$)"):
         fit(Failing(), numbered(1), callbacks=callback)
-    assert told == [ZeroDivisionError, "fit"]
+    assert calls == [ZeroDivisionError, "fit"]
 
 
-def test_print_takes_what_print_takes(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_trainer_print_accepts_the_arguments_of_print(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
     Trainer(**quiet).print("a", "b", sep="-")
     assert capfd.readouterr().out == "a-b\n"
 
 
-def test_init_module_builds_in_the_precision_of_the_trainer(quiet: Any) -> None:
+def test_init_module_uses_the_trainers_precision(quiet: Any) -> None:
     trainer = Trainer(**quiet, precision="64-true")
     assert trainer.precision_plugin.name == "64-true" and trainer.scaler is None
     with trainer.init_module():
@@ -319,29 +319,29 @@ def test_init_module_builds_in_the_precision_of_the_trainer(quiet: Any) -> None:
     assert module.net.weight.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
 
 
-def test_callbacks_of_a_module_replace_those_of_their_class(quiet: Any) -> None:
+def test_module_callbacks_replace_trainer_callbacks_of_the_same_class(quiet: Any) -> None:
     calls: list[str] = []
 
-    class Say(Callback):
-        def __init__(self, word: str) -> None:
-            self.word = word
+    class Labeled(Callback):
+        def __init__(self, label: str) -> None:
+            self.label = label
 
         def on_fit_start(self, trainer: Any, module: Any) -> None:
-            calls.append(self.word)
+            calls.append(self.label)
 
-    class Own(Tiny):
+    class BringsCallback(Tiny):
         def configure_callbacks(self) -> Any:
-            return [Say("module's")]
+            return [Labeled("module's")]
 
-    trainer = Trainer(**quiet, max_epochs=1, callbacks=[Say("trainer's"), Timer()])
-    trainer.fit(Own(), numbered(1))
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[Labeled("trainer's"), Timer()])
+    trainer.fit(BringsCallback(), numbered(1))
     assert calls == ["module's"]
     trainer.fit(Tiny(), numbered(1))
     assert calls == ["module's", "trainer's"]
 
 
-def test_callbacks_that_are_added_and_taken_out_between_runs(quiet: Any) -> None:
-    heard: list[str] = []
+def test_callbacks_can_be_added_and_removed_between_runs(quiet: Any) -> None:
+    started: list[str] = []
 
     class Named(Callback):
         def __init__(self, name: str) -> None:
@@ -352,55 +352,59 @@ def test_callbacks_that_are_added_and_taken_out_between_runs(quiet: Any) -> None
             return self.name
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            heard.append(self.name)
+            started.append(self.name)
 
-    class Own(Named): ...
+    class Special(Named): ...
 
-    class Bringing(Tiny):
+    class BringsSpecial(Tiny):
         def configure_callbacks(self) -> Any:
-            return Own("the module's")
+            return Special("the module's")
 
-    first, second, replaced = Named("first"), Named("second"), Own("replaced")
+    first, second, replaced = Named("first"), Named("second"), Special("replaced")
     trainer = Trainer(**quiet, max_epochs=1, callbacks=[first, replaced])
     trainer.callbacks.append(second)
-    trainer.fit(Bringing(), numbered(1))
-    assert heard == ["first", "second", "the module's"]
-    heard.clear()
+    trainer.fit(BringsSpecial(), numbered(1))
+    assert started == ["first", "second", "the module's"]
+    started.clear()
     trainer.callbacks.remove(first)
     trainer.fit(Tiny(), numbered(1))
-    assert heard == ["replaced", "second"]
+    assert started == ["replaced", "second"]
 
 
-def test_a_trainer_that_runs_is_not_run_again(fit: Any) -> None:
-    refused: list[int] = []
+def test_running_a_busy_trainer_raises(fit: Any) -> None:
+    epochs: list[int] = []
 
     class Nested(Logging):
         def on_train_epoch_end(self) -> None:
             with pytest.raises(LeydenError, match=r"Trainer.validate was called while this Trainer's fit is running"):
                 self.trainer.validate(self, numbered(1))
-            refused.append(self.current_epoch)
+            epochs.append(self.current_epoch)
 
     module = Nested(lambda module, batch: module.log("epoch", float(module.current_epoch)))
     trainer = fit(module, numbered(1), max_epochs=2)
-    assert refused == [0, 1] and trainer.callback_metrics["epoch"] == 1.0
+    assert epochs == [0, 1] and trainer.callback_metrics["epoch"] == 1.0
 
 
-def test_callbacks_are_called_in_their_order(fit: Any) -> None:
+def test_the_order_attribute_sorts_callbacks(fit: Any) -> None:
     calls: list[str] = []
 
     def make(name: str, rank: int) -> Callback:
         body = {"order": rank, "on_train_epoch_end": lambda self, trainer, module: calls.append(name)}
         return type(name, (Callback,), body)()  # type: ignore[no-any-return]
 
-    class Own(Tiny):
+    class RecordsEpochEnd(Tiny):
         def on_train_epoch_end(self) -> None:
             calls.append("module")
 
-    fit(Own(), numbered(1), callbacks=[make("last", 200), make("late", 5), make("early", -1), make("plain", 0)])
+    fit(
+        RecordsEpochEnd(),
+        numbered(1),
+        callbacks=[make("last", 200), make("late", 5), make("early", -1), make("plain", 0)],
+    )
     assert calls == ["early", "plain", "late", "module", "last"]
 
 
-def test_a_run_leaves_the_random_numbers_of_the_plain_loop(fit: Any) -> None:
+def test_fit_does_not_consume_random_numbers(fit: Any) -> None:
     module = Tiny()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     fit(module, numbered(3), numbered(2))
@@ -418,8 +422,8 @@ class Compiled(Squares):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_a_compiled_module_trains_as_the_plain_one_does(backend: str, quiet: Any) -> None:
-    """The step goes through dynamo; "inductor" needs a C++ compiler, and some seconds of it."""
+def test_a_compiled_module_trains_like_the_plain_one(backend: str, quiet: Any) -> None:
+    """The step goes through dynamo; "inductor" needs a C++ compiler, and takes seconds."""
     loader = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0))), batch_size=2)
     plain, compiled = Compiled(), Compiled()
     compiled.load_state_dict(plain.state_dict())
@@ -437,7 +441,7 @@ class Logs(Squares):
         loss = super().training_step(batch, batch_idx)
         height = batch[0].mean()
         self.log("height", height, on_step=True, on_epoch=True)
-        height += 100  # What was logged stays as it was.
+        height += 100  # The logged value must not change with it.
         self.log_dict({"low": batch[0].min(), "one": 1.0}, on_epoch=True, reduce_fx="min")
         return loss
 
@@ -445,8 +449,8 @@ class Logs(Squares):
         self.log("val_height", batch[0].mean())
 
 
-def test_a_compiled_step_that_logs_is_compiled_once_and_logs_what_the_plain_one_does(quiet: Any) -> None:
-    """torch gives a step up that it has had to compile 8 times; `fullgraph` allows no break at `self.log`."""
+def test_a_step_that_logs_compiles_once_and_logs_the_same_values(quiet: Any) -> None:
+    """torch gives up on a step after 8 recompilations; `fullgraph` allows no graph break at `self.log`."""
     loader = DataLoader(TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0))), batch_size=2)
     graphs: list[Any] = []
 
@@ -471,15 +475,17 @@ def test_a_compiled_step_that_logs_is_compiled_once_and_logs_what_the_plain_one_
     assert all(torch.allclose(plain[name], compiled[name]) for name in plain)
 
 
-# what Lightning's users set and read on a Trainer ---------------------------------------------------------------------
-def test_log_dir_without_a_logger_is_the_root(fit: Any, tmp_path: Path) -> None:
+# attributes that Lightning users read and set -------------------------------------------------------------------------
+def test_log_dir_without_a_logger_is_default_root_dir(fit: Any, tmp_path: Path) -> None:
     seen: list[str] = []
-    look = LambdaCallback(on_train_start=lambda trainer, module: seen.append(trainer.log_dir))
-    trainer = fit(Tiny(), numbered(1), callbacks=look)
+    record = LambdaCallback(on_train_start=lambda trainer, module: seen.append(trainer.log_dir))
+    trainer = fit(Tiny(), numbered(1), callbacks=record)
     assert [*seen, trainer.log_dir] == [str(tmp_path)] * 2
 
 
-def test_a_tilde_is_the_home_folder(quiet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_path_expands_to_the_home_folder(
+    quiet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(**{**quiet, "default_root_dir": "~/runs", "enable_checkpointing": True}, max_epochs=1)
@@ -495,24 +501,24 @@ def test_a_tilde_is_the_home_folder(quiet: Any, tmp_path: Path, monkeypatch: pyt
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "saved"}
 
 
-def test_ckpt_path_is_what_the_last_run_began_from(quiet: Any) -> None:
+def test_ckpt_path_is_the_checkpoint_the_last_run_started_from(quiet: Any) -> None:
     trainer, seen = Trainer(**{**quiet, "enable_checkpointing": True}, max_epochs=1), []
 
-    class Looks(Tiny):
+    class RecordsPath(Tiny):
         def setup(self, stage: str) -> None:
             seen.append(self.trainer.ckpt_path)
 
     assert trainer.ckpt_path is None
-    trainer.fit(Looks(), numbered(1))
+    trainer.fit(RecordsPath(), numbered(1))
     best = trainer.checkpoint_callbacks[0].best_model_path
-    trainer.test(Looks(), numbered(1), ckpt_path="best", verbose=False)
+    trainer.test(RecordsPath(), numbered(1), ckpt_path="best", verbose=False)
     assert trainer.ckpt_path == best
-    trainer.fit(Looks(), numbered(1), ckpt_path="last", max_epochs=2)
-    trainer.predict(Looks(), numbered(1))
+    trainer.fit(RecordsPath(), numbered(1), ckpt_path="last", max_epochs=2)
+    trainer.predict(RecordsPath(), numbered(1))
     assert trainer.ckpt_path is None and seen == [None, best, best, None]
 
 
-def test_another_logger_may_be_assigned_between_runs(quiet: Any, tmp_path: Path) -> None:
+def test_loggers_can_be_assigned_between_runs(quiet: Any, tmp_path: Path) -> None:
     first, second = CSVLogger(tmp_path, "first"), CSVLogger(tmp_path, "second")
     trainer = Trainer(**{**quiet, "logger": first}, max_epochs=1, log_every_n_steps=1)
     trainer.logger = second
@@ -531,7 +537,7 @@ def test_another_logger_may_be_assigned_between_runs(quiet: Any, tmp_path: Path)
         trainer.logger = "csv"  # type: ignore[assignment]
 
 
-def test_a_logger_may_be_assigned_in_setup_and_not_later(fit: Any, tmp_path: Path) -> None:
+def test_a_logger_can_be_assigned_in_setup_but_not_later(fit: Any, tmp_path: Path) -> None:
     mine = CSVLogger(tmp_path)
     seen: list[Any] = []
 
@@ -556,7 +562,7 @@ def test_a_logger_assigned_in_a_fast_dev_run_writes_nothing(quiet: Any, tmp_path
     assert type(trainer.logger) is DummyLogger and [*tmp_path.iterdir()] == []
 
 
-def test_a_trainer_may_be_assigned_to_a_module(quiet: Any) -> None:
+def test_a_trainer_can_be_assigned_to_a_module(quiet: Any) -> None:
     module, trainer = Tiny(), Trainer(**quiet, max_epochs=1)
     module.trainer = trainer
     assert module.trainer is trainer and module.global_step == 0
@@ -568,7 +574,7 @@ def test_a_trainer_may_be_assigned_to_a_module(quiet: Any) -> None:
 
 
 class SetInClass(Tiny):
-    """What Lightning's users write in the class as well as in `__init__`; saves one of its two layers."""
+    """Sets as class attributes what others set in `__init__`; saves one of its two layers."""
 
     automatic_optimization = False
     strict_loading = False
@@ -588,7 +594,7 @@ class SetInClass(Tiny):
         optimizer.step()
 
 
-def test_attributes_may_be_set_in_the_class(quiet: Any, tmp_path: Path) -> None:
+def test_module_settings_can_be_class_attributes(quiet: Any, tmp_path: Path) -> None:
     module = SetInClass()
     trainer = Trainer(**quiet, max_epochs=1)
     trainer.fit(module, numbered(3))

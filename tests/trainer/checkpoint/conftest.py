@@ -14,7 +14,7 @@ from leyden.trainer.checkpoint.writer import CheckpointWriter
 
 
 def write(path: Path, step: int = 1, overwrite: bool = False) -> Path:
-    """A checkpoint with every kind of file."""
+    """Writes a checkpoint with every kind of file; returns its path."""
     with CheckpointWriter(path, overwrite=overwrite) as writer:
         writer.model({"weight": torch.full((4, 3), float(step)), "bias": torch.arange(3)})
         writer.optimizers([{"state": {"weight": {"step": torch.tensor(float(step))}}, "param_groups": []}])
@@ -25,7 +25,7 @@ def write(path: Path, step: int = 1, overwrite: bool = False) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """All that `write` wrote."""
+    """Returns everything that `write` wrote."""
     reader = CheckpointReader(path)
     return {
         "model": reader.model(),

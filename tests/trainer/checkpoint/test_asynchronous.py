@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training hold exactly the step that they were asked for."""
+"""Asynchronous checkpoints hold exactly the step at which they were requested."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.staging import is_staging
 from leyden.utils import ProjectConfiguration
 
-LOOPING = {**QUIET, "enable_checkpointing": True}
+CHECKPOINTING = {**QUIET, "enable_checkpointing": True}
 """Arguments of a quiet Trainer with a ModelCheckpoint."""
-UNLIKE = {"manifest.json", "progress.json"}
-"""Files with the time of day, or the seconds that training took."""
+TIMED_FILES = {"manifest.json", "progress.json"}
+"""Files that hold the time of day, or the seconds that training took."""
 
 
 def net() -> nn.Module:
@@ -39,7 +39,7 @@ def net() -> nn.Module:
 
 
 class Net(Squares):
-    """Dropout, batch norm, and an average of the weights that no optimizer steps."""
+    """A net with dropout, batch norm, and averaged weights that no optimizer steps."""
 
     def __init__(self, optimizer: Callable[..., Any] = AdamW, **options: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(Squares):
 
 
 class Swapping(Callback):
-    """Replaces the weights while its hook runs, through `.data`, which torch does not count."""
+    """Writes the weights in a hook, through `.data`, whose writes torch does not count."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         for parameter in module.parameters():
@@ -98,7 +98,7 @@ class Adversarial(Net):
 
 
 class Validating(Net):
-    """Logs what a ModelCheckpoint monitors, which saves inside the validation's inference mode."""
+    """Logs the value that a ModelCheckpoint monitors, which saves inside the validation's inference mode."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch).square().mean())
@@ -108,7 +108,7 @@ class Validating(Net):
 
 
 class Clamping(Net):
-    """Clamps a weight that no step takes out of these bounds: torch counts a write, and no bit changes."""
+    """Clamps a weight to bounds that it never leaves: torch counts a write, but no bit changes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -117,7 +117,7 @@ class Clamping(Net):
 
 
 class Decaying(Net):
-    """Writes weights in its own `backward`, but not yet after the first save."""
+    """Writes weights in its own `backward`, starting only after the second save."""
 
     def backward(self, loss: Any) -> None:
         if self.trainer.global_step >= 4:
@@ -155,27 +155,27 @@ def fit(folder: Path, make: Callable[[], Net], asynchronous: bool, **arguments: 
         asynchronous=asynchronous,
     )
     callbacks = [checkpoint, *([arguments.pop("callbacks")] if "callbacks" in arguments else [])]
-    arguments = {**LOOPING, "max_steps": 9, "callbacks": callbacks, **arguments}
+    arguments = {**CHECKPOINTING, "max_steps": 9, "callbacks": callbacks, **arguments}
     Trainer(**arguments).fit(module, DataLoader(data, batch_size=4))
     return checkpoint
 
 
 def files(checkpoint: Path) -> dict[str, Any]:
-    """The bytes of every file; of those with times in them, what is left without."""
+    """Returns the bytes of every file, without the times that some hold."""
     found: dict[str, Any] = {}
     for path in sorted(checkpoint.iterdir()):
-        found[path.name] = None if path.name in UNLIKE else path.read_bytes()
+        found[path.name] = None if path.name in TIMED_FILES else path.read_bytes()
     callbacks = json.loads(found["callbacks.json"])
     found["callbacks.json"] = [
-        {key: value for key, value in books.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
-        for books in callbacks["tree"].values()
+        {key: value for key, value in state.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
+        for state in callbacks["tree"].values()
     ]
     return found
 
 
 @pytest.mark.parametrize("begun", [0, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_the_files_are_those_of_a_synchronous_save(
+def test_asynchronous_saves_write_the_same_files_as_synchronous_ones(
     case: str, begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, arguments = CASES[case]
@@ -190,26 +190,28 @@ def test_the_files_are_those_of_a_synchronous_save(
     assert checkpoint.last_model_path.endswith("step=9")
 
 
-def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_are_deleted_only_after_the_new_one_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[list[str], str]] = []
     commit = writing.CheckpointWriter._commit
 
-    def look(self: Any, *args: Any, **kwargs: Any) -> Path:
+    def record(self: Any, *args: Any, **kwargs: Any) -> Path:
         before = [name for name in sorted(os.listdir(tmp_path)) if not is_staging(name)]
         path = commit(self, *args, **kwargs)
         seen.append((before, path.name))
         assert threading.current_thread().name == "leyden-save"
         return path
 
-    monkeypatch.setattr(writing.CheckpointWriter, "_commit", look)
+    monkeypatch.setattr(writing.CheckpointWriter, "_commit", record)
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
-    Trainer(**LOOPING, max_steps=6, callbacks=checkpoint).fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+    Trainer(**CHECKPOINTING, max_steps=6, callbacks=checkpoint).fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
     assert seen == [([], "step=2"), (["step=2"], "step=4"), (["step=4"], "step=6")]
     assert os.listdir(tmp_path) == ["step=6"]
     assert checkpoint.best_model_path == str(tmp_path / "step=6")
 
 
-def test_a_failed_save_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_raises_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, *args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
@@ -223,7 +225,7 @@ def test_a_failed_save_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: py
                 trainer.pending_save.join()
 
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
-    trainer = Trainer(**LOOPING, max_steps=20, callbacks=[checkpoint, Failing()])
+    trainer = Trainer(**CHECKPOINTING, max_steps=20, callbacks=[checkpoint, Failing()])
     with pytest.raises(CheckpointError, match="step=4: was not saved") as found:
         trainer.fit(Net(), DataLoader(torch.randn(88, 8), batch_size=4))
     assert isinstance(found.value.__cause__, OSError)
@@ -232,7 +234,7 @@ def test_a_failed_save_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["step=2"]
 
 
-def test_a_failed_last_save_is_raised_by_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_last_save_raises_from_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Callback):
         order = 300
 
@@ -255,7 +257,7 @@ def test_an_error_in_training_lets_a_pending_save_finish(tmp_path: Path) -> None
 
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
     with pytest.raises(ValueError, match="the data is bad"):
-        Trainer(**LOOPING, callbacks=checkpoint).fit(Failing(), DataLoader(torch.randn(44, 8), batch_size=4))
+        Trainer(**CHECKPOINTING, callbacks=checkpoint).fit(Failing(), DataLoader(torch.randn(44, 8), batch_size=4))
     assert os.listdir(tmp_path) == ["step=2"]
     fit(tmp_path / "again", Net, True)
 
@@ -265,7 +267,7 @@ def test_only_the_first_save_copies_everything_at_once(
     accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Waiting(Callback):
-        """Has each save done before the next step, as a quick disk does within a window of several batches."""
+        """Finishes each save before the next batch, as a fast disk does within a window of several batches."""
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             trainer.finish_saving()
@@ -273,37 +275,35 @@ def test_only_the_first_save_copies_everything_at_once(
     firsts: list[bool] = []
     begin = Copies.begin
 
-    def note(copies: Copies) -> None:
+    def record(copies: Copies) -> None:
         firsts.append(copies.is_first)
         begin(copies)
 
-    monkeypatch.setattr(Copies, "begin", note)
+    monkeypatch.setattr(Copies, "begin", record)
     fit(tmp_path, Net, True, callbacks=Waiting(), accumulate_grad_batches=accumulated)
     assert firsts == [True, False, False, False]
 
 
 @pytest.mark.parametrize("hook", ["on_exception", "teardown"])
-def test_a_save_at_the_end_of_a_run_is_there_when_it_returns(hook: str, tmp_path: Path) -> None:
+def test_a_save_in_on_exception_or_teardown_is_complete_when_it_returns(hook: str, tmp_path: Path) -> None:
     class Failing(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             raise ValueError("the disk is full")
 
-    there: list[bool] = []
+    complete: list[bool] = []
 
     def save(trainer: Any, *args: Any) -> None:
         path = trainer.save_checkpoint(tmp_path / hook)
-        there.append((path / "manifest.json").is_file())
+        complete.append((path / "manifest.json").is_file())
 
     saving = type("Saving", (Callback,), {hook: lambda self, trainer, *args: save(trainer)})()
     trainer = Trainer(**QUIET, max_steps=4, callbacks=saving, plugins=AsyncCheckpointIO())
     with pytest.raises(ValueError, match="the disk is full"):
         trainer.fit(Failing(), DataLoader(torch.randn(44, 8), batch_size=4))
-    assert there == [True]
+    assert complete == [True]
 
 
-def test_a_second_interrupt_while_copies_are_awaited_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_waiting_for_copies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = Copies.finish
 
     def interrupted(copies: Copies) -> None:
@@ -313,14 +313,14 @@ def test_a_second_interrupt_while_copies_are_awaited_ends_the_run(
 
     monkeypatch.setattr(Copies, "finish", interrupted)
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
-    trainer = Trainer(**LOOPING, max_steps=9, callbacks=checkpoint)
+    trainer = Trainer(**CHECKPOINTING, max_steps=9, callbacks=checkpoint)
     with pytest.warns(UserWarning, match="step=4 was not saved"), pytest.raises(KeyboardInterrupt):
         trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
     assert "leyden-save" not in [thread.name for thread in threading.enumerate()]
     assert os.listdir(tmp_path) == ["step=2"]
 
 
-def test_a_weight_that_a_later_step_writes_itself_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_weight_written_during_a_save_names_it(tmp_path: Path) -> None:
     class Late(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
@@ -333,7 +333,7 @@ def test_a_weight_that_a_later_step_writes_itself_is_named(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["epoch=0-step=2", "last"]
 
 
-def test_it_may_be_written_once_the_copies_are_made(tmp_path: Path) -> None:
+def test_weights_may_be_written_after_finish_copies(tmp_path: Path) -> None:
     class Late(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
@@ -350,30 +350,30 @@ def test_it_may_be_written_once_the_copies_are_made(tmp_path: Path) -> None:
 def test_a_plugin_makes_every_save_asynchronous(tmp_path: Path) -> None:
     pending: list[bool] = []
 
-    class Looking(Callback):
+    class RecordsPending(Callback):
         order = 300
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             pending.append(trainer.pending_save is not None)
 
     for plugin in (AsyncCheckpointIO(), "AsyncCheckpointIO", None):
-        callbacks = [ModelCheckpoint(tmp_path / str(len(pending)), every_n_train_steps=1), Looking()]
-        trainer = Trainer(**LOOPING, max_steps=1, callbacks=callbacks, plugins=plugin)
+        callbacks = [ModelCheckpoint(tmp_path / str(len(pending)), every_n_train_steps=1), RecordsPending()]
+        trainer = Trainer(**CHECKPOINTING, max_steps=1, callbacks=callbacks, plugins=plugin)
         trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
     assert pending == [True, True, False]
 
 
-def test_outside_of_fit_a_checkpoint_is_written_at_once(tmp_path: Path) -> None:
+def test_saves_outside_of_fit_are_synchronous(tmp_path: Path) -> None:
     trainer = Trainer(**QUIET, max_steps=1)
     trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
     assert (trainer.save_checkpoint(tmp_path / "one", asynchronous=True) / "manifest.json").is_file()
     assert trainer.pending_save is None
 
 
-def test_no_hook_is_left_when_nothing_is_pending(tmp_path: Path) -> None:
+def test_optimizer_hooks_are_removed_when_no_save_is_pending(tmp_path: Path) -> None:
     has_hooks: dict[int, bool] = {}
 
-    class Looking(Callback):
+    class RecordsStepHooks(Callback):
         order = 300
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -381,29 +381,29 @@ def test_no_hook_is_left_when_nothing_is_pending(tmp_path: Path) -> None:
             has_hooks[trainer.global_step] = bool(trainer.optimizers[0]._optimizer_step_pre_hooks)
 
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
-    trainer = Trainer(**LOOPING, max_steps=5, callbacks=[checkpoint, Looking()])
+    trainer = Trainer(**CHECKPOINTING, max_steps=5, callbacks=[checkpoint, RecordsStepHooks()])
     trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
-    # The first save's hook finds out in the next step what else writes, and stays until the second save.
+    # The first save's hook watches the next step for other writes, and stays until the second save.
     assert has_hooks == {1: False, 2: True, 3: True, 4: False, 5: False}
 
 
-def test_memory_is_kept_between_saves() -> None:
+def test_host_memory_is_reused_between_saves() -> None:
     optimizer, memory = SGD([nn.Parameter(torch.ones(3))], lr=0.1), HostMemory()
     stepped = addresses_of([optimizer])
     [parameter] = optimizer.param_groups[0]["params"]
-    rooms = []
+    addresses = []
     for _ in range(3):
         copies = Copies(memory, stepped, ())
         content = copies.of("model", writing.Tensors({"weight": parameter.detach(), "other": torch.zeros(2)}))
         copies.begin()
         copies.finish()
         assert isinstance(content, writing.Tensors)
-        rooms.append({name: tensor.data_ptr() for name, tensor in content.tensors.items()})
+        addresses.append({name: tensor.data_ptr() for name, tensor in content.tensors.items()})
         assert torch.equal(content.tensors["weight"], torch.ones(3))
-    assert rooms[0] == rooms[1] == rooms[2]
+    assert addresses[0] == addresses[1] == addresses[2]
 
 
-def own_loop(folder: Path, asynchronous: bool) -> Accelerator:
+def run_custom_loop(folder: Path, asynchronous: bool) -> Accelerator:
     torch.manual_seed(1)
     config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=config)
@@ -416,37 +416,37 @@ def own_loop(folder: Path, asynchronous: bool) -> Accelerator:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         accelerator.save_state(asynchronous=asynchronous)
-        # Weights are exchanged for others and back, as evaluations of averages do.
+        # Weights change and change back, as when averages are swapped in for an evaluation.
         for parameter in model.parameters():
             parameter.data.add_(1.0).sub_(1.0)
     accelerator.end_training()
     return accelerator
 
 
-def test_a_loop_of_ones_own_saves_what_there_was(tmp_path: Path) -> None:
+def test_asynchronous_saves_of_a_custom_loop_equal_synchronous_ones(tmp_path: Path) -> None:
     for asynchronous in (False, True):
-        own_loop(tmp_path / str(asynchronous), asynchronous)
+        run_custom_loop(tmp_path / str(asynchronous), asynchronous)
     for number in (4, 5):
-        sync, beside = (tmp_path / str(kind) / "checkpoints" / f"checkpoint_{number}" for kind in (False, True))
+        sync, background = (tmp_path / str(kind) / "checkpoints" / f"checkpoint_{number}" for kind in (False, True))
         names = sorted(path.name for path in sync.iterdir())
-        assert names == sorted(path.name for path in beside.iterdir())
-        for name in set(names) - UNLIKE:
-            assert (sync / name).read_bytes() == (beside / name).read_bytes(), name
+        assert names == sorted(path.name for path in background.iterdir())
+        for name in set(names) - TIMED_FILES:
+            assert (sync / name).read_bytes() == (background / name).read_bytes(), name
     assert sorted(os.listdir(tmp_path / "True" / "checkpoints")) == ["checkpoint_4", "checkpoint_5"]
 
 
-def test_the_end_of_a_script_waits_for_its_last_save(tmp_path: Path) -> None:
+def test_a_script_waits_for_its_last_save_before_it_exits(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from leyden import Accelerator; a = Accelerator(cpu=True);"
         "m = torch.nn.Linear(2000, 2000); a.prepare(m); a.save_state(sys.argv[1], asynchronous=True)"
     )
-    # A real process: the end of an interpreter is what counts.
+    # A real process, since the exit of the interpreter is under test.
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "one"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "one" / "manifest.json").is_file()
 
 
-def test_an_error_of_a_loop_of_ones_own_is_raised_at_its_next_step(
+def test_a_failed_save_of_a_custom_loop_raises_at_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:

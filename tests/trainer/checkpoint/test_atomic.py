@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent: killed writers, full disks, taken names, and what they leave behind."""
+"""A checkpoint is complete or absent, after killed writers and full disks alike, and leftovers are cleared."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ HERE = Path(__file__).parent
 
 
 def run(code: str, *args: object) -> str:
-    """Runs code in a process of its own; returns what it printed."""
+    """Runs code in a process of its own; returns its standard output."""
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = run_program(["-c", textwrap.dedent(code), *args], environ={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# For n = 0, 1, … a forked child dies by SIGKILL at the n-th thing it asks of the file system; the one that asks for
-# no more ends the loop. Forked, so that torch is imported once.
+# For n = 0, 1, … a forked child is killed at its n-th file system call; the first child that finishes ends the loop.
+# Children are forked so that torch is imported once.
 KILLED_AT_EVERY_STEP = """
     import itertools, os, signal, sys, threading
     from pathlib import Path
@@ -46,7 +46,7 @@ KILLED_AT_EVERY_STEP = """
     }
 
     def die_at(count):
-        # Files are flushed in threads, which share the count: next() is one step of the interpreter.
+        # Threads flush files and share the count: next() is atomic in the interpreter.
         steps = itertools.count()
         def before(frame, event, function):
             if event == "c_call" and function.__name__ in CALLS and next(steps) >= count:
@@ -75,12 +75,12 @@ def visible(folder: Path) -> list[str]:
 
 
 def steps_of(folder: Path, read: Any) -> dict[str, float]:
-    """Every visible checkpoint, read in full, and the step it is of."""
+    """Reads every visible checkpoint in full; returns the step of each."""
     return {name: float(read(folder / name)["model"]["weight"][0, 0]) for name in visible(folder)}
 
 
 @pytest.mark.parametrize("action", ["new", "overwrite", "delete"])
-def test_a_save_killed_at_any_step_leaves_a_whole_checkpoint(
+def test_a_save_or_delete_killed_at_any_call_leaves_only_complete_checkpoints(
     action: str, tmp_path: Path, write: Any, read: Any
 ) -> None:
     name = "new" if action == "new" else "old"
@@ -103,7 +103,7 @@ def test_a_save_killed_at_any_step_leaves_a_whole_checkpoint(
             assert steps in ({"old": 1.0}, {"old": 2.0})
             assert found == folder / "old"
         seen.add(str(steps))
-        # The next writer clears what was left, and numbers on.
+        # The next writer clears the leftovers, and continues the counter.
         highest = max([read_manifest(path).save_counter for path in all_checkpoints(folder)], default=0)
         last = write(folder / "last", 3)
         assert read_manifest(last).save_counter == highest + 1
@@ -112,8 +112,8 @@ def test_a_save_killed_at_any_step_leaves_a_whole_checkpoint(
     assert len(seen) == 2
 
 
-def test_an_overwrite_that_was_killed_is_healed_by_opening_it(tmp_path: Path, read: Any) -> None:
-    # At its renames alone: threads flush files, so that a count of all calls may pass over one of them.
+def test_opening_a_checkpoint_completes_a_killed_overwrite(tmp_path: Path, read: Any) -> None:
+    # Killed only at renames: threads flush files, so a count of all calls may skip a rename.
     count = int(run(KILLED_AT_EVERY_STEP, tmp_path, "old", "overwrite", "rename"))
     aside = [number for number in range(count) if not visible(tmp_path / str(number))]
     assert aside
@@ -122,13 +122,13 @@ def test_an_overwrite_that_was_killed_is_healed_by_opening_it(tmp_path: Path, re
 
 
 def moved_aside(path: Path) -> Path:
-    """A checkpoint as an overwrite leaves it that was killed between its two renames, on a host that is gone."""
+    """Moves a checkpoint aside, as an overwrite leaves it whose host dies between its two renames."""
     aside = path.with_name(f".{path.name}.old-1-1-gone_host-00000000")
     return path.rename(aside)
 
 
-def test_one_that_another_host_had_moved_aside_is_found(tmp_path: Path, write: Any, read: Any) -> None:
-    """Its process cannot be seen from here, so it stays where it is, and is read there."""
+def test_a_checkpoint_moved_aside_by_another_host_is_found(tmp_path: Path, write: Any, read: Any) -> None:
+    """Whether the other host's process is alive is unknown here, so the checkpoint is read where it is."""
     write(tmp_path / "old", 1)
     aside = moved_aside(write(tmp_path / "same", 2))
     assert newest(tmp_path, strict=True) == aside
@@ -141,7 +141,7 @@ def test_one_that_another_host_had_moved_aside_is_found(tmp_path: Path, write: A
 
 
 @pytest.mark.parametrize("host", ["gone_host", staging.place()])
-def test_of_several_that_were_moved_aside_from_a_name_the_newest_counts(
+def test_the_newest_of_several_checkpoints_moved_aside_is_read(
     tmp_path: Path, write: Any, read: Any, host: str
 ) -> None:
     """A power cut may undo the removal of an earlier one."""
@@ -151,7 +151,7 @@ def test_of_several_that_were_moved_aside_from_a_name_the_newest_counts(
     assert float(read(tmp_path / "same")["model"]["weight"][0, 0]) == 3.0
 
 
-def test_a_link_to_one_that_was_moved_aside_leads_to_it(tmp_path: Path, write: Any, read: Any) -> None:
+def test_a_link_to_a_checkpoint_moved_aside_resolves(tmp_path: Path, write: Any, read: Any) -> None:
     (tmp_path / "last").symlink_to("same")
     aside = moved_aside(write(tmp_path / "same", 2))
     assert not (tmp_path / "last").exists()
@@ -159,7 +159,7 @@ def test_a_link_to_one_that_was_moved_aside_leads_to_it(tmp_path: Path, write: A
     assert float(read(tmp_path / "last")["model"]["weight"][0, 0]) == 2.0
 
 
-def test_what_another_host_left_is_cleared_when_it_has_been_silent(tmp_path: Path, write: Any) -> None:
+def test_leftovers_of_another_host_are_cleared_once_its_heartbeats_stop(tmp_path: Path, write: Any) -> None:
     aside = moved_aside(write(tmp_path / "same", 1))
     left = tmp_path / ".half.tmp-1-1-gone_host-00000000"
     left.mkdir()
@@ -175,7 +175,7 @@ def test_what_another_host_left_is_cleared_when_it_has_been_silent(tmp_path: Pat
     assert os.listdir(tmp_path) == ["same"]
 
 
-def test_a_writer_shows_other_hosts_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "BEAT", 0.01)
     with CheckpointWriter(tmp_path / "new") as writer:
         os.utime(writer.folder, (1, 1))
@@ -185,7 +185,7 @@ def test_a_writer_shows_other_hosts_that_it_is_alive(tmp_path: Path, monkeypatch
         writer.commit(progress={})
 
 
-def test_links_and_files_of_killed_processes_are_cleared_too(tmp_path: Path, write: Any) -> None:
+def test_links_and_files_of_killed_processes_are_cleared(tmp_path: Path, write: Any) -> None:
     script = """
         import os, sys
         from pathlib import Path
@@ -199,7 +199,7 @@ def test_links_and_files_of_killed_processes_are_cleared_too(tmp_path: Path, wri
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_the_files_of_a_live_writer_are_left_alone(tmp_path: Path, write: Any) -> None:
+def test_files_of_a_live_writer_are_kept(tmp_path: Path, write: Any) -> None:
     writer = CheckpointWriter(tmp_path / "slow")
     writer.json("a", 1)
     write(tmp_path / "quick")
@@ -231,16 +231,16 @@ FULL_DISK = """
 """
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, read: Any) -> None:
-    said = run(FULL_DISK, tmp_path, 100_000)
-    assert str(tmp_path / "new" / "model.safetensors") in said
-    assert "File too large" in said
-    assert "keep fewer checkpoints" in said
+def test_a_full_disk_raises_and_leaves_no_files(tmp_path: Path, read: Any) -> None:
+    message = run(FULL_DISK, tmp_path, 100_000)
+    assert str(tmp_path / "new" / "model.safetensors") in message
+    assert "File too large" in message
+    assert "keep fewer checkpoints" in message
     assert os.listdir(tmp_path) == ["old"]
     assert float(read(tmp_path / "old")["model"]["weight"][0, 0]) == 1.0
 
 
-def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_file_in_place_of_a_folder_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"file.*choose another path") as caught:
         CheckpointWriter(tmp_path / "file" / "new")
@@ -253,7 +253,7 @@ def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "folder", overwrite=True)
 
 
-def test_a_parent_that_vanishes_during_a_save_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_deleted_during_a_save_names_it(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "runs" / "new")
     shutil.rmtree(tmp_path / "runs")
     with pytest.raises(CheckpointError, match="runs/new/a.json: cannot be written: No such file") as caught:
@@ -279,7 +279,7 @@ def test_overwrite_replaces_a_checkpoint(tmp_path: Path, write: Any, read: Any) 
     assert read_manifest(tmp_path / "last").save_counter == 2
 
 
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_in_a_writer_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointWriter(tmp_path / "new") as writer:
         writer.json("a", 1)
         raise ZeroDivisionError
@@ -288,7 +288,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_names_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+def test_invalid_file_names_and_values_raise(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "new") as writer:
         for name in ("manifest", "../x", "/x", "a//b", "a\\b"):
             with pytest.raises(CheckpointError, match="cannot be written as"):
@@ -312,7 +312,7 @@ def test_names_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     assert not reader.optimizers()
 
 
-def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_survives_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with CheckpointWriter("relative") as writer:
@@ -321,7 +321,7 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
         assert writer.commit(progress={}) == tmp_path / "relative"
 
 
-def test_files_of_several_chunks_come_back(tmp_path: Path) -> None:
+def test_files_of_several_chunks_survive_a_round_trip(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {
         "a": torch.randint(0, 255, (CHUNK + 12345,), dtype=torch.uint8),
@@ -334,8 +334,8 @@ def test_files_of_several_chunks_come_back(tmp_path: Path) -> None:
     entry = read_manifest(path).files["model.safetensors"]
     assert len(entry.sums) == -(-entry.size // entry.chunk) > 3
     reader = CheckpointReader(path)
-    back = reader.model()
-    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    loaded = reader.model()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     # The last byte is in the last chunk, which "a" does not touch.
     with open(path / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -350,7 +350,7 @@ def test_files_of_several_chunks_come_back(tmp_path: Path) -> None:
     reader.verify_sizes()
 
 
-def test_newest_goes_by_the_counter_and_not_by_name_or_time(tmp_path: Path, write: Any) -> None:
+def test_newest_uses_the_save_counter_and_not_names_or_times(tmp_path: Path, write: Any) -> None:
     paths = [write(tmp_path / name, step) for step, name in enumerate(("z", "m", "a"), 1)]
     os.utime(paths[0], (2**31, 2**31))
     assert newest(tmp_path) == paths[2]
@@ -370,7 +370,7 @@ def test_newest_is_none_without_a_checkpoint_and_raises_if_all_are_damaged(tmp_p
         newest(tmp_path, strict=True)
 
 
-def test_delete_takes_only_checkpoints(tmp_path: Path, write: Any) -> None:
+def test_delete_accepts_only_checkpoints(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path / "c")
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(path)
@@ -384,7 +384,7 @@ def test_delete_takes_only_checkpoints(tmp_path: Path, write: Any) -> None:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What is asked of the disk, in order: which file or folder is flushed, renamed (with its new name) or removed."""
+    """Records in order which file or folder is flushed, renamed (with its new name) or removed."""
     seen: list[tuple[str, str]] = []
     fsync, rename, unlink = os.fsync, os.rename, os.unlink
 
@@ -407,10 +407,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names of open files are read from /proc")
-def test_everything_is_on_the_disk_before_it_is_named_and_named_before_anything_is_removed(
+def test_files_are_flushed_before_the_rename_and_renamed_before_removal(
     tmp_path: Path, events: list[tuple[str, str]]
 ) -> None:
-    """What a power cut leaves: renames and removals reach the disk in the order of the flushes between them."""
+    """Across a power cut, only the flushes between them order renames and removals."""
     with CheckpointWriter(tmp_path / "saved") as writer:
         writer.model({"weight": torch.ones(4, 3)})
         writer.state("user", {"names": torch.arange(3)})

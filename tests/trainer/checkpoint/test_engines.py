@@ -1,4 +1,4 @@
-"""An engine with memory of its own, behind the Strategy contract alone: float64 masters in one row, which it steps."""
+"""An engine with its own memory, behind the Strategy contract alone: it steps flat float64 master weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
-class RowMasterWeights(MasterWeights):
-    """The masters of an InARow."""
+class FlatMasterWeights(MasterWeights):
+    """The master weights of a FlatEngineStrategy."""
 
-    def __init__(self, strategy: InARow) -> None:
+    def __init__(self, strategy: FlatEngineStrategy) -> None:
         self.strategy = strategy
 
     def groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
@@ -44,15 +44,15 @@ class RowMasterWeights(MasterWeights):
         self.strategy.copy_back()
 
 
-class InARow(SingleDeviceStrategy):
-    """Steps copies of the parameters, each group's one after the other, which are there once the optimizer is."""
+class FlatEngineStrategy(SingleDeviceStrategy):
+    """Steps one flat copy of each group's parameters, made when the optimizer is set up."""
 
-    name = "in_a_row"
+    name = "flat_engine"
     count = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.master_weights = RowMasterWeights(self)
+        self.master_weights = FlatMasterWeights(self)
         self.pieces: dict[int, Piece] = {}
         self.groups: list[list[Tensor]] = []
 
@@ -96,7 +96,7 @@ class InARow(SingleDeviceStrategy):
 
 
 class Net(Squares):
-    """Keeps its losses."""
+    """Records its losses."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(1)
@@ -118,7 +118,7 @@ class Net(Squares):
 
 def fit(kind: str, engine: bool, folder: Path, path: Path | None = None, end: int = 9) -> tuple[Net, Any]:
     module = Net(kind)
-    strategy = InARow() if engine else SingleDeviceStrategy()
+    strategy = FlatEngineStrategy() if engine else SingleDeviceStrategy()
     data = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(2)))
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True},
@@ -134,9 +134,9 @@ def fit(kind: str, engine: bool, folder: Path, path: Path | None = None, end: in
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_an_engine_with_memory_of_its_own_resumes_exactly(kind: str, tmp_path: Path) -> None:
-    whole, trainer = fit(kind, True, tmp_path / "whole")
-    path = tmp_path / "whole" / "checkpoints" / "step=4"
+def test_an_engine_with_its_own_memory_resumes_exactly(kind: str, tmp_path: Path) -> None:
+    uninterrupted, trainer = fit(kind, True, tmp_path / "uninterrupted")
+    path = tmp_path / "uninterrupted" / "checkpoints" / "step=4"
     reader = CheckpointReader(path)
     assert all(value.dtype == torch.float64 for value in reader.model().values())
     [state] = reader.optimizers()
@@ -150,17 +150,17 @@ def test_an_engine_with_memory_of_its_own_resumes_exactly(kind: str, tmp_path: P
         ["net.0.bias", "net.2.bias"],
     ]
 
-    again, resumed = fit(kind, True, tmp_path / "again", path)
-    assert again.losses == whole.losses[4:] and resumed.strategy.count == trainer.strategy.count == 9
+    resumed_net, resumed = fit(kind, True, tmp_path / "resumed_net", path)
+    assert resumed_net.losses == uninterrupted.losses[4:] and resumed.strategy.count == trainer.strategy.count == 9
     for piece, other in zip(resumed.strategy.pieces.values(), trainer.strategy.pieces.values(), strict=True):
-        assert torch.equal(piece.of(piece.flat), other.of(other.flat)), "the masters"
+        assert torch.equal(piece.of(piece.flat), other.of(other.flat)), "master weights differ"
 
-    # Out of it, and back into it.
+    # Out of the engine, and back into it.
     away, _ = fit(kind, False, tmp_path / "away", path, end=8)
     back, _ = fit(kind, True, tmp_path / "back", tmp_path / "away" / "checkpoints" / "step=8")
-    assert away.losses + back.losses == pytest.approx(whole.losses[4:], rel=1e-5)
+    assert away.losses + back.losses == pytest.approx(uninterrupted.losses[4:], rel=1e-5)
 
-    # An optimizer whose state was read before, and an engine that is made afterwards.
+    # From a run without the engine into one with it.
     plain, _ = fit(kind, False, tmp_path / "plain")
     into, _ = fit(kind, True, tmp_path / "into", tmp_path / "plain" / "checkpoints" / "step=4")
     assert into.losses == pytest.approx(plain.losses[4:], rel=1e-5)

@@ -1,4 +1,4 @@
-"""The versions of the format: how each is written down, that earlier ones are read, and how often bytes are read."""
+"""Versions of the checkpoint format: recorded in the manifest, readable if earlier, and read without extra passes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from leyden.trainer.format.manifest import MANIFEST, SHA256, XXH3, ChunkHasher, 
 from leyden.trainer.format.safefile import CheckedFile
 
 
-def as_before(path: Path, data_ranks: tuple[int, ...] = ()) -> None:
-    """Writes the manifest of a checkpoint as earlier versions did: SHA-256 for all files."""
+def write_earlier_manifest(path: Path, data_ranks: tuple[int, ...] = ()) -> None:
+    """Rewrites a checkpoint's manifest as earlier versions did, with SHA-256 for all files."""
     manifest = read_manifest(path)
     files = {}
     for name, entry in manifest.files.items():
@@ -31,7 +31,7 @@ def as_before(path: Path, data_ranks: tuple[int, ...] = ()) -> None:
     (path / MANIFEST).write_bytes(earlier.to_bytes())
 
 
-def test_each_file_names_the_algorithm_of_its_checksums(tmp_path: Path, write: Any) -> None:
+def test_the_manifest_names_the_checksum_algorithm_of_each_file(tmp_path: Path, write: Any) -> None:
     manifest = read_manifest(write(tmp_path / "one"))
     assert manifest.format == 3
     for name, entry in manifest.files.items():
@@ -39,7 +39,7 @@ def test_each_file_names_the_algorithm_of_its_checksums(tmp_path: Path, write: A
     assert b'"xxh3_64": [' in manifest.to_bytes()
 
 
-def test_a_checkpoint_without_tensors_is_one_that_earlier_versions_read(tmp_path: Path) -> None:
+def test_a_checkpoint_without_tensors_is_readable_by_earlier_versions(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "plain") as writer:
         writer.json("a", 1)
         path = writer.commit(progress={})
@@ -47,12 +47,12 @@ def test_a_checkpoint_without_tensors_is_one_that_earlier_versions_read(tmp_path
 
 
 @pytest.mark.parametrize(("version", "data_ranks"), [(1, ()), (2, (0, 0))])
-def test_earlier_formats_are_read_and_their_damage_is_found(
+def test_earlier_formats_are_read_and_damage_in_them_is_detected(
     version: int, data_ranks: tuple[int, ...], tmp_path: Path, write: Any, read: Any
 ) -> None:
     path = write(tmp_path / "one", 2)
     now = read(path)
-    as_before(path, data_ranks)
+    write_earlier_manifest(path, data_ranks)
     reader = CheckpointReader(path)
     assert reader.manifest.format == version
     reader.verify()
@@ -67,7 +67,7 @@ def test_earlier_formats_are_read_and_their_damage_is_found(
         (path / name).write_bytes(whole)
 
 
-def test_checksums_of_an_unknown_kind_are_refused(tmp_path: Path, write: Any) -> None:
+def test_an_unknown_checksum_algorithm_raises(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path / "one")
     manifest = read_manifest(path)
     entry = dataclasses.replace(manifest.files["layout.json"], algorithm="md5")
@@ -78,7 +78,7 @@ def test_checksums_of_an_unknown_kind_are_refused(tmp_path: Path, write: Any) ->
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW, Accelerator]:
-    """A model large enough for several chunks, after a step."""
+    """Returns a model large enough for several chunks after a step, its optimizer and its Accelerator."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 300))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -90,36 +90,36 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW, Accelerator]:
     return model, optimizer, accelerator
 
 
-def test_load_state_reads_optimizer_state_once_and_fills_the_weights_where_they_are(
+def test_load_state_reads_optimizer_state_once_and_fills_weights_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, its, saving = trained(0)
+    source, saved_optimizer, saving = trained(0)
     path = saving.save_state(tmp_path / "saved")
     model, optimizer, loading = trained(1)
-    places = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
     read: Counter[str] = Counter()
-    exactly = CheckedFile._read_exactly
+    read_exactly = CheckedFile._read_exactly
 
     def counting(self: CheckedFile, views: list[memoryview], offset: int) -> None:
         read[self.path.name] += sum(map(len, views))
-        exactly(self, views, offset)
+        read_exactly(self, views, offset)
 
     monkeypatch.setattr(CheckedFile, "_read_exactly", counting)
     loading.load_state(path)
     for mine, theirs in zip(model.state_dict().values(), source.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(model.parameters(), source.parameters(), strict=True):
-        for key, value in its.state[theirs].items():
+        for key, value in saved_optimizer.state[theirs].items():
             assert torch.equal(optimizer.state[mine][key], value)
-    assert places == [tensor.data_ptr() for tensor in model.state_dict().values()]
+    assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
     sizes = {name: entry.size for name, entry in CheckpointReader(path).manifest.files.items()}
-    # Opening a file reads its header, and the chunk that this is in.
+    # Opening a file also reads saved_optimizer header, along with the chunk that contains it.
     assert read["optimizer-0.safetensors"] < 1.05 * sizes["optimizer-0.safetensors"]
     assert read["model.safetensors"] < 2.1 * sizes["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer-0.safetensors", "rank-0.json"])
-def test_a_damaged_checkpoint_changes_nothing_in_load_state(name: str, tmp_path: Path) -> None:
+def test_load_state_of_a_damaged_checkpoint_changes_nothing(name: str, tmp_path: Path) -> None:
     _, _, saving = trained(0)
     path = Path(saving.save_state(tmp_path / "saved"))
     data = bytearray((path / name).read_bytes())
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_changes_nothing_in_load_state(name: str, tmp_path:
         assert torch.equal(parameter, weight) and torch.equal(optimizer.state[parameter]["exp_avg"], moment)
 
 
-def test_damage_that_is_found_too_late_says_that_weights_have_changed(tmp_path: Path, write: Any) -> None:
+def test_the_error_for_damage_detected_late_says_that_weights_have_changed(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path / "one")
     reader = CheckpointReader(path)
     data = bytearray((path / "model.safetensors").read_bytes())

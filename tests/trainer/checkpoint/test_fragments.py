@@ -1,4 +1,4 @@
-"""Fragments, an engine's stretches of flat memory, are written and read as shards, whoever wrote or reads them."""
+"""Fragments, an engine's ranges of flat memory, are saved and loaded as shards under every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.errors import CheckpointError
 
-# Ranks; "flat" deals all elements out in equal stretches, "padded" each tensor by itself, as stages of ZeRO do.
+# Numbers of ranks; "flat" splits all elements evenly, "padded" each tensor on its own, as stages of ZeRO do.
 LAYOUTS = {"whole": 1, "flat 2": 2, "flat 3": 3, "padded 3": 3, "rows 2": 2, "columns 2": 2}
 SHAPES: dict[str, tuple[int, ...]] = {
     "matrix": (7, 11),
@@ -40,14 +40,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def every_stretch() -> Iterator[tuple[tuple[int, ...], int, int]]:
+def every_range() -> Iterator[tuple[tuple[int, ...], int, int]]:
     for shape in [(), (1,), (5,), (2, 3), (1, 4), (3, 1, 2), (2, 3, 2), (2, 1, 2, 2)]:
         count = math.prod(shape)
         yield from ((shape, start, end - start) for start in range(count + 1) for end in range(start, count + 1))
 
 
-def test_rectangles_cover_their_stretch() -> None:
-    for shape, start, count in every_stretch():
+def test_rectangles_cover_their_range() -> None:
+    for shape, start, count in every_range():
         whole = torch.arange(math.prod(shape)).view(shape)
         found = rectangles(shape, start, count)
         assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -55,7 +55,7 @@ def test_rectangles_cover_their_stretch() -> None:
         assert [int(value) for part in values for value in part.reshape(-1)] == list(range(start, start + count))
 
 
-def test_a_fragment_shows_its_tensor_and_refuses_arithmetic() -> None:
+def test_a_fragment_has_its_tensors_shape_and_rejects_arithmetic() -> None:
     fragment = Fragment(torch.ones(3), (2, 3), 2)
     assert fragment.shape == (2, 3) and fragment.detach() is fragment and "3 elements from 2" in repr(fragment)
     with pytest.raises(NotImplementedError, match="Use its `flat`"):
@@ -76,7 +76,7 @@ def values(offset: int = 0, factor: int = 1) -> dict[str, Tensor]:
 
 
 def cut(tensors: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """What this rank has of each tensor."""
+    """Returns this rank's part of each tensor."""
     kind, _, size = layout.partition(" ")
     if kind == "whole":
         return dict(tensors)
@@ -117,7 +117,7 @@ def join(layout: str) -> Any:
 def save(folder: str, layout: str, factor: int = 1) -> str:
     strategy = join(layout)
     weights = cut(values(factor=factor), layout)
-    # Tied, a whole tensor among the fragments, and numbers that all have.
+    # A tied tensor, a whole one among fragments, and step counts that every rank has.
     weights = {**weights, "again": weights["matrix"], "buffer": torch.ones(2)}
     first, second = cut(values(1, factor), layout), cut(values(2, factor), layout)
     state = {name: {"exp_avg": first[name], "exp_avg_sq": second[name], "step": torch.tensor(5.0)} for name in SHAPES}
@@ -175,7 +175,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_reads_every_other(saved: dict[str, str], layout: str) -> None:
+def test_every_layout_reads_checkpoints_of_every_other(saved: dict[str, str], layout: str) -> None:
     run_world(LAYOUTS[layout], read, layout, list(saved.values()))
 
 
@@ -184,18 +184,18 @@ def test_each_element_is_written_once(saved: dict[str, str]) -> None:
         path = Path(saved[layout])
         for kind, copies in (("model", 1), ("optimizer-0", 2)):
             files = [load_file(file) for file in sorted(path.glob(f"{kind}-*.safetensors"))]
-            assert len(files) == LAYOUTS[layout], "every rank writes"
+            assert len(files) == LAYOUTS[layout], "not every rank wrote a file"
             elements = [tensor for file in files for name, tensor in file.items() if "step" not in name]
             expected = copies * sum(tensor.numel() for tensor in values().values()) + (2 if kind == "model" else 0)
             assert sum(tensor.numel() for tensor in elements) == expected
         tables = json.loads((path / "layout.json").read_text())["tensors"]
         assert tables["again"] == {"alias_of": "matrix"}
         pieces = sum(len(tables[name]["parts"][""]["shards"]) for name in SHAPES)
-        assert pieces > len(SHAPES) + LAYOUTS[layout] - 1, "a stretch is several rectangles"
+        assert pieces > len(SHAPES) + LAYOUTS[layout] - 1, "no range was split into rectangles"
         assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
 
 
-def test_a_checkpoint_of_fragments_merges_to_one_file(saved: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_of_fragments_merges_into_one_file(saved: dict[str, str], tmp_path: Path) -> None:
     for path in saved.values():
         found = load_file(merge(path, tmp_path))
         assert all(torch.equal(found[name], value) for name, value in values().items())
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_fragments_merges_to_one_file(saved: dict[str, str], tmp
         assert all(torch.equal(whole[name], value) for name, value in values().items())
 
 
-def foreign(file: str) -> None:
+def fill_from_foreign_file(file: str) -> None:
     strategy = join("flat 2")
     targets = cut({name: torch.zeros_like(value) for name, value in values().items()}, "flat 2")
     ForeignWeights(Path(file), trust=False).fill(targets)
@@ -211,16 +211,16 @@ def foreign(file: str) -> None:
     strategy.teardown()
 
 
-def test_a_file_of_another_trainer_is_cut_into_fragments(saved: dict[str, str], tmp_path: Path) -> None:
-    run_world(2, foreign, str(merge(saved["whole"], tmp_path)))
+def test_another_trainers_file_is_loaded_into_fragments(saved: dict[str, str], tmp_path: Path) -> None:
+    run_world(2, fill_from_foreign_file, str(merge(saved["whole"], tmp_path)))
 
 
-def into_memory(path: str) -> None:
-    """State is read to where the engine has it."""
+def read_into_memory(path: str) -> None:
+    """Reads optimizer state into the engine's memory."""
     strategy = join("flat 2")
     weights, memory = cut(values(), "flat 2"), {}
 
-    def lies(name: str, flat: Tensor) -> Any:
+    def memory_of(name: str, flat: Tensor) -> Any:
         def state(entry: str, dtype: torch.dtype) -> Tensor:
             found: Tensor = memory.setdefault((name, entry), torch.zeros(flat.shape, dtype=dtype))
             return found
@@ -228,7 +228,7 @@ def into_memory(path: str) -> None:
         return state
 
     fragments: Any = weights
-    like = {name: Fragment(w.flat, w.shape, w.start, lies(name, w.flat)) for name, w in fragments.items()}
+    like = {name: Fragment(w.flat, w.shape, w.start, memory_of(name, w.flat)) for name, w in fragments.items()}
     [state] = CheckpointReader(path).optimizers(like=like)
     expected = cut(values(2), "flat 2")
     for name in SHAPES:
@@ -237,8 +237,8 @@ def into_memory(path: str) -> None:
     strategy.teardown()
 
 
-def test_state_is_read_to_where_the_engine_has_it(saved: dict[str, str]) -> None:
-    run_world(2, into_memory, saved["flat 3"])
+def test_state_is_read_into_the_engines_memory(saved: dict[str, str]) -> None:
+    run_world(2, read_into_memory, saved["flat 3"])
 
 
 def measure(layout: str, paths: list[str]) -> list[float]:
@@ -261,7 +261,7 @@ def test_no_rank_reads_more_than_its_share(tmp_path: Path) -> None:
     assert all(1 <= figure < 1.10 for figure in itertools.chain(*found)), found
 
 
-def wrong(folder: str) -> list[str]:
+def save_gap_and_overlap(folder: str) -> list[str]:
     strategy = join("flat 2")
     messages = []
     # A gap, and two ranks that claim the same elements.
@@ -277,14 +277,14 @@ def wrong(folder: str) -> list[str]:
     return messages
 
 
-def test_fragments_that_do_not_fill_a_tensor_are_refused(tmp_path: Path) -> None:
-    for messages in run_world(2, wrong, str(tmp_path)):
+def test_fragments_with_a_gap_or_an_overlap_raise(tmp_path: Path) -> None:
+    for messages in run_world(2, save_gap_and_overlap, str(tmp_path)):
         assert all("weight" in message for message in messages), messages
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_decides_where_it_offloads_to() -> None:
-    """A parameter elsewhere with its state on the CPU: who resumes has the state beside the parameter."""
+def test_checkpoints_do_not_record_where_an_engine_offloads_state() -> None:
+    """With the parameter on another device, only state outside fragments is recorded as host state."""
     parameter = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
 
     class Engine:

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: never loaded, no code run, the file named, and the newest good one found."""
+"""Damaged and hostile checkpoints: never loaded, their code never run, the file named, an intact one found instead."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ FILES = [
 
 
 @pytest.fixture
-def two(tmp_path: Path, write: Any) -> tuple[Path, Path]:
-    """A good checkpoint, and the newer one that a test damages."""
+def pair(tmp_path: Path, write: Any) -> tuple[Path, Path]:
+    """Writes an intact checkpoint, and a newer one for the test to damage."""
     return write(tmp_path / "old", 1), write(tmp_path / "new", 2)
 
 
-def assert_refused(old: Path, new: Path, name: str, read: Any) -> None:
+def assert_rejected(old: Path, new: Path, name: str, read: Any) -> None:
+    """Asserts that opening the newer checkpoint raises and names the file, and that the older one is found."""
     with pytest.raises(CheckpointError) as caught:
         CheckpointReader(new).verify()
     assert str(new / name) in str(caught.value)
@@ -56,23 +57,23 @@ def assert_refused(old: Path, new: Path, name: str, read: Any) -> None:
     assert float(read(old)["model"]["weight"][0, 0]) == 1.0
 
 
-def test_the_list_of_files_is_complete(two: tuple[Path, Path]) -> None:
-    assert sorted(os.listdir(two[1])) == sorted(FILES)
-    CheckpointReader(two[1]).verify()
-    assert newest(two[1].parent) == two[1]
+def test_an_intact_checkpoint_has_all_listed_files_and_verifies(pair: tuple[Path, Path]) -> None:
+    assert sorted(os.listdir(pair[1])) == sorted(FILES)
+    CheckpointReader(pair[1]).verify()
+    assert newest(pair[1].parent) == pair[1]
 
 
-@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_refused(two: tuple[Path, Path], read: Any, name: str, place: float) -> None:
-    data = bytearray((two[1] / name).read_bytes())
-    data[int(place * (len(data) - 1))] ^= 1 << int(place * 7)
-    (two[1] / name).write_bytes(data)
-    assert_refused(*two, name, read)
+def test_a_flipped_bit_is_detected(pair: tuple[Path, Path], read: Any, name: str, position: float) -> None:
+    data = bytearray((pair[1] / name).read_bytes())
+    data[int(position * (len(data) - 1))] ^= 1 << int(position * 7)
+    (pair[1] / name).write_bytes(data)
+    assert_rejected(*pair, name, read)
 
 
-def test_every_bit_of_the_manifest_counts(two: tuple[Path, Path]) -> None:
-    good = (two[1] / MANIFEST).read_bytes()
+def test_a_flip_of_any_bit_in_the_manifest_is_detected(pair: tuple[Path, Path]) -> None:
+    good = (pair[1] / MANIFEST).read_bytes()
     for index in range(len(good) * 8):
         data = bytearray(good)
         data[index // 8] ^= 1 << index % 8
@@ -82,52 +83,52 @@ def test_every_bit_of_the_manifest_counts(two: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_refused(two: tuple[Path, Path], read: Any, name: str, keep: float) -> None:
-    os.truncate(two[1] / name, int(os.path.getsize(two[1] / name) * keep))
-    assert_refused(*two, name, read)
+def test_a_truncated_file_is_detected(pair: tuple[Path, Path], read: Any, name: str, keep: float) -> None:
+    os.truncate(pair[1] / name, int(os.path.getsize(pair[1] / name) * keep))
+    assert_rejected(*pair, name, read)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_longer_file_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
-    with open(two[1] / name, "ab") as file:
+def test_an_extended_file_is_detected(pair: tuple[Path, Path], read: Any, name: str) -> None:
+    with open(pair[1] / name, "ab") as file:
         file.write(b" ")
-    assert_refused(*two, name, read)
+    assert_rejected(*pair, name, read)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
-    (two[1] / name).unlink()
-    assert_refused(*two, name, read)
+def test_a_missing_file_is_detected(pair: tuple[Path, Path], read: Any, name: str) -> None:
+    (pair[1] / name).unlink()
+    assert_rejected(*pair, name, read)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_folder_or_a_fifo_in_place_of_a_file_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
-    (two[1] / name).unlink()
-    (two[1] / name).mkdir()
-    assert_refused(*two, name, read)
-    (two[1] / name).rmdir()
-    os.mkfifo(two[1] / name)
-    assert_refused(*two, name, read)
+def test_a_folder_or_a_fifo_in_place_of_a_file_is_detected(pair: tuple[Path, Path], read: Any, name: str) -> None:
+    (pair[1] / name).unlink()
+    (pair[1] / name).mkdir()
+    assert_rejected(*pair, name, read)
+    (pair[1] / name).rmdir()
+    os.mkfifo(pair[1] / name)
+    assert_rejected(*pair, name, read)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("forged", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_in_place_of_a_file_is_refused(
-    two: tuple[Path, Path], read: Any, name: str, forged: bool, zipped: bool, tmp_path: Path
+def test_a_pickle_in_place_of_a_file_is_never_loaded(
+    pair: tuple[Path, Path], read: Any, name: str, forged: bool, zipped: bool, tmp_path: Path
 ) -> None:
     mark = tmp_path / "code-was-run"
     source = tmp_path / "bomb"
     torch.save(Bomb(mark), source) if zipped else source.write_bytes(pickle.dumps(Bomb(mark)))
     if forged and name != MANIFEST:
-        forge(two[1], name, source.read_bytes())
+        forge(pair[1], name, source.read_bytes())
         with pytest.raises(CheckpointError, match=name):
-            read(two[1])
+            read(pair[1])
     else:
-        shutil.copy(source, two[1] / name)
-        assert_refused(*two, name, read)
+        shutil.copy(source, pair[1] / name)
+        assert_rejected(*pair, name, read)
     assert not mark.exists()
-    pickle.loads(pickle.dumps(Bomb(mark)))  # it is armed: the test can fail
+    pickle.loads(pickle.dumps(Bomb(mark)))  # proves that the payload works
     assert mark.exists()
 
 
@@ -138,33 +139,35 @@ def with_names(manifest: Manifest, files: dict[str, FileEntry]) -> bytes:
 @pytest.mark.parametrize(
     "name", ["../outside.json", "/etc/passwd", "a/../../outside.json", "C:\\x", "..", "", "./a", "a\0b"]
 )
-def test_a_name_that_leads_out_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
-    manifest = read_manifest(two[1])
-    (two[1] / MANIFEST).write_bytes(with_names(manifest, {**manifest.files, name: FileEntry(0, ())}))
-    assert_refused(*two, MANIFEST, read)
+def test_a_manifest_entry_outside_the_folder_is_rejected(pair: tuple[Path, Path], read: Any, name: str) -> None:
+    manifest = read_manifest(pair[1])
+    (pair[1] / MANIFEST).write_bytes(with_names(manifest, {**manifest.files, name: FileEntry(0, ())}))
+    assert_rejected(*pair, MANIFEST, read)
 
 
 @pytest.mark.parametrize("where", ["rank-0.json", "layout.json"])
 @pytest.mark.parametrize("name", ["../old/rank-0.safetensors", "/etc/passwd", "unlisted.safetensors"])
-def test_a_json_that_names_a_file_outside_is_refused(two: tuple[Path, Path], read: Any, where: str, name: str) -> None:
-    text = (two[1] / where).read_text()
+def test_a_reference_to_a_file_outside_the_checkpoint_is_rejected(
+    pair: tuple[Path, Path], read: Any, where: str, name: str
+) -> None:
+    text = (pair[1] / where).read_text()
     inside = "rank-0.safetensors" if where == "rank-0.json" else "model.safetensors"
     assert inside in text
-    shutil.copy(two[1] / inside, two[1] / "unlisted.safetensors")
-    forge(two[1], where, text.replace(inside, name).encode())
+    shutil.copy(pair[1] / inside, pair[1] / "unlisted.safetensors")
+    forge(pair[1], where, text.replace(inside, name).encode())
     with pytest.raises(CheckpointError, match="not part of this checkpoint"):
-        read(two[1])
+        read(pair[1])
 
 
-def test_a_link_that_leaves_the_folder_is_refused(two: tuple[Path, Path], read: Any) -> None:
+def test_a_link_out_of_the_folder_is_rejected(pair: tuple[Path, Path], read: Any) -> None:
     for name in FILES:
-        kept = (two[1] / name).read_bytes()
-        (two[1] / name).unlink()
-        (two[1] / name).symlink_to(two[0] / name)
-        assert_refused(*two, name, read)
-        (two[1] / name).unlink()
-        (two[1] / name).write_bytes(kept)
-    CheckpointReader(two[1]).verify()
+        kept = (pair[1] / name).read_bytes()
+        (pair[1] / name).unlink()
+        (pair[1] / name).symlink_to(pair[0] / name)
+        assert_rejected(*pair, name, read)
+        (pair[1] / name).unlink()
+        (pair[1] / name).write_bytes(kept)
+    CheckpointReader(pair[1]).verify()
 
 
 def header(entries: Any) -> bytes:
@@ -194,16 +197,16 @@ SAFETENSORS = {
     "unknown dtype": header({"weight": {**ONE, "dtype": "OBJ"}}) + b"1234",
     "overlap": header({"weight": ONE, "bias": ONE}) + b"1234",
     "gap": header({"weight": {**ONE, "data_offsets": [4, 8]}}) + b"12345678",
-    "bytes left over": header({"weight": ONE}) + b"12345678",
-    "twice": framed(b'{"w":%s,"w":%s}' % ((json.dumps(ONE).encode(),) * 2)) + b"1234",
+    "trailing bytes": header({"weight": ONE}) + b"12345678",
+    "duplicate name": framed(b'{"w":%s,"w":%s}' % ((json.dumps(ONE).encode(),) * 2)) + b"1234",
     "other tensors": header({"other": ONE}) + b"1234",
 }
 
 
 @pytest.mark.parametrize("kind", SAFETENSORS)
-def test_a_forged_safetensors_file_is_refused(two: tuple[Path, Path], kind: str) -> None:
-    forge(two[1], "model.safetensors", SAFETENSORS[kind])
-    reader = CheckpointReader(two[1])
+def test_a_forged_safetensors_file_raises(pair: tuple[Path, Path], kind: str) -> None:
+    forge(pair[1], "model.safetensors", SAFETENSORS[kind])
+    reader = CheckpointReader(pair[1])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         reader.model()
 
@@ -213,12 +216,12 @@ BOMBS = [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 100_000, b"", b"\xff\xfe", b
 
 @pytest.mark.parametrize("name", ["layout.json", "optimizer.json", "rank-0.json", "callbacks.json", "progress.json"])
 @pytest.mark.parametrize("data", BOMBS, ids=lambda data: repr(data[:6]))
-def test_a_forged_json_file_is_refused(two: tuple[Path, Path], read: Any, name: str, data: bytes) -> None:
+def test_a_forged_json_file_raises(pair: tuple[Path, Path], read: Any, name: str, data: bytes) -> None:
     if (name, data) == ("progress.json", b"{}"):
-        pytest.skip("an empty progress is sound")
-    forge(two[1], name, data)
+        pytest.skip("an empty progress is valid")
+    forge(pair[1], name, data)
     with pytest.raises(CheckpointError, match=name):
-        read(two[1])
+        read(pair[1])
 
 
 @pytest.mark.parametrize(
@@ -234,16 +237,16 @@ def test_a_forged_json_file_is_refused(two: tuple[Path, Path], read: Any, name: 
         lambda layout: layout.update(extra=["x"]),
     ],
 )
-def test_a_forged_layout_is_refused(two: tuple[Path, Path], change: Callable[[Any], None]) -> None:
-    layout = json.loads((two[1] / "layout.json").read_text())
+def test_a_forged_layout_raises(pair: tuple[Path, Path], change: Callable[[Any], None]) -> None:
+    layout = json.loads((pair[1] / "layout.json").read_text())
     change(layout)
-    forge(two[1], "layout.json", json.dumps(layout).encode())
+    forge(pair[1], "layout.json", json.dumps(layout).encode())
     with pytest.raises(CheckpointError, match="new"):
-        CheckpointReader(two[1]).model()
+        CheckpointReader(pair[1]).model()
 
 
-def test_shards_that_overlap_leave_no_memory_unread(tmp_path: Path) -> None:
-    """Their sizes add up, and two rows of the tensor would be whatever the memory held."""
+def test_overlapping_shards_never_expose_uninitialized_memory(tmp_path: Path) -> None:
+    """The sizes add up, but some rows of the tensor would be left uninitialized."""
     with CheckpointWriter(tmp_path / "one") as writer:
         writer.model({"weight": torch.ones(4, 3)})
         path = writer.commit(progress={})
@@ -258,7 +261,7 @@ def test_shards_that_overlap_leave_no_memory_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stride 0", "empty strings"])
-def test_a_small_file_asks_for_no_large_memory(tmp_path: Path, kind: str) -> None:
+def test_a_small_file_cannot_request_a_large_allocation(tmp_path: Path, kind: str) -> None:
     numpy = pytest.importorskip("numpy")
     with CheckpointWriter(tmp_path / "one") as writer:
         writer.state("user", {"tensor": torch.ones(1).expand(9), "array": numpy.array(["a", "b"])})
@@ -273,14 +276,14 @@ def test_a_small_file_asks_for_no_large_memory(tmp_path: Path, kind: str) -> Non
         CheckpointReader(path).state("user")
 
 
-def test_nested_json_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deeply_nested_json_raises_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointWriter(tmp_path / "one") as writer:
         writer.state("user", [])
         path = writer.commit(progress={})
     forge(path, "user.json", b'{"tensors": null, "tree": [' + b"[[]]," * 2_100_000 + b"[]]}")
     with pytest.raises(CheckpointError, match="4200003 nested parts"):
         CheckpointReader(path).state("user")
-    # What could not be read again is not written.
+    # The writer enforces the same limit.
     monkeypatch.setattr(writer_module, "MAX_PARTS", 100)
     with (
         CheckpointWriter(path) as writer,
@@ -289,14 +292,16 @@ def test_nested_json_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch:
         writer.state("user", [[] for _ in range(101)])
 
 
-def test_a_newer_format_says_so(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    # An older Leyden stands for a newer checkpoint: the manifest keeps its digest.
+def test_the_error_for_a_newer_format_asks_for_an_update(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lowering the supported format stands in for a newer checkpoint, whose digest would differ.
     monkeypatch.setattr("leyden.trainer.format.manifest.FORMAT", 0)
     with pytest.raises(CheckpointError, match="update leyden"):
-        CheckpointReader(two[1])
+        CheckpointReader(pair[1])
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_opening_a_path_without_a_checkpoint_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         CheckpointReader(tmp_path / "none")
     (tmp_path / "file").write_bytes(b"x")
@@ -333,7 +338,7 @@ def test_a_foreign_pickle_needs_trust(tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def test_a_foreign_pickle_of_weights_runs_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_foreign_pickle_of_weights_is_not_unpickled_in_full(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     assert torch.equal(load_foreign(tmp_path / "x.pt", trust=True)["w"], torch.ones(2))
     assert not [warning for warning in recwarn if "unpickled in full" in str(warning.message)]
@@ -344,20 +349,20 @@ def test_a_foreign_pickle_of_weights_runs_nothing(tmp_path: Path, recwarn: pytes
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("data", [b"", b"garbage", b"\x80\x04."])
-def test_a_foreign_file_of_other_bytes_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_an_unreadable_foreign_file_raises(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"x\.pt"):
         load_foreign(tmp_path / "x.pt", trust=True)
 
 
-def test_foreign_safetensors_load_always(tmp_path: Path) -> None:
+def test_foreign_safetensors_load_without_trust(tmp_path: Path) -> None:
     import safetensors.torch
 
     weights = {"a": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.tensor(1)}
     safetensors.torch.save_file(weights, tmp_path / "w.safetensors")
-    back = load_foreign(tmp_path / "w.safetensors")
-    assert torch.equal(back["a"], weights["a"])
-    assert torch.equal(back["b"], weights["b"])
+    loaded = load_foreign(tmp_path / "w.safetensors")
+    assert torch.equal(loaded["a"], weights["a"])
+    assert torch.equal(loaded["b"], weights["b"])
     for data in SAFETENSORS.values():
         (tmp_path / "bad.safetensors").write_bytes(data)
         if data not in (SAFETENSORS["other tensors"],):

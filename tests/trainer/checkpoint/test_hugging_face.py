@@ -1,4 +1,4 @@
-"""Folders of transformers as the weights of a module: the same tensors as transformers loads."""
+"""Transformers folders as weights of a module: the tensors equal those that transformers loads."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class Trained(nn.Module):
 
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral", "Qwen3Moe"])
 @pytest.mark.parametrize("shard_size", ["1GB", "2KB"], ids=["one file", "several files"])
-def test_a_part_of_a_module_takes_the_weights_that_transformers_saved(
-    kind: str, shard_size: str, tmp_path: Path
-) -> None:
+def test_a_submodule_loads_weights_that_transformers_saved(kind: str, shard_size: str, tmp_path: Path) -> None:
     module = Trained(kind)
     expected = module.net.state_dict()
     module.net.save_pretrained(tmp_path, max_shard_size=shard_size)
@@ -54,16 +52,16 @@ def test_a_part_of_a_module_takes_the_weights_that_transformers_saved(
     assert all(torch.equal(found[f"net.{name}"], value) for name, value in expected.items())
 
 
-def test_weights_that_fit_two_parts_alike_are_refused(tmp_path: Path) -> None:
+def test_weights_that_fit_two_submodules_raise(tmp_path: Path) -> None:
     first = model("Llama")
     first.save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"fit several submodules \(student, teacher\)"):
         HuggingFaceFolder(tmp_path).within(nn.ModuleDict({"student": first, "teacher": model("Llama")}))
 
 
-def test_a_file_that_an_index_names_and_the_folder_lacks_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_weights_file_names_it(tmp_path: Path) -> None:
     model("Llama").save_pretrained(tmp_path, max_shard_size="2KB")
-    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(CheckpointError, match=lost.name):
+    missing = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(CheckpointError, match=missing.name):
         HuggingFaceFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""Machines that share no folder: each with a folder of its own on this one, told apart by what torchrun says."""
+"""Machines without a shared folder, simulated by separate folders and torchrun's variables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(Regression):
 
 
 def on_machines(count: int) -> int:
-    """Says that each of so many machines has its share of the ranks; gives back which machine this is."""
+    """Sets torchrun's variables for a number of machines with equal shares of the ranks; returns this rank's."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     here = size // count
     os.environ.update(
@@ -61,20 +61,20 @@ def fit(folder: Path, steps: int, strategy: str, ckpt_path: str | None = None, *
     return trainer
 
 
-def refused(folder: str) -> str:
+def error_of_fit(folder: str) -> str:
     with pytest.raises(ConfigurationError) as error:
         fit(Path(folder, f"machine {on_machines(2)}"), 1, "ddp")
     return str(error.value)
 
 
-def test_folders_that_are_not_shared_are_refused(tmp_path: Path) -> None:
-    # The first to raise ends the other.
-    found = [text for text in run_world(2, refused, str(tmp_path), may_fail=True) if isinstance(text, str)]
+def test_folders_that_are_not_shared_raise(tmp_path: Path) -> None:
+    # The first rank to raise ends the other.
+    found = [text for text in run_world(2, error_of_fit, str(tmp_path), may_fail=True) if isinstance(text, str)]
     assert found and all("machine" in text and "save_on_each_node=True" in text for text in found)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "no token stays"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "a token file remains"
 
 
-def on_each(folder: str, strategy: str) -> tuple[str, dict[str, Any]]:
+def fit_and_resume(folder: str, strategy: str) -> tuple[str, dict[str, Any]]:
     machine = on_machines(2)
     own = Path(folder, f"machine {machine}")
     fit(own, 3, strategy, save_on_each_node=True)
@@ -88,9 +88,9 @@ def on_each(folder: str, strategy: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_every_machine_keeps_whole_checkpoints(tmp_path: Path, strategy: str) -> None:
+def test_every_machine_keeps_complete_checkpoints(tmp_path: Path, strategy: str) -> None:
     size = 4 if strategy == "ddp" else 2
-    found = run_world(size, on_each, str(tmp_path), strategy)
+    found = run_world(size, fit_and_resume, str(tmp_path), strategy)
     folders = [tmp_path / f"machine {machine}" / "checkpoints" for machine in (0, 1)]
     for rank, (last, _) in enumerate(found):
         assert last == str(folders[rank * 2 // size] / "step=5")
@@ -109,7 +109,7 @@ def test_every_machine_keeps_whole_checkpoints(tmp_path: Path, strategy: str) ->
         assert value.tobytes() == module.state_dict()[name].numpy().tobytes()
 
 
-def damaged(folder: str) -> tuple[int, int]:
+def resume_with_damage(folder: str) -> tuple[int, int]:
     machine = on_machines(2)
     own = Path(folder, f"machine {machine}")
     fit(own, 3, "ddp", save_on_each_node=True)
@@ -124,23 +124,23 @@ def damaged(folder: str) -> tuple[int, int]:
     return trainer.global_step, sum("skipping a damaged" in str(warning.message) for warning in caught)
 
 
-def test_one_that_is_damaged_on_one_machine_is_passed_over_by_all(tmp_path: Path) -> None:
-    assert run_world(2, damaged, str(tmp_path)) == [(2, 1), (2, 0)]
+def test_a_checkpoint_damaged_on_one_machine_is_skipped_by_all(tmp_path: Path) -> None:
+    assert run_world(2, resume_with_damage, str(tmp_path)) == [(2, 1), (2, 0)]
 
 
-def shared(folder: str) -> str:
+def fit_in_shared_folder(folder: str) -> str:
     on_machines(2)
     trainer = fit(Path(folder), 2, "ddp", save_on_each_node=True)
     assert not trainer.saves_on_each_node
     return str(trainer.last_checkpoint)
 
 
-def test_a_shared_folder_is_used_as_one(tmp_path: Path) -> None:
-    assert set(run_world(2, shared, str(tmp_path))) == {str(tmp_path / "checkpoints" / "step=2")}
+def test_a_shared_folder_disables_saving_on_each_node(tmp_path: Path) -> None:
+    assert set(run_world(2, fit_in_shared_folder, str(tmp_path))) == {str(tmp_path / "checkpoints" / "step=2")}
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last", "step=1", "step=2"]
 
 
-def broken_on_the_way(folder: str) -> str:
+def save_to_full_disk(folder: str) -> str:
     machine = on_machines(2)
     own = Path(folder, f"machine {machine}")
     trainer = fit(own, 1, "ddp", save_on_each_node=True)
@@ -162,19 +162,19 @@ def broken_on_the_way(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_machine_that_cannot_take_a_file_stops_the_save(tmp_path: Path) -> None:
-    messages = run_world(2, broken_on_the_way, str(tmp_path))
+def test_a_full_disk_on_one_machine_stops_the_save(tmp_path: Path) -> None:
+    messages = run_world(2, save_to_full_disk, str(tmp_path))
     assert all("machine of rank 1" in message for message in messages)
     for machine in (0, 1):
         CheckpointReader(tmp_path / f"machine {machine}" / "checkpoints" / "after").verify()
 
 
-def unseen(folder: str) -> str:
+def write_unseen(folder: str) -> str:
     machine = on_machines(2)
     strategy = DDPStrategy()
     strategy.setup_environment()
     if machine == 1:
-        # As if it had another disk.
+        # Simulates another disk.
         Path.is_dir = lambda self: False  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="not visible to every rank") as error:
         CheckpointWriter(Path(folder, "one"), ranks=CheckpointRanks(strategy, folder))
@@ -182,7 +182,7 @@ def unseen(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_writer_whose_folder_others_do_not_see_stops_at_once(tmp_path: Path) -> None:
-    first, second = run_world(2, unseen, str(tmp_path))
+def test_a_writer_raises_at_once_if_other_ranks_do_not_see_its_folder(tmp_path: Path) -> None:
+    first, second = run_world(2, write_unseen, str(tmp_path))
     assert "rank 1 could not do its part" in first and "save_on_each_node=True" in second
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""All of torch's optimizers and schedulers go on bit for bit after a checkpoint."""
+"""All of torch's optimizers and schedulers resume bit for bit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Che
         return CheckpointReader(writer.commit(progress={}))
 
 
-def test_the_table_has_all_of_torchs_optimizers() -> None:
+def test_every_optimizer_of_torch_is_tested() -> None:
     known = {name for name, kind in vars(O).items() if inspect.isclass(kind) and issubclass(kind, O.Optimizer)}
     assert known - {"Optimizer"} == {name.split("-")[0] for name in OPTIMIZERS}
 
@@ -103,7 +103,7 @@ def groups_of(module: nn.Module, reverse: bool = False) -> list[dict[str, Any]]:
     return [{"params": weights[::-1] if reverse else weights, "lr": 0.2}, {"params": biases, "weight_decay": 0.0}]
 
 
-def test_state_is_keyed_by_name_and_survives_another_order(tmp_path: Path) -> None:
+def test_state_is_keyed_by_name_and_survives_reordering(tmp_path: Path) -> None:
     module = build("AdamW", torch.float32)
     optimizer = O.AdamW(groups_of(module), lr=0.1)
     train(module, optimizer, range(2))
@@ -116,7 +116,7 @@ def test_state_is_keyed_by_name_and_survives_another_order(tmp_path: Path) -> No
         assert differences(other.state[parameter], optimizer.state[parameter]) == []
 
 
-def test_flags_and_schedulers_own_entries_come_from_the_saved_groups(tmp_path: Path) -> None:
+def test_flags_and_scheduler_entries_are_restored_from_the_saved_groups(tmp_path: Path) -> None:
     module = build("AdamW", torch.float32)
     optimizer = O.AdamW(list(module.named_parameters()), lr=0.1, foreach=True)
     schedulers.StepLR(optimizer, 1)
@@ -128,7 +128,7 @@ def test_flags_and_schedulers_own_entries_come_from_the_saved_groups(tmp_path: P
 
 
 @pytest.mark.parametrize("option", ["lr", "weight_decay"])
-def test_an_option_that_a_schedule_ended_a_rounding_error_below_zero_resumes(option: str, tmp_path: Path) -> None:
+def test_an_option_that_rounding_left_below_zero_is_restored(option: str, tmp_path: Path) -> None:
     module = build("AdamW", torch.float32)
     optimizer, loaded = O.AdamW(module.parameters()), O.AdamW(module.parameters())
     optimizer.param_groups[0][option] = -1e-18
@@ -136,7 +136,7 @@ def test_an_option_that_a_schedule_ended_a_rounding_error_below_zero_resumes(opt
     assert loaded.param_groups[0][option] == -1e-18
 
 
-def test_parameters_outside_the_module_have_names_too(tmp_path: Path) -> None:
+def test_parameters_outside_the_module_get_names(tmp_path: Path) -> None:
     module, outside = nn.Linear(2, 1), nn.Parameter(torch.ones(3))
     optimizer = O.SGD([{"params": list(module.parameters())}, {"params": [outside]}], lr=0.1, momentum=0.9)
     (module(torch.ones(1, 2)).sum() + outside.sum()).backward()
@@ -157,8 +157,8 @@ def test_a_shared_learning_rate_tensor_stays_shared(tmp_path: Path) -> None:
     assert saved["param_groups"][0]["lr"] is saved["param_groups"][3]["lr"]
 
 
-class Own(torch.optim.SGD):
-    """An optimizer with a state of its own, a counter that belongs to no parameter, and its own loading."""
+class CustomSGD(torch.optim.SGD):
+    """An optimizer whose state dict has a counter that belongs to no parameter."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "calls": 3}
@@ -170,18 +170,18 @@ class Own(torch.optim.SGD):
 
 def test_an_optimizer_with_its_own_state_dict_resumes(tmp_path: Path) -> None:
     module = build("SGD", torch.bfloat16)
-    optimizer = Own(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = CustomSGD(module.parameters(), lr=0.1, momentum=0.9)
     train(module, optimizer, range(2))
     optimizer.state["seen"] = {"n": 1}  # type: ignore[index]
     reader = save(tmp_path / "c", module, optimizer)
-    loaded = Own(module.parameters(), lr=0.1, momentum=0.9)
+    loaded = CustomSGD(module.parameters(), lr=0.1, momentum=0.9)
     from_named(loaded, reader.optimizers()[0], module)
     assert loaded.calls == 3
     assert loaded.state["seen"] == {"n": 1}  # type: ignore[index]
     assert differences(loaded.state_dict(), optimizer.state_dict()) == []
 
 
-def test_state_that_does_not_fit_is_named() -> None:
+def test_errors_for_mismatched_state_name_the_mismatch() -> None:
     module = build("Adam", torch.float32)
     optimizer = O.Adam(module.parameters())
     train(module, optimizer, range(1))
@@ -204,7 +204,7 @@ def test_state_that_does_not_fit_is_named() -> None:
         to_named(optimizer, dict.fromkeys(parameters, "x"))
 
 
-def test_the_table_has_all_of_torchs_schedulers() -> None:
+def test_every_scheduler_of_torch_is_tested() -> None:
     known = {
         name
         for name, kind in vars(schedulers).items()
@@ -219,7 +219,7 @@ def test_the_table_has_all_of_torchs_schedulers() -> None:
 def test_a_scheduler_resumes_bit_for_bit(kind: str, rate: Any, disk: Any, tmp_path: Path) -> None:
     module = build("SGD", torch.float32)
 
-    def begin() -> tuple[O.Optimizer, Any]:
+    def make() -> tuple[O.Optimizer, Any]:
         start = rate.clone() if isinstance(rate, torch.Tensor) else rate
         optimizer = O.SGD(module.parameters(), lr=start, momentum=0.9)
         return optimizer, SCHEDULERS[kind](optimizer)
@@ -232,13 +232,13 @@ def test_a_scheduler_resumes_bit_for_bit(kind: str, rate: Any, disk: Any, tmp_pa
             rates.append(float(optimizer.param_groups[0]["lr"]))
         return rates
 
-    optimizer, scheduler = begin()
+    optimizer, scheduler = make()
     if kind == "SequentialLR" and scheduler._schedulers[0].base_lrs[0] is optimizer.param_groups[0]["lr"]:
         pytest.skip(f"SequentialLR of torch {torch.__version__} writes the rate of each step into its base rate")
     steps(optimizer, scheduler, 4)
     saved = disk(scheduler.state_dict())
     named = save(tmp_path / "c", module, optimizer).optimizers()[0]
-    again, fresh = begin()
+    again, fresh = make()
     fresh.load_state_dict(saved)
     from_named(again, named, module)
     assert differences(fresh.state_dict(), scheduler.state_dict()) == []
@@ -246,16 +246,16 @@ def test_a_scheduler_resumes_bit_for_bit(kind: str, rate: Any, disk: Any, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam"])
-@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
-def test_an_optimizer_resumes_in_another_precision(kind: str, there: torch.dtype, tmp_path: Path) -> None:
-    """State of the parameters' dtype becomes that of the parameters that they are now; what has its own keeps it."""
-    here = torch.bfloat16 if there == torch.float32 else torch.float32
-    module = build(kind, there)
+@pytest.mark.parametrize("saved_dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_resumes_in_another_precision(kind: str, saved_dtype: torch.dtype, tmp_path: Path) -> None:
+    """State in the parameters' dtype is cast to their new dtype; other state keeps its own."""
+    loaded_dtype = torch.bfloat16 if saved_dtype == torch.float32 else torch.float32
+    module = build(kind, saved_dtype)
     optimizer = OPTIMIZERS[kind](list(module.parameters()))
     train(module, optimizer, range(4))
     reader = save(tmp_path / "c", module, optimizer)
 
-    other = build(kind, here)
+    other = build(kind, loaded_dtype)
     other.load_state_dict(reader.model())
     loaded = OPTIMIZERS[kind](list(other.parameters()))
     from_named(loaded, reader.optimizers()[0], other)
@@ -263,6 +263,6 @@ def test_an_optimizer_resumes_in_another_precision(kind: str, there: torch.dtype
         for key, value in loaded.state[parameter].items():
             if isinstance(value, torch.Tensor):
                 expected = optimizer.state[before][key]
-                assert value.dtype == (expected.dtype if expected.dim() == 0 else here), key
+                assert value.dtype == (expected.dtype if expected.dim() == 0 else loaded_dtype), key
                 assert torch.equal(value, expected.to(value.dtype))
     train(other, loaded, range(4, 6))

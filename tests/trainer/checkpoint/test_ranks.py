@@ -1,4 +1,4 @@
-"""Ranks that write one checkpoint: all of it or nothing, whoever fails; each writes a share, and each verifies one."""
+"""Ranks that write one checkpoint: complete or absent whichever rank fails, with writing and verification shared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer_state() -> dict[str, Any]:
 
 
 def write(folder: str, name: str, strategy: Any, fail: str = "") -> Path:
-    """Writes a checkpoint on all ranks, one of which may fail somewhere."""
+    """Writes a checkpoint on all ranks, one of which may fail at a given point."""
 
     def reach(point: str) -> None:
         if fail == f"{point}:{strategy.ranks.global_rank}":
@@ -66,11 +66,11 @@ def write(folder: str, name: str, strategy: Any, fail: str = "") -> Path:
         return writer.commit(progress={"global_step": 1}, world_size=strategy.ranks.world_size, strategy="ddp")
 
 
-def break_fsync(here: bool) -> None:
+def break_fsync(fails: bool) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    if here:
+    if fails:
         safefile.os.fsync = full  # type: ignore[attr-defined]
 
 
@@ -87,11 +87,11 @@ def save_spread(folder: str) -> tuple[str, dict[str, int]]:
     written: dict[str, int] = {}
     plain = contents.write_tensors
 
-    def noting(path: Path, tensors: Any, *rest: Any, **named: Any) -> Any:
+    def recording(path: Path, tensors: Any, *rest: Any, **named: Any) -> Any:
         written[path.name] = sum(tensor.numel() for tensor in tensors.values())
         return plain(path, tensors, *rest, **named)
 
-    contents.write_tensors = noting  # type: ignore[assignment]
+    contents.write_tensors = recording  # type: ignore[assignment]
     path = write(folder, "one", strategy)
     again = write(folder, "one", strategy)
     assert again.name == "one-v1"
@@ -99,10 +99,10 @@ def save_spread(folder: str) -> tuple[str, dict[str, int]]:
     return str(path), written
 
 
-def test_replicated_tensors_are_written_once_and_spread(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_spread_over_ranks(tmp_path: Path) -> None:
     (path, first), (other, second) = run_world(2, save_spread, str(tmp_path))
     assert path == other == str(tmp_path / "one")
-    # Ten thousand weights and as many of the optimizer, in two halves: none is written twice.
+    # Each rank writes half of the 10,000 weights and of the optimizer's state; no tensor is written twice.
     assert first["model-00001-of-00002.safetensors"] + second["model-00002-of-00002.safetensors"] == 10_001
     assert abs(first["model-00001-of-00002.safetensors"] - 5000) <= 1
     assert first["optimizer-0-00001-of-00002.safetensors"] + second["optimizer-0-00002-of-00002.safetensors"] == 10_004
@@ -111,9 +111,9 @@ def test_replicated_tensors_are_written_once_and_spread(tmp_path: Path) -> None:
     }
     reader = CheckpointReader(path)
     reader.verify()
-    back = reader.model()
-    assert all(torch.equal(back[name], tensor) for name, tensor in weights().items())
-    assert back["buffer"] == 0.0, "buffers are those of rank 0"
+    loaded = reader.model()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights().items())
+    assert loaded["buffer"] == 0.0, "the buffer is not that of rank 0"
     state = reader.optimizers()[0]
     assert all(torch.equal(state["state"][n]["exp_avg"], e["exp_avg"]) for n, e in optimizer_state()["state"].items())
     assert state["param_groups"] == optimizer_state()["param_groups"]
@@ -121,7 +121,7 @@ def test_replicated_tensors_are_written_once_and_spread(tmp_path: Path) -> None:
     assert not torch.equal(reader.state("rank-0")["rng"], reader.state("rank-1")["rng"])
     assert reader.manifest.world_size == 2
 
-    # As transformers reads it.
+    # The index and files, as transformers reads them.
     from safetensors import safe_open
 
     index = json.loads(Path(path, "model.safetensors.index.json").read_text())
@@ -129,10 +129,10 @@ def test_replicated_tensors_are_written_once_and_spread(tmp_path: Path) -> None:
     for name, file in index["weight_map"].items():
         with safe_open(f"{path}/{file}", "pt") as opened:
             assert opened.metadata()["format"] == "pt"
-            assert torch.equal(opened.get_tensor(name), back[name])
+            assert torch.equal(opened.get_tensor(name), loaded[name])
 
 
-def test_a_small_model_stays_one_file() -> None:
+def test_a_small_model_stays_in_one_file() -> None:
     assert set(spread(weights(), set(weights()), 4).values()) == {0}
 
 
@@ -148,7 +148,7 @@ def fail_at(folder: str, points: list[str]) -> list[str]:
         except (ZeroDivisionError, CheckpointError) as error:
             messages.append(f"{type(error).__name__}: {error}")
         safefile.os.fsync = fsync  # type: ignore[attr-defined]
-    # Rank 0 clears what was begun.
+    # Rank 0 deletes the partial checkpoint.
     strategy.ranks.barrier()
     left = [path.name for path in Path(folder).iterdir()]
     assert left == ["whole"], left
@@ -158,7 +158,7 @@ def fail_at(folder: str, points: list[str]) -> list[str]:
     return messages
 
 
-def test_the_error_of_one_rank_is_raised_on_all_and_nothing_stays(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_raises_on_all_and_leaves_no_files(tmp_path: Path) -> None:
     points = [f"{point}:{rank}" for point in ("begin", "model", "optimizers", "end") for rank in (0, 1)]
     points += ["fsync:0", "fsync:1"]
     found = run_world(2, fail_at, str(tmp_path), points)
@@ -184,19 +184,19 @@ def killed_at(folder: str, point: str) -> str:
 
 
 @pytest.mark.parametrize("point", ["kill model:1", "kill end:0", "kill begin:1", "kill optimizers:0"])
-def test_a_rank_that_is_killed_leaves_the_last_checkpoint_whole(tmp_path: Path, point: str) -> None:
+def test_a_killed_rank_leaves_the_last_checkpoint_intact(tmp_path: Path, point: str) -> None:
     killed = int(point[-1])
     found = run_world(2, killed_at, str(tmp_path), point, may_fail=True)
     assert found[killed] == -signal.SIGKILL
-    # The other one is told by its collective at once, whatever class the backend's error has.
+    # The other rank's collective raises at once; the error's class depends on the backend.
     assert found[1 - killed] not in ("saved", 0)
     assert newest(tmp_path) == tmp_path / "whole"
     CheckpointReader(tmp_path / "whole").verify()
-    # What was left is cleared by whoever looks next.
+    # `newest` has cleared the leftovers.
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-def differ(folder: str) -> str:
+def save_different_shapes(folder: str) -> str:
     shards.SPREAD_FROM = 0
     strategy = join()
     size = 4 + strategy.ranks.global_rank
@@ -210,12 +210,12 @@ def differ(folder: str) -> str:
     return str(error.value)
 
 
-def test_ranks_whose_tensors_differ_save_nothing(tmp_path: Path) -> None:
-    run_world(2, differ, str(tmp_path))
+def test_ranks_with_different_tensors_save_nothing(tmp_path: Path) -> None:
+    run_world(2, save_different_shapes, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
+def find_newest(folder: str) -> tuple[str, list[str], int, list[str]]:
     strategy = join()
     shards.SPREAD_FROM = 0
     paths = [write(folder, f"step={step}", strategy) for step in (1, 2, 3)]
@@ -226,12 +226,12 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
             (path / file).write_bytes(data)
     strategy.ranks.barrier()
     read = 0
-    exactly = safefile.CheckedFile._read_exactly
+    read_exactly = safefile.CheckedFile._read_exactly
 
     def counting(self: Any, views: list[memoryview], offset: int) -> None:
         nonlocal read
         read += sum(map(len, views))
-        exactly(self, views, offset)
+        read_exactly(self, views, offset)
 
     ranks = CheckpointRanks(strategy, folder)
     with warnings.catch_warnings(record=True) as caught:
@@ -249,11 +249,11 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
     return str(found), [str(warning.message) for warning in caught], read, errors
 
 
-def test_rank_0_chooses_and_all_share_the_verification(tmp_path: Path) -> None:
-    first, second = run_world(2, look_for_last, str(tmp_path))
+def test_rank_0_chooses_the_checkpoint_and_all_ranks_share_its_verification(tmp_path: Path) -> None:
+    first, second = run_world(2, find_newest, str(tmp_path))
     assert first[0] == second[0] == str(tmp_path / "step=1")
-    assert len(first[1]) == 2 and second[1] == [], "one rank tells of what was passed over"
-    assert first[3] == second[3] and len(first[3]) == 2, "all raise the same"
+    assert len(first[1]) == 2 and second[1] == [], "not only rank 0 warned of the skipped checkpoints"
+    assert first[3] == second[3] and len(first[3]) == 2, "the ranks raised different errors"
     assert "rank-1.safetensors" in first[3][1]
     total = sum(entry.size for entry in CheckpointReader(tmp_path / "step=1").manifest.files.values())
     assert first[2] + second[2] == total
@@ -275,7 +275,7 @@ def entry(total: Any, weight: float, reduce_fx: str | None = "mean", values: Any
     }
 
 
-def test_sums_of_logged_values_are_merged() -> None:
+def test_logged_values_of_all_ranks_are_merged() -> None:
     logs = Logs(Hooks((), None, nn.Module(), nn.Module), nn.Module())
 
     def merged(*entries: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Sharded models: each rank writes and reads its own part, whatever ranks and strategy wrote the checkpoint."""
+"""Sharded models: each rank writes and reads its own part, whichever strategy and ranks wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from leyden.trainer.format import shard_table as shards
 from leyden.trainer.format.errors import CheckpointError
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "hsdp": 4}
-# A world of four costs seconds on a small machine.
+# A world of four takes seconds on a small machine.
 QUICK = ("single", "fsdp 2", "fsdp 3")
 
 
-def by_cost(layouts: Any) -> list[Any]:
+def marking_slow_ones(layouts: Any) -> list[Any]:
     return [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.full) for layout in layouts]
 
 
 def sources(config: pytest.Config) -> dict[str, int]:
-    """The layouts that are saved under."""
+    """Returns the layouts under which checkpoints are saved."""
     return {name: LAYOUTS[name] for name in QUICK} if config.option.markexpr == "not full" else LAYOUTS
 
 
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied weights, a parameter with fewer rows than ranks, a buffer, and a state of its own that is no tensor."""
+    """Tied weights, a parameter with fewer rows than ranks, a buffer, and extra state that is not a tensor."""
 
     def __init__(self, size: int = 64) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Model(nn.Module):
         self.word = state["word"]
 
 
-class Plain(Model):
-    """Without a state that is no tensor, which safetensors' own loader does not take."""
+class WithoutExtraState(Model):
+    """The model without its extra state, which safetensors' own loader does not accept."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -103,13 +103,13 @@ def build(layout: str, seed: int, size: int = 64, meta: bool = False) -> Model:
     fully_shard(model, mesh=mesh)
     if meta:
         model.to_empty(device="cpu")
-        # to_empty makes two parameters of tied ones.
+        # to_empty unties parameters.
         model.head.weight = model.embedding.weight
     return model
 
 
 def step(model: Model, optimizer: torch.optim.Optimizer, count: int) -> None:
-    """The same batches on every rank, so that all layouts learn the same."""
+    """Trains on the same batch on every rank, so that all layouts learn the same."""
     tokens = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(count))
     model(tokens).pow(2).mean().backward()
     optimizer.step()
@@ -161,7 +161,7 @@ def save(folder: str, layout: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, dict[str, Any]]:
-    """A checkpoint of each layout, and what it holds."""
+    """Returns the path and contents of a checkpoint for each layout."""
     folder = tmp_path_factory.mktemp("saved")
     found = {}
     for layout, size in sources(pytestconfig).items():
@@ -194,8 +194,8 @@ def restore(layout: str, paths: dict[str, str], meta: bool) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("layout", by_cost(LAYOUTS))
-def test_every_layout_reads_every_other(saved: dict[str, Any], layout: str) -> None:
+@pytest.mark.parametrize("layout", marking_slow_ones(LAYOUTS))
+def test_every_layout_reads_checkpoints_of_every_other(saved: dict[str, Any], layout: str) -> None:
     paths = {source: entry["path"] for source, entry in saved.items()}
     for results in run_world(LAYOUTS[layout], restore, layout, paths, layout in ("fsdp 4", "fsdp 3")):
         for source, result in results.items():
@@ -203,14 +203,14 @@ def test_every_layout_reads_every_other(saved: dict[str, Any], layout: str) -> N
             assert result["found"].keys() == expected.keys() and result["word"] == "kept"
             for name, value in expected.items():
                 assert value.tobytes() == result["found"][name].tobytes(), (source, name)
-            # And the optimizer goes on with it: the fourth step is that of the others.
+            # With the restored optimizer, the fourth step is the same under every layout.
             for name, value in results["single"]["after"].items():
                 torch.testing.assert_close(
                     torch.tensor(result["after"][name]), torch.tensor(value), rtol=1e-4, atol=1e-5
                 )
 
 
-@pytest.mark.parametrize("layout", by_cost(["fsdp 4", "hsdp", "fsdp 3"]))
+@pytest.mark.parametrize("layout", marking_slow_ones(["fsdp 4", "hsdp", "fsdp 3"]))
 def test_each_shard_is_written_once(saved: dict[str, Any], layout: str) -> None:
     path = Path(saved[layout]["path"])
     elements: dict[str, int] = {}
@@ -221,7 +221,7 @@ def test_each_shard_is_written_once(saved: dict[str, Any], layout: str) -> None:
             sizes.append(sum(tensor.numel() for tensor in tensors.values()))
             for key, tensor in tensors.items():
                 elements[key] = elements.get(key, 0) + tensor.numel()
-        assert len(sizes) == LAYOUTS[layout], "every rank writes"
+        assert len(sizes) == LAYOUTS[layout], "not every rank wrote a file"
         assert max(sizes) < 1.35 * sum(sizes) / len(sizes), sizes
     single = CheckpointReader(saved["single"]["path"])
     assert sum(elements.values()) == sum(
@@ -229,13 +229,13 @@ def test_each_shard_is_written_once(saved: dict[str, Any], layout: str) -> None:
         for name, tensor in single.model().items()
         if isinstance(tensor, Tensor) and name != "head.weight"
     ) + sum(tensor.numel() for own in single.optimizers()[0]["state"].values() for tensor in own.values())
-    assert not (path / "model.safetensors.index.json").exists(), "nobody can read shards by it"
+    assert not (path / "model.safetensors.index.json").exists(), "an index that no reader of shards can use"
     layout_file = json.loads((path / "layout.json").read_text())
     assert layout_file["tensors"]["head.weight"] == {"alias_of": "embedding.weight"}
     assert {name.suffix for name in path.iterdir()} == {".json", ".safetensors"}
 
 
-# After load_state_dict torch 2.9 makes a copy of each uneven shard, to pad it.
+# After load_state_dict, torch 2.9 copies each uneven shard to pad it.
 PADS_IN_PLACE = torch.__version__ >= (2, 10)
 
 
@@ -263,22 +263,22 @@ def measure(layout: str, paths: list[str]) -> list[dict[str, float]]:
         reader = CheckpointReader(path)
         with Peak() as peak, counting() as weights:
             fill_weights(model, reader)
-        with Peak() as more, counting() as states:
-            kept = reader.optimizers(like=dict(model.named_parameters()))
+        with Peak() as states_peak, counting() as states:
+            loaded = reader.optimizers(like=dict(model.named_parameters()))
         found.append(
             {
                 "weights": weights["bytes"] / share,
                 "states": states["bytes"] / (2 * share),
-                "held beside the weights": peak.most / share,
-                "held of states": more.most / (2 * share),
+                "extra memory for weights": peak.most / share,
+                "memory for states": states_peak.most / (2 * share),
             }
         )
-        del kept
+        del loaded
     strategy.teardown()
     return found
 
 
-def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_no_rank_reads_or_holds_more_than_its_share(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     layouts = sources(pytestconfig)
     paths = {name: run_world(size, save_large, str(tmp_path), name)[0] for name, size in layouts.items()}
     for layout in (name for name in layouts if "fsdp" in name or name == "hsdp"):
@@ -286,8 +286,8 @@ def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path, py
             for source, figures in zip(paths, rank, strict=True):
                 assert figures["weights"] < 1.10, (layout, source, figures)
                 assert figures["states"] < 1.10, (layout, source, figures)
-                assert figures["held of states"] < 1.10, (layout, source, figures)
-                assert figures["held beside the weights"] < (0.05 if PADS_IN_PLACE else 1), (layout, source, figures)
+                assert figures["memory for states"] < 1.10, (layout, source, figures)
+                assert figures["extra memory for weights"] < (0.05 if PADS_IN_PLACE else 1), (layout, source, figures)
 
 
 class Tied(nn.Module):
@@ -298,8 +298,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("held", ["embedding.weight", "head.weight"])
-def test_a_file_may_hold_one_name_of_a_tied_parameter(held: str, tmp_path: Path) -> None:
-    """safetensors files of other libraries write each tensor once."""
+def test_tied_parameters_load_from_a_file_with_one_of_their_names(held: str, tmp_path: Path) -> None:
+    """Other libraries' safetensors files store a tied tensor once."""
     weight = torch.randn(5, 3)
     with CheckpointWriter(tmp_path / "one") as writer:
         writer.model({held: weight})
@@ -315,7 +315,7 @@ def test_a_file_may_hold_one_name_of_a_tied_parameter(held: str, tmp_path: Path)
         load_weights(Tied(), {"other": weight})
 
 
-def damage(path: str, layout: str) -> list[str]:
+def read_damaged(path: str, layout: str) -> list[str]:
     strategy = strategy_of(layout)
     file = Path(path, "model-00002-of-00002.safetensors")
     if dist.get_rank() == 0:
@@ -337,14 +337,14 @@ def damage(path: str, layout: str) -> list[str]:
     return messages
 
 
-def test_a_damaged_shard_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
+def test_a_damaged_shard_raises_on_the_rank_that_reads_it(tmp_path: Path) -> None:
     path = run_world(2, save, str(tmp_path), "fsdp 2")[0]["path"]
-    first, second = run_world(2, damage, path, "fsdp 2")
-    assert first == ["read"], "it has no part in that file"
+    first, second = run_world(2, read_damaged, path, "fsdp 2")
+    assert first == ["read"], "rank 0 reads nothing from that file"
     assert "model-00002-of-00002.safetensors" in second[0] and "checksum" in second[0]
 
 
-def names(path: str) -> None:
+def fill_with_missing_name(path: str) -> None:
     strategy = strategy_of("fsdp 2")
     model = build("fsdp 2", seed=1)
     model.register_parameter("more", nn.Parameter(torch.zeros(1)))
@@ -355,8 +355,8 @@ def names(path: str) -> None:
     strategy.teardown()
 
 
-def test_names_that_do_not_fit_are_named(saved: dict[str, Any]) -> None:
-    run_world(2, names, saved["fsdp 3"]["path"])
+def test_the_error_for_a_missing_parameter_names_it(saved: dict[str, Any]) -> None:
+    run_world(2, fill_with_missing_name, saved["fsdp 3"]["path"])
 
 
 def test_reading_a_sharded_checkpoint_imports_no_planner(saved: dict[str, Any]) -> None:
@@ -375,7 +375,7 @@ def read_alone(path: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ))
 
 
-def test_a_sharded_checkpoint_merges_to_one_file(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_merges_into_one_file(saved: dict[str, Any], tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_model
 
@@ -386,16 +386,16 @@ def test_a_sharded_checkpoint_merges_to_one_file(saved: dict[str, Any], tmp_path
         expected = {name: torch.tensor(value) for name, value in saved[source]["found"].items() if "/" not in name}
         assert found.keys() == expected.keys() - {"head.weight"}
         assert all(torch.equal(found[name], expected[name]) for name in found)
-        # The largest tensor, and not all of them.
+        # Memory for the largest tensor, not for all of them.
         assert peak.most <= max(tensor.nbytes for tensor in found.values())
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
-        model = Plain()
+        model = WithoutExtraState()
         load_model(model, file)
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items() if name in expected)
 
 
-def test_a_part_is_merged_by_its_own_names(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_merging_a_submodule_strips_its_prefix(saved: dict[str, Any], tmp_path: Path) -> None:
     source = saved["fsdp 3"]
     (tmp_path / "there").mkdir()
     file = merge(source["path"], tmp_path / "there", module_prefix="blocks.1")
@@ -403,14 +403,14 @@ def test_a_part_is_merged_by_its_own_names(saved: dict[str, Any], tmp_path: Path
     block = Block(64)
     block.load_state_dict(load_file(file))
     assert block.up.weight.detach().numpy().tobytes() == source["found"]["blocks.1.up.weight"].tobytes()
-    # Of tied weights, the name that is left is the one that holds them.
+    # Of two tied names, the selected one stores the tensor.
     assert list(load_file(merge(source["path"], file, module_prefix="head."))) == ["weight"]
     with pytest.raises(ConfigurationError, match=r"no weight .* begins with 'block\.'.*Did you mean 'blocks'"):
         merge(source["path"], file, module_prefix="block")
     assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
 
 
-def foreign(path: str) -> dict[str, Any]:
+def fill_from_foreign_file(path: str) -> dict[str, Any]:
     strategy = strategy_of("fsdp 2")
     model = build("fsdp 2", seed=9, meta=True)
     fill_weights(model, ForeignWeights(Path(path), trust=False), strict=False)
@@ -420,8 +420,8 @@ def foreign(path: str) -> dict[str, Any]:
     return found
 
 
-def test_a_file_of_another_trainer_is_cut_into_shards(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_another_trainers_file_is_loaded_into_shards(saved: dict[str, Any], tmp_path: Path) -> None:
     file = merge(saved["single"]["path"], tmp_path)
     expected = saved["single"]["found"]
-    for found in run_world(2, foreign, str(file)):
+    for found in run_world(2, fill_from_foreign_file, str(file)):
         assert all(value.tobytes() == expected[name].tobytes() for name, value in found.items())

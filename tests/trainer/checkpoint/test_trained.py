@@ -1,4 +1,4 @@
-"""Parameters that hooks freeze and unfreeze: a resume trains those that the run trained when it was saved."""
+"""Parameters that hooks freeze or unfreeze: a resumed run trains the same ones as the saved run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trainer_of(root: Path, strategy: str, **arguments: Any) -> Trainer:
 
 
 def fit(root: Path, strategy: str, steps: list[int]) -> dict[str, list[list[float]]]:
-    """The weights of a straight run, and of runs that were saved at some steps and resumed."""
+    """Returns the weights of an uninterrupted run, and of runs saved at some steps and resumed."""
     found = {}
     for number in [-1, *steps]:
         module = Gradual()
@@ -64,7 +64,7 @@ def fit(root: Path, strategy: str, steps: list[int]) -> dict[str, list[list[floa
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
-def test_a_resume_trains_what_the_run_had_unfrozen(strategy: str, tmp_path: Path) -> None:
+def test_resuming_restores_which_parameters_are_trained(strategy: str, tmp_path: Path) -> None:
     # An epoch has 8 batches on one process and 4 on two.
     ranks = 1 if strategy == "single_device" else 2
     steps = [number // ranks for number in (6, 8, 12, 16, 22)]
@@ -73,11 +73,11 @@ def test_a_resume_trains_what_the_run_had_unfrozen(strategy: str, tmp_path: Path
     else:
         runs = run_world(ranks, fit, tmp_path, strategy, steps)
     for found in runs:
-        straight = found.pop("-1")
-        assert len(found) == 5 and all(resumed == straight for resumed in found.values())
+        uninterrupted = found.pop("-1")
+        assert len(found) == 5 and all(resumed == uninterrupted for resumed in found.values())
 
 
-def test_a_script_that_was_changed_decides_about_what_no_hook_had_changed(tmp_path: Path) -> None:
+def test_a_changed_script_decides_for_parameters_that_no_hook_had_changed(tmp_path: Path) -> None:
     first = trainer_of(tmp_path, "single_device", max_steps=3)
     first.fit(Gradual(), loader())
     first.save_checkpoint(tmp_path / "saved")
@@ -87,7 +87,7 @@ def test_a_script_that_was_changed_decides_about_what_no_hook_had_changed(tmp_pa
     assert module.epochs == [] and not torch.equal(module.first.weight, before)
 
 
-def test_only_the_progress_of_a_run_brings_them_back(tmp_path: Path) -> None:
+def test_restoring_only_weights_neither_freezes_nor_unfreezes_parameters(tmp_path: Path) -> None:
     first = trainer_of(tmp_path, "single_device", max_steps=12)
     first.fit(Gradual(), loader())
     first.save_checkpoint(tmp_path / "saved")
@@ -98,7 +98,7 @@ def test_only_the_progress_of_a_run_brings_them_back(tmp_path: Path) -> None:
     assert not module.first.weight.requires_grad and module.second.weight.requires_grad
 
 
-def test_a_wrong_entry_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_forged_entry_names_it(tmp_path: Path) -> None:
     first = trainer_of(tmp_path, "single_device", max_steps=12)
     first.fit(Gradual(), loader())
     first.save_checkpoint(tmp_path / "saved")

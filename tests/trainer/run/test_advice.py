@@ -1,4 +1,4 @@
-"""An error in a step keeps its type and words, and says besides where it came up, with which batch, and what to try."""
+"""An error in a step keeps its type and message, and adds where it occurred, the batch, and what to try."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ STEPS: dict[str, tuple[Callable[[Module, Any], Any], type[Exception], str]] = {
         ValueError,
         r"DataLoader stacks samples along the first dimension",
     ),
-    "addends": (lambda m, b: (b[0] + torch.ones(3)).sum(), RuntimeError, r"compare the two shapes"),
+    "broadcast": (lambda m, b: (b[0] + torch.ones(3)).sum(), RuntimeError, r"compare the two shapes"),
     "channels": (lambda m, b: nn.Conv2d(3, 1, 1)(b[0][None]).sum(), RuntimeError, "images are \\(samples, channels"),
     "token": (lambda m, b: nn.Embedding(2, 2)(b[1] + 7).sum(), IndexError, "num_embeddings"),
-    "of their own": (lambda m, b: {}["x"], KeyError, ""),
+    "no advice": (lambda m, b: {}["x"], KeyError, ""),
 }
 
 
-def told_of(run: Callable[[], Any], error: type[Exception], capsys: pytest.CaptureFixture[str]) -> str:
-    """What an error that ends a run says at its end; before Python 3.11 this stands above the traceback."""
+def error_text(run: Callable[[], Any], error: type[Exception], capsys: pytest.CaptureFixture[str]) -> str:
+    """Returns the text of the error that ends a run, notes included; before Python 3.11 they go to stderr."""
     with pytest.raises(error) as caught:
         run()
     assert type(caught.value) is error
@@ -46,7 +46,7 @@ def told_of(run: Callable[[], Any], error: type[Exception], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_an_error_in_a_step_names_epoch_batch_shapes_and_what_to_try(
+def test_an_error_in_a_step_gives_epoch_batch_shapes_and_advice(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, error, fix = STEPS[name]
@@ -56,10 +56,10 @@ def test_an_error_in_a_step_names_epoch_batch_shapes_and_what_to_try(
             return step(self, batch) if self.current_epoch == 1 and batch_idx == 2 else self.loss(batch)
 
     trainer = Trainer(**{**QUIET, "max_epochs": 2}, default_root_dir=tmp_path)
-    told = told_of(lambda: trainer.fit(Wrong(), loader()), error, capsys)
+    text = error_text(lambda: trainer.fit(Wrong(), loader()), error, capsys)
     place = "this was step 6 (epoch 1, batch 2) in fit; the batch was [(2, 4) float32, (2,) int64]"
-    assert f"{place}; its samples are 4, 5 of the data set." in told
-    assert re.search(fix, told), told
+    assert f"{place}; its samples are 4, 5 of the data set." in text
+    assert re.search(fix, text), text
 
 
 class FailsInValidation(Module):
@@ -68,18 +68,18 @@ class FailsInValidation(Module):
             raise ZeroDivisionError
 
 
-def test_an_error_in_a_validation_names_its_own_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_validation_names_the_validation_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = {**QUIET, "default_root_dir": tmp_path}
     fit = Trainer(**quiet, num_sanity_val_steps=0)
-    told = told_of(lambda: fit.fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
-    assert "this was batch 1 in validation, at step 4 (epoch 0, batch 4); the batch was [(2, 4)" in told
-    told = told_of(lambda: Trainer(**quiet).fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
-    assert "this was batch 1 in the sanity check; the batch was" in told
-    told = told_of(lambda: Trainer(**quiet).validate(FailsInValidation(), loader()), ZeroDivisionError, capsys)
-    assert "this was batch 1 in validation; the batch was" in told
+    text = error_text(lambda: fit.fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
+    assert "this was batch 1 in validation, at step 4 (epoch 0, batch 4); the batch was [(2, 4)" in text
+    text = error_text(lambda: Trainer(**quiet).fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
+    assert "this was batch 1 in the sanity check; the batch was" in text
+    text = error_text(lambda: Trainer(**quiet).validate(FailsInValidation(), loader()), ZeroDivisionError, capsys)
+    assert "this was batch 1 in validation; the batch was" in text
 
 
-def test_samples_of_different_shapes_are_named_with_their_place_in_the_epoch(
+def test_an_error_collating_uneven_samples_gives_step_and_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Uneven(Dataset[Any]):
@@ -90,12 +90,12 @@ def test_samples_of_different_shapes_are_named_with_their_place_in_the_epoch(
             return torch.randn(4 if index < 5 else 3), torch.tensor(1)
 
     trainer = Trainer(**QUIET, default_root_dir=tmp_path)
-    told = told_of(lambda: trainer.fit(Module(), DataLoader(Uneven(), batch_size=2)), RuntimeError, capsys)
-    assert "this was step 2 (epoch 0, batch 2) in fit." in told
-    assert "pass the DataLoader a collate_fn" in told
+    text = error_text(lambda: trainer.fit(Module(), DataLoader(Uneven(), batch_size=2)), RuntimeError, capsys)
+    assert "this was step 2 (epoch 0, batch 2) in fit." in text
+    assert "pass the DataLoader a collate_fn" in text
 
 
-def test_a_nan_that_autograd_finds_says_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_found_by_autograd_comes_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Root(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             zero = self.net(batch[0]).sum() * 0
@@ -103,14 +103,16 @@ def test_a_nan_that_autograd_finds_says_what_to_try(tmp_path: Path, capsys: pyte
 
     with torch.autograd.set_detect_anomaly(True):
         trainer = Trainer(**QUIET, default_root_dir=tmp_path)
-        told = told_of(lambda: trainer.fit(Root(), loader()), RuntimeError, capsys)
-    assert "gradient_clip_val" in told and "add an eps" in told
+        text = error_text(lambda: trainer.fit(Root(), loader()), RuntimeError, capsys)
+    assert "gradient_clip_val" in text and "add an eps" in text
 
 
-def test_an_error_from_before_the_loop_has_no_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class NoForm(Module):
+def test_an_error_before_the_loop_names_no_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class InvalidOptimizer(Module):
         def configure_optimizers(self) -> Any:
             return 3
 
     trainer = Trainer(**QUIET, default_root_dir=tmp_path)
-    assert "leyden: this was" not in told_of(lambda: trainer.fit(NoForm(), loader()), ConfigurationError, capsys)
+    assert "leyden: this was" not in error_text(
+        lambda: trainer.fit(InvalidOptimizer(), loader()), ConfigurationError, capsys
+    )

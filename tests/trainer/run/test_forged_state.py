@@ -1,4 +1,4 @@
-"""Forged state in checkpoints whose checksums are right: each owner refuses what it cannot have saved, and names it."""
+"""Forged state in checkpoints with valid checksums: each owner rejects and names entries it cannot have saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leyden.trainer.format.manifest import MANIFEST, read_manifest
 
 
 class Module(Squares):
-    """Logs on both levels, and has two schedulers."""
+    """Logs per step and per epoch, and has two schedulers."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(3, 1))
@@ -65,7 +65,7 @@ def loaders() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real run, which saved its last checkpoint in the middle of an epoch."""
+    """Returns the folder of a real run that saved its last checkpoint in the middle of an epoch."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     trainer(folder).fit(Module(), *loaders())
@@ -86,23 +86,23 @@ def resume(folder: Path) -> None:
     trainer(folder).fit(Module(), *loaders(), ckpt_path=saved(folder))
 
 
-def books(tree: Any) -> Any:
+def ranking_of(tree: Any) -> Any:
     return next(state for key, state in tree["tree"].items() if key.startswith("ModelCheckpoint"))
 
 
-def log(tree: Any) -> Any:
+def logger_state_of(tree: Any) -> Any:
     return next(state for key, state in tree["tree"].items() if key.startswith("CSVLogger"))
 
 
-def everything_in(folder: Path) -> dict[str, bytes]:
+def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # paths from a checkpoint ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("entry", ["recent", "doomed", "best_k_models", "last_model_path"])
 @pytest.mark.parametrize("kind", ["absolute", "upwards", "link"])
-def test_a_checkpoint_deletes_nothing_outside_of_its_folder(folder: Path, entry: str, kind: str) -> None:
-    """Another run's checkpoint is named as one that this run may delete."""
+def test_a_forged_ranking_deletes_nothing_outside_its_folder(folder: Path, entry: str, kind: str) -> None:
+    """The forged entry offers another run's checkpoint for deletion."""
     other = folder.parent / "other" / "precious"
     shutil.copytree(saved(folder), other)
     manifest = read_manifest(other)
@@ -112,16 +112,16 @@ def test_a_checkpoint_deletes_nothing_outside_of_its_folder(folder: Path, entry:
     def change(tree: Any) -> None:
         identity = f"{manifest.save_counter} {manifest.saved_at}"
         value: Any = {"recent": [name], "doomed": {name: identity}, "best_k_models": {name: 1e9}}.get(entry, name)
-        books(tree)[entry] = value
+        ranking_of(tree)[entry] = value
 
     forge_json(saved(folder), "callbacks.json", change)
-    before = everything_in(other)
+    before = contents_of(other)
     with pytest.raises(CheckpointError, match=rf"callbacks\.json: .*ModelCheckpoint.*{entry} names a path outside"):
         resume(folder)
-    assert everything_in(other) == before
+    assert contents_of(other) == before
 
 
-def test_absolute_names_of_older_checkpoints_are_read_where_they_lie_in_the_folder(tmp_path: Path) -> None:
+def test_absolute_paths_in_older_checkpoints_resolve_to_the_current_folder(tmp_path: Path) -> None:
     here = str(tmp_path / "now")
     names = {"best_model_path": "a", "last_model_path": "b", "recent": ["a"], "best_k_models": {"b": 1.0}, "doomed": {}}
     before = {"dirpath": str(tmp_path / "then"), **names}
@@ -134,23 +134,23 @@ def test_absolute_names_of_older_checkpoints_are_read_where_they_lie_in_the_fold
     }
     assert read_ranking(absolute, here) == read_ranking(before, here)
     assert read_ranking(before, here).recent == (f"{here}/a",)
-    # Earlier versions kept the best one of another folder; it is forgotten.
+    # Earlier versions kept the best checkpoint of another folder; it is dropped.
     assert read_ranking({**before, "best_model_path": f"{tmp_path}/elsewhere/a"}, here).best_model_path == ""
 
 
 @pytest.mark.parametrize("version", ["../../../other", "/{}/other", "..", -1])
-def test_a_logger_goes_to_no_folder_outside_of_its_own(folder: Path, version: Any) -> None:
+def test_a_forged_version_cannot_move_a_logger_out_of_its_folder(folder: Path, version: Any) -> None:
     other = folder.parent / "other"
     shutil.copytree(folder / "logs" / "version_0", other)
     version = version.format(other.parent) if isinstance(version, str) else version
-    forge_json(saved(folder), "callbacks.json", lambda tree: log(tree).update(version=version, rows=0))
-    before = everything_in(other)
+    forge_json(saved(folder), "callbacks.json", lambda tree: logger_state_of(tree).update(version=version, rows=0))
+    before = contents_of(other)
     with pytest.raises(CheckpointError, match=r"callbacks\.json: .*CSVLogger.*version"):
         resume(folder)
-    assert everything_in(other) == before
+    assert contents_of(other) == before
 
 
-# what each owner checks -----------------------------------------------------------------------------------------------
+# checks by each owner -------------------------------------------------------------------------------------------------
 def state_of_callback(kind: str, key: str, value: Any) -> Callable[[Any], None]:
     def change(tree: Any) -> None:
         next(state for name, state in tree["tree"].items() if name.startswith(kind))[key] = value
@@ -159,7 +159,7 @@ def state_of_callback(kind: str, key: str, value: Any) -> Callable[[Any], None]:
 
 
 def at(*path: Any, value: Any) -> Callable[[Any], None]:
-    """Changes one entry of a JSON file; `...` as value takes it out."""
+    """Returns a change that sets one entry of a JSON file; the value `...` deletes it."""
 
     def change(tree: Any) -> None:
         for key in path[:-1]:
@@ -173,12 +173,12 @@ def at(*path: Any, value: Any) -> Callable[[Any], None]:
 
 
 def items_of(tagged: dict[str, Any]) -> list[Any]:
-    """The items of a tuple, as the file has them."""
+    """Returns the items of a tuple in its JSON form."""
     return next(value for value in tagged.values() if isinstance(value, list))
 
 
 def option(key: str, value: Any) -> Callable[[Any], None]:
-    """Changes one option of the optimizer; of a tuple the first number."""
+    """Returns a change that sets one option of the optimizer, or the first item of a tuple."""
 
     def change(tree: Any) -> None:
         group = tree["optimizers"][0]["tree"]["param_groups"][0]
@@ -233,10 +233,10 @@ FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "message"), FORGERIES, ids=[message for *_, message in FORGERIES])
-def test_each_owner_refuses_what_it_cannot_have_saved(
+def test_each_owner_rejects_state_it_cannot_have_saved(
     folder: Path, name: str, change: Callable[[Any], None], message: str
 ) -> None:
-    """The error names file and entry. Unless it is an optimizer's, which is made later, the weights are unchanged."""
+    """The error names file and entry; the weights change only if the entry is restored after them."""
     forge_json(saved(folder), name, change)
     module = Module()
     before = {key: value.clone() for key, value in module.state_dict().items()}
@@ -255,33 +255,31 @@ def rename_weight(tree: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "change"), [("optimizer.json", rename_parameter), ("layout.json", rename_weight)])
-def test_a_state_that_does_not_fit_the_run_is_an_error_that_names_its_file(
-    folder: Path, name: str, change: Callable[[Any], None]
-) -> None:
+def test_the_error_for_mismatched_state_names_its_file(folder: Path, name: str, change: Callable[[Any], None]) -> None:
     forge_json(saved(folder), name, change)
     with pytest.raises(ConfigurationError, match=rf"{re.escape(str(saved(folder) / name))}: .*net\.other"):
         resume(folder)
 
 
-def options_of_log(place: int, value: Any) -> Callable[[Any], None]:
+def log_option(place: int, value: Any) -> Callable[[Any], None]:
     def change(tree: Any) -> None:
         items_of(tree["tree"]["logs"]["entries"][0]["options"])[place] = value
 
     return change
 
 
-def test_options_of_a_logged_value_that_cannot_be_are_the_checkpoints(folder: Path) -> None:
+def test_impossible_log_options_are_blamed_on_the_checkpoint(folder: Path) -> None:
     def neither(tree: Any) -> None:
-        options_of_log(2, False)(tree)
-        options_of_log(3, False)(tree)
+        log_option(2, False)(tree)
+        log_option(3, False)(tree)
 
     forge_json(saved(folder), "rank-0.json", neither)
     with pytest.raises(CheckpointError, match=r"rank-0\.json: logs\.entries\[0\]\.options is invalid"):
         resume(folder)
 
 
-def test_other_options_of_a_logged_value_are_told_from_another_call(folder: Path) -> None:
-    forge_json(saved(folder), "rank-0.json", options_of_log(0, True))
+def test_forged_log_options_that_differ_from_the_modules_raise(folder: Path) -> None:
+    forge_json(saved(folder), "rank-0.json", log_option(0, True))
     with pytest.raises(
         ConfigurationError, match=r"different arguments in the run of this checkpoint.*rank-….json has \(True, None"
     ):
@@ -289,7 +287,7 @@ def test_other_options_of_a_logged_value_are_told_from_another_call(folder: Path
 
 
 def entries_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all entries of a JSON file, of long lists those of the first three."""
+    """Yields the paths of all entries of a JSON file, for lists only of the first three items."""
     if path:
         yield path
     if isinstance(tree, dict):
@@ -304,14 +302,14 @@ VALUES = [..., None, "bogus", -3, 0, 10**8, 2**40, 1.5, True, [], [1, [2]], {"a"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 16))])
-def test_no_forged_entry_raises_anything_but_a_clear_error(folder: Path, seed: int) -> None:
-    """Whatever any entry of any JSON file is changed to, fit and the command line resume, or say what is wrong."""
+def test_forged_entries_raise_only_clear_errors(folder: Path, seed: int) -> None:
+    """Whatever an entry of a JSON file is changed to, fit and the command line succeed or report what is wrong."""
     random = Random(seed)
     files = sorted(path.name for path in saved(folder).glob("*.json") if path.name != MANIFEST)
     good = folder.parent / "good"
     shutil.copytree(saved(folder), good)
     for _ in range(25):
-        # A forged ranking may have had it deleted as the worst.
+        # With a forged ranking, the run may have deleted this checkpoint as the worst.
         shutil.rmtree(saved(folder), ignore_errors=True)
         shutil.copytree(good, saved(folder))
         name = random.choice(files)
@@ -345,7 +343,7 @@ def test_no_forged_entry_raises_anything_but_a_clear_error(folder: Path, seed: i
         ("optimizer.json", at("optimizers", 0, "tree", "param_groups", 0, "lr", value="x"), "lr is 'x'"),
     ],
 )
-def test_an_accelerator_refuses_forged_state_too(
+def test_an_accelerator_rejects_forged_state(
     tmp_path: Path, name: str, change: Callable[[Any], None], message: str
 ) -> None:
     accelerator = Accelerator(cpu=True)

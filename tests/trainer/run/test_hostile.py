@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints of real runs: `fit` never loads one, runs none of its code and changes nothing."""
+"""Damaged and hostile checkpoints of real runs: `fit` never loads one, runs its code, or changes the module."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scheduled(module: torch.nn.Module) -> Any:
 
 
 class Module(Squares):
-    """Has hyperparameters, a scheduler, a draw in each step, and a value of its own in its checkpoints."""
+    """A module with hyperparameters, a scheduler, dropout, and an entry of its own in checkpoints."""
 
     def __init__(self, width: int = 4) -> None:
         net = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
@@ -76,7 +76,7 @@ def loader() -> Any:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of the three epochs of a real run."""
+    """Returns the folder of a real run with a checkpoint of each of its three epochs."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     trainer(folder).fit(Module(), loader())
@@ -94,18 +94,18 @@ def newest(folder: Path) -> Path:
     return folder / "checkpoints" / "epoch=2"
 
 
-def everything(module: Module, run: Trainer) -> tuple[dict[str, torch.Tensor], Any]:
+def state_of(module: Module, run: Trainer) -> tuple[dict[str, torch.Tensor], Any]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}, run.progress.to_dict()
 
 
-def assert_refused(folder: Path, name: str, *, parts: tuple[str, ...] = ()) -> None:
-    """By path an error that names the file, and nothing changed; by "last" and "auto" the one before it."""
+def assert_rejected(folder: Path, name: str, *, parts: tuple[str, ...] = ()) -> None:
+    """Asserts that the path raises an error that names the file, and "last" and "auto" load the previous one."""
     module, run = Module(), trainer(folder, epochs=4)
-    before = everything(module, run)
+    before = state_of(module, run)
     with pytest.raises(CheckpointError) as caught:
         run.fit(module, loader(), ckpt_path=newest(folder))
     assert str(newest(folder) / name) in str(caught.value)
-    after = everything(module, run)
+    after = state_of(module, run)
     assert after[1] == before[1]
     for key, tensor in before[0].items():
         assert torch.equal(tensor, after[0][key]), key
@@ -115,7 +115,7 @@ def assert_refused(folder: Path, name: str, *, parts: tuple[str, ...] = ()) -> N
     for path in ("last", "auto"):
         module, run = Module(), trainer(folder, epochs=2)
         with pytest.warns(UserWarning, match=rf"skipping a damaged checkpoint: .*{name}"):
-            # Two epochs were asked for and are done, so that nothing is trained or saved after it is loaded.
+            # Two epochs are already done, so nothing is trained or saved after loading.
             run.fit(module, loader(), ckpt_path=path)
         assert run.progress.epoch == 1
         assert torch.equal(module.state_dict()["net.0.weight"], weights_of(folder / "checkpoints" / "epoch=1"))
@@ -127,7 +127,7 @@ def weights_of(path: Path) -> torch.Tensor:
     return weights
 
 
-def test_the_list_of_files_is_complete(run_folder: Path) -> None:
+def test_an_intact_checkpoint_has_all_listed_files_and_loads(run_folder: Path) -> None:
     assert sorted(os.listdir(newest(run_folder))) == sorted(NAMES)
     module, run = Module(), trainer(run_folder, epochs=3)
     run.fit(module, loader(), ckpt_path=newest(run_folder))
@@ -136,44 +136,44 @@ def test_the_list_of_files_is_complete(run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_is_refused(run_folder: Path, name: str) -> None:
+def test_a_flipped_bit_is_detected(run_folder: Path, name: str) -> None:
     path = newest(run_folder) / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    assert_refused(run_folder, name)
+    assert_rejected(run_folder, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_truncated_file_is_refused(run_folder: Path, name: str) -> None:
+def test_a_truncated_file_is_detected(run_folder: Path, name: str) -> None:
     path = newest(run_folder) / name
     os.truncate(path, path.stat().st_size // 2)
-    assert_refused(run_folder, name)
+    assert_rejected(run_folder, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_file_is_refused(run_folder: Path, name: str) -> None:
+def test_a_missing_file_is_detected(run_folder: Path, name: str) -> None:
     (newest(run_folder) / name).unlink()
-    assert_refused(run_folder, name)
+    assert_rejected(run_folder, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pickle_in_place_of_a_file_is_refused(run_folder: Path, name: str) -> None:
+def test_a_pickle_in_place_of_a_file_is_never_loaded(run_folder: Path, name: str) -> None:
     bomb = Bomb(run_folder / "code-was-run")
     (newest(run_folder) / name).write_bytes(pickle.dumps(bomb))
-    assert_refused(run_folder, name)
+    assert_rejected(run_folder, name)
     torch.save({"state_dict": bomb}, newest(run_folder) / name)
-    assert_refused(run_folder, name)
-    pickle.loads(pickle.dumps(bomb))  # it is armed: the test can fail
+    assert_rejected(run_folder, name)
+    pickle.loads(pickle.dumps(bomb))  # proves that the payload works
     assert (run_folder / "code-was-run").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, *UNREAD)])
-def test_a_pickle_that_the_manifest_vouches_for_is_refused(run_folder: Path, name: str) -> None:
-    """A checksum is no signature: a file that is no JSON or no safetensors is refused before the weights change."""
+def test_a_pickle_with_a_valid_checksum_is_never_loaded(run_folder: Path, name: str) -> None:
+    """A checksum is no signature: an invalid JSON or safetensors file raises before the weights change."""
     forge(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))
     module, run = Module(), trainer(run_folder, epochs=4)
-    before = everything(module, run)[0]
+    before = state_of(module, run)[0]
     with pytest.raises(CheckpointError, match=name):
         run.fit(module, loader(), ckpt_path=newest(run_folder))
     assert not (run_folder / "code-was-run").exists()
@@ -182,15 +182,15 @@ def test_a_pickle_that_the_manifest_vouches_for_is_refused(run_folder: Path, nam
 
 
 @pytest.mark.parametrize("name", ["../epoch=1/model.safetensors", "/etc/passwd", "a/../../x"])
-def test_a_name_that_leads_out_is_refused(run_folder: Path, name: str) -> None:
+def test_a_manifest_entry_outside_the_folder_is_rejected(run_folder: Path, name: str) -> None:
     manifest = read_manifest(newest(run_folder))
     files = {**manifest.files, name: FileEntry(0, ())}
     data = Manifest(files, manifest.save_counter, manifest.saved_at, {}, 1, "x").to_bytes()
     (newest(run_folder) / MANIFEST).write_bytes(data)
-    assert_refused(run_folder, MANIFEST)
+    assert_rejected(run_folder, MANIFEST)
 
 
-def test_a_layout_that_leads_out_is_refused(run_folder: Path) -> None:
+def test_a_layout_path_outside_the_folder_is_rejected(run_folder: Path) -> None:
     text = (newest(run_folder) / "layout.json").read_text()
     assert "model.safetensors" in text
     forge(newest(run_folder), "layout.json", text.replace("model.safetensors", "../epoch=1/model.safetensors").encode())
@@ -200,13 +200,13 @@ def test_a_layout_that_leads_out_is_refused(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("length", [2**63, safefile.MAX_HEADER + 1, 10_000])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".safetensors")])
-def test_an_oversized_header_is_refused(run_folder: Path, name: str, length: int) -> None:
+def test_an_oversized_header_is_rejected(run_folder: Path, name: str, length: int) -> None:
     forge(newest(run_folder), name, length.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=name):
         trainer(run_folder).fit(Module(), loader(), ckpt_path=newest(run_folder))
 
 
-def test_a_folder_of_damaged_checkpoints_is_an_error(run_folder: Path) -> None:
+def test_a_folder_with_only_damaged_checkpoints_raises(run_folder: Path) -> None:
     for epoch in range(3):
         os.truncate(run_folder / "checkpoints" / f"epoch={epoch}" / "model.safetensors", 10)
     with warnings.catch_warnings():
@@ -227,15 +227,15 @@ def test_a_pickle_file_needs_trust(tmp_path: Path) -> None:
     assert torch.equal(module.state_dict()["net.0.weight"], before)
 
 
-# saving that fails ----------------------------------------------------------------------------------------------------
+# failing saves --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """A limit on the size of files, which the kernel enforces on this process as a full disk would."""
+    """Returns a function that limits the size of files: the kernel then fails writes, like a full disk."""
     resource = pytest.importorskip("resource")
     import signal
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Without this the kernel kills the process in place of failing the write.
+    # Without this the kernel kills the process instead of failing the write.
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limit(size: int) -> None:
@@ -246,8 +246,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoints_whole(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
-    """The second epoch's checkpoint cannot be written: the run ends with an error, the first one's is whole."""
+def test_a_full_disk_leaves_earlier_checkpoints_intact(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
+    """The second epoch's checkpoint cannot be written: the run ends with an error, the first one stays intact."""
 
     class Full(Callback):
         def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -270,7 +270,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_whole(tmp_path: Path, full_d
     assert again.progress.batches == 8
 
 
-def test_a_folder_below_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_below_a_file_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     run = trainer(tmp_path, epochs=1, callbacks=[ModelCheckpoint(tmp_path / "file" / "checkpoints")])
     with pytest.raises(CheckpointError, match=r"cannot be created \(Not a directory\)") as caught:
@@ -279,7 +279,7 @@ def test_a_folder_below_a_file_is_an_error_that_names_it(tmp_path: Path) -> None
     assert isinstance(caught.value.__cause__, NotADirectoryError)
 
 
-def test_a_save_by_hand_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_failing_manual_save_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
     run = trainer(tmp_path, epochs=1)
     run.fit(Module(), loader())
     (tmp_path / "file").write_text("x")

@@ -1,4 +1,4 @@
-"""A fit that is given a `.ckpt` of Lightning goes on as the run would have that saved it."""
+"""A fit given a Lightning `.ckpt` continues as the run that saved it would have."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from leyden.callbacks import (
 )
 
 DATA = list(DataLoader(pairs(24), 4))
-HELD = list(DataLoader(pairs(8, seed=1), 4))
+HELD_OUT = list(DataLoader(pairs(8, seed=1), 4))
 MONITOR = "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0}"
 
 
 def adam(module: nn.Module) -> Any:
-    """An optimizer of two groups, with a scheduler of steps and one of epochs that watches the validation."""
+    """Returns Adam with a group per parameter, a scheduler of steps, and one of epochs that monitors the validation."""
     optimizer = torch.optim.Adam(
         [{"params": [part], "lr": 0.05 * (1 + n)} for n, part in enumerate(module.parameters())]
     )
@@ -54,22 +54,22 @@ def regression(configure: Any = adam) -> Regression:
 
 def plain(window: int = 1) -> PlainRun:
     module = regression()
-    [optimizer], [each, plateau] = adam(module)
-    return PlainRun(module, optimizer, each["scheduler"], plateau["scheduler"], window)
+    [optimizer], [step_lr, plateau] = adam(module)
+    return PlainRun(module, optimizer, step_lr["scheduler"], plateau["scheduler"], window)
 
 
-def go_on(module: Any, path: Path, epochs: int = 4, **arguments: Any) -> tuple[Trainer, str]:
-    """Continues a file, and returns what the fit said of what it cannot continue."""
+def resume(module: Any, path: Path, epochs: int = 4, **arguments: Any) -> tuple[Trainer, str]:
+    """Resumes from a file; returns the Trainer and the warning about what cannot be restored."""
     trainer = Trainer(**{**QUIET, "max_epochs": epochs, **arguments})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DATA, HELD, ckpt_path=path, trust=True)
-    [said] = [str(one.message) for one in caught if "Lightning" in str(one.message)]
-    return trainer, said
+        trainer.fit(module, DATA, HELD_OUT, ckpt_path=path, trust=True)
+    [message] = [str(one.message) for one in caught if "Lightning" in str(one.message)]
+    return trainer, message
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_a_fit_goes_on_wherever_lightning_has_saved(tmp_path: Path, window: int) -> None:
+def test_a_fit_resumes_from_every_moment_at_which_lightning_saves(tmp_path: Path, window: int) -> None:
     run, files = plain(window), []
 
     def save(moment: str, epoch: int, done: int) -> None:
@@ -78,30 +78,32 @@ def test_a_fit_goes_on_wherever_lightning_has_saved(tmp_path: Path, window: int)
             values = {MONITOR: {"monitor": "val_loss", "current_score": run.val_loss}}
             run.write(files[-1], moment, epoch, done, len(DATA), callbacks=values)
 
-    run.train(DATA, HELD, 4, save)
+    run.train(DATA, HELD_OUT, 4, save)
     assert len(files) == 18
     for path in files:
         module = regression()
-        trainer, said = go_on(module, path, accumulate_grad_batches=window)
+        trainer, message = resume(module, path, accumulate_grad_batches=window)
         assert same_weights(module, run.module), path.name
         assert (trainer.global_step, trainer.current_epoch, trainer.progress.batches) == (24 // window, 4, 24)
         inside = path.name.split("-")[1] in ("1", "2", "4", "5") and window == 3
-        assert ("the gradients of an open window" in said) == inside
-        assert "random numbers (Lightning does not save them" in said and "a step of ReduceLROnPlateau" not in said
+        assert ("the gradients of an open window" in message) == inside
+        assert (
+            "random numbers (Lightning does not save them" in message and "a step of ReduceLROnPlateau" not in message
+        )
 
 
-def test_a_plateau_whose_value_is_not_known_misses_a_step_and_the_fit_says_so(tmp_path: Path) -> None:
+def test_a_plateau_without_its_value_misses_a_step_with_a_warning(tmp_path: Path) -> None:
     run = plain()
-    run.train(DATA, HELD, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, len(DATA)))
+    run.train(DATA, HELD_OUT, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, len(DATA)))
     for moment in ("validation", "epoch"):
-        trainer, said = go_on(regression(), tmp_path / f"{moment}.ckpt", epochs=3)
-        assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in said
+        trainer, message = resume(regression(), tmp_path / f"{moment}.ckpt", epochs=3)
+        assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in message
         assert trainer.current_epoch == 3 and trainer.lr_schedulers[1].last_epoch == 2
     run.write(tmp_path / "old.ckpt", "end", 1, 6, 6)
     found = torch.load(tmp_path / "old.ckpt")
     torch.save({**found, "loops": None}, tmp_path / "old.ckpt")
-    trainer, said = go_on(regression(), tmp_path / "old.ckpt", epochs=3)
-    assert "the position in the epoch (the file has no loops)" in said and trainer.global_step == 18
+    trainer, message = resume(regression(), tmp_path / "old.ckpt", epochs=3)
+    assert "the position in the epoch (the file has no loops)" in message and trainer.global_step == 18
 
 
 class Adversaries(Squares):
@@ -125,8 +127,8 @@ class Adversaries(Squares):
         return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in self.net]
 
 
-class Placed(DataModule):
-    """Counts the fits that it was in."""
+class CountsLoads(DataModule):
+    """A data module whose number grows by one with each load of its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class Placed(DataModule):
 
 
 class Counted(Callback):
-    """A callback of the user's, whose state is the same in both."""
+    """A user's callback, whose state has the same form in Lightning and Leyden."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -155,7 +157,7 @@ class Counted(Callback):
         self.number = state["number"]
 
 
-def test_manual_optimization_the_data_and_the_users_own_entries_go_on(tmp_path: Path) -> None:
+def test_manual_optimization_the_datamodule_and_user_entries_are_restored(tmp_path: Path) -> None:
     module, path = Adversaries(), tmp_path / "gan.ckpt"
     optimizers = module.configure_optimizers()
     for number, batch in enumerate(numbered(4, start=1) * 2):
@@ -164,10 +166,14 @@ def test_manual_optimization_the_data_and_the_users_own_entries_go_on(tmp_path: 
             module.loss(batch).backward()
             optimizer.step()
         if number == 1:
-            more: Any = {"seen": 5, "Placed": {"number": 3}, "callbacks": {"Counted": {"number": 9}, "Gone": {"x": 1}}}
+            more: Any = {
+                "seen": 5,
+                "CountsLoads": {"number": 3},
+                "callbacks": {"Counted": {"number": 9}, "Gone": {"x": 1}},
+            }
             found = entries(module, optimizers, [], step=4, epoch=0, **more)
             torch.save({**found, "loops": loops("batch", 0, 2, 4)}, path)
-    again, data, counted = Adversaries(), Placed(), Counted()
+    again, data, counted = Adversaries(), CountsLoads(), Counted()
     trainer = Trainer(**QUIET, max_epochs=2, callbacks=[counted])
     with pytest.warns(UserWarning, match=r"the state of Gone \(this fit has no such callback\)"):
         trainer.fit(again, datamodule=data, ckpt_path=path, trust=True)
@@ -175,12 +181,12 @@ def test_manual_optimization_the_data_and_the_users_own_entries_go_on(tmp_path: 
     assert (trainer.global_step, again.seen, data.number, counted.number) == (8, 5, 4, 9)
 
 
-def test_callbacks_take_the_states_of_lightnings(tmp_path: Path) -> None:
+def test_callbacks_restore_the_state_of_lightnings_callbacks(tmp_path: Path) -> None:
     run, path = plain(), tmp_path / "run.ckpt"
-    run.train(DATA, HELD, 2)
+    run.train(DATA, HELD_OUT, 2)
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.ckpt").write_bytes(b"weights")
-    books = {
+    ranking = {
         "monitor": "val_loss",
         "dirpath": str(tmp_path),
         "best_model_path": str(tmp_path / "a.ckpt"),
@@ -192,7 +198,7 @@ def test_callbacks_take_the_states_of_lightnings(tmp_path: Path) -> None:
     stopping = {"wait_count": 2, "stopped_epoch": 0, "best_score": torch.tensor(0.001), "patience": 5}
     callbacks = {
         "ModelCheckpoint{'monitor': None, 'mode': 'min'}": {"monitor": None, "dirpath": "/elsewhere"},
-        MONITOR: books,
+        MONITOR: ranking,
         "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}": stopping | {"stopping_reason": 0},
         "Timer": {"time_elapsed": {"train": 1000.0, "test": 2}},
     }
@@ -200,22 +206,22 @@ def test_callbacks_take_the_states_of_lightnings(tmp_path: Path) -> None:
     best, latest = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2), ModelCheckpoint(tmp_path / "latest")
     stop, timer = EarlyStopping("val_loss", patience=5), Timer()
     arguments = {**QUIET, "enable_checkpointing": True, "callbacks": [latest, best, stop, timer]}
-    trainer, said = go_on(regression(), path, epochs=3, **arguments)
-    assert "ModelCheckpoint" not in said
+    trainer, message = resume(regression(), path, epochs=3, **arguments)
+    assert "ModelCheckpoint" not in message
     assert best.best_model_path == str(tmp_path / "a.ckpt") and float(best.best_model_score) == pytest.approx(0.001)
-    # The new one is better than b, which is ranked no more, and is Lightning's: it stays.
+    # The new checkpoint replaces b in the ranking; b is not deleted, since Lightning wrote it.
     assert str(tmp_path / "b.ckpt") not in best.best_k_models and (tmp_path / "b.ckpt").exists()
     assert len(best.best_k_models) == 2
     assert stop.wait_count == 3 and float(stop.best_score) == pytest.approx(0.001)
     assert timer.time_elapsed("train") > 1000 and timer.time_elapsed("test") == 2
     assert trainer.progress.seconds > 1000
     elsewhere = ModelCheckpoint(tmp_path / "elsewhere", monitor="val_loss")
-    _, said = go_on(regression(), path, epochs=3, callbacks=[elsewhere], **QUIET | {"enable_checkpointing": True})
-    assert "set dirpath to rank them too" in said and str(tmp_path) not in elsewhere.best_model_path[:1]
+    _, message = resume(regression(), path, epochs=3, callbacks=[elsewhere], **QUIET | {"enable_checkpointing": True})
+    assert "set dirpath to rank them too" in message and str(tmp_path) not in elsewhere.best_model_path[:1]
 
 
 def averaged(path: Path) -> tuple[nn.Module, nn.Module]:
-    """A run with Lightning's EMAWeightAveraging, saved after step 5; returns its last weights and averages."""
+    """Runs Lightning's EMAWeightAveraging and saves after step 5; returns the final weights and averages."""
     run = plain()
     ema = AveragedModel(run.module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
 
@@ -235,22 +241,22 @@ def averaged(path: Path) -> tuple[nn.Module, nn.Module]:
             found = torch.load(path)
             torch.save({**found, "state_dict": average}, path)
 
-    run.train(DATA, HELD, 2, save)
+    run.train(DATA, HELD_OUT, 2, save)
     return run.module, ema.module
 
 
-def test_averages_and_the_weights_behind_them_go_on(tmp_path: Path) -> None:
+def test_averaged_and_current_weights_are_restored(tmp_path: Path) -> None:
     current, average = averaged(tmp_path / "ema.ckpt")
     module = regression()
-    go_on(module, tmp_path / "ema.ckpt", epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    resume(module, tmp_path / "ema.ckpt", epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
     # Once fit has ended, the averages are in the module.
     assert same_weights(module.net, average)
     module = regression()
-    _, said = go_on(module, tmp_path / "ema.ckpt", epochs=2)
-    assert same_weights(module, current) and "the averaged weights (this fit has no WeightAveraging)" in said
-    # An evaluation takes the averages.
+    _, message = resume(module, tmp_path / "ema.ckpt", epochs=2)
+    assert same_weights(module, current) and "the averaged weights (this fit has no WeightAveraging)" in message
+    # Evaluation uses the averages.
     saved = torch.load(tmp_path / "ema.ckpt")["state_dict"]
-    Trainer(**QUIET).validate(module, HELD, ckpt_path=tmp_path / "ema.ckpt", trust=True, verbose=False)
+    Trainer(**QUIET).validate(module, HELD_OUT, ckpt_path=tmp_path / "ema.ckpt", trust=True, verbose=False)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())
 
 
@@ -269,33 +275,33 @@ class Backboned(Squares):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-def test_groups_that_a_finetuning_callback_had_added_go_on(tmp_path: Path) -> None:
+def test_parameter_groups_added_by_a_finetuning_callback_are_restored(tmp_path: Path) -> None:
     data, path = numbered(3, start=1), tmp_path / "tuned.ckpt"
     tune: Any = {"unfreeze_backbone_at_epoch": 1, "backbone_initial_lr": 0.01}
-    straight = Backboned()
+    uninterrupted = Backboned()
     trainer = Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)])
-    trainer.fit(straight, data)
+    trainer.fit(uninterrupted, data)
 
-    half = Backboned()
+    interrupted = Backboned()
     trainer = Trainer(**QUIET, max_epochs=2, callbacks=[BackboneFinetuning(**tune)])
-    trainer.fit(half, data)
-    names = {id(parameter): name for name, parameter in half.named_parameters()}
+    trainer.fit(interrupted, data)
+    names = {id(parameter): name for name, parameter in interrupted.named_parameters()}
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
         for group in trainer.optimizers[0].param_groups
     ]
     state = {"internal_optimizer_metadata": {0: groups}, "previous_backbone_lr": 0.01}
-    found = entries(half, trainer.optimizers, [], 6, 2, callbacks={"BackboneFinetuning": state})
+    found = entries(interrupted, trainer.optimizers, [], 6, 2, callbacks={"BackboneFinetuning": state})
     torch.save({**found, "loops": loops("end", 1, 3, 3)}, path)
 
     again = Backboned()
     Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)]).fit(again, data, ckpt_path=path, trust=True)
-    assert same_weights(again, straight) and all(parameter.requires_grad for parameter in again.parameters())
+    assert same_weights(again, uninterrupted) and all(parameter.requires_grad for parameter in again.parameters())
 
 
-def test_what_cannot_go_on_is_named_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_unrestorable_state_warns_and_mismatched_state_raises(tmp_path: Path) -> None:
     run, path = plain(), tmp_path / "run.ckpt"
-    run.train(DATA, HELD, 1)
+    run.train(DATA, HELD_OUT, 1)
     swa = {"n_averaged": 0, "latest_update_epoch": 0, "scheduler_state": {"last_epoch": 1}, "average_model_state": {}}
     more: Any = {"callbacks": {"StochasticWeightAveraging": swa}, "MixedPrecision": {"scale": 2.0}}
     run.write(path, "end", 0, 6, 6, hyper_parameters={"width": 5}, **more)
@@ -304,17 +310,17 @@ def test_what_cannot_go_on_is_named_and_what_does_not_fit_is_refused(tmp_path: P
         return adam(module)[0]
 
     def one_scheduler(module: Any) -> Any:
-        [optimizer], [each, _] = adam(module)
-        return [optimizer], [each]
+        [optimizer], [step_lr, _] = adam(module)
+        return [optimizer], [step_lr]
 
     with pytest.raises(ConfigurationError, match="the checkpoint has 2 schedulers, and configure_optimizers made 1"):
-        go_on(regression(one_scheduler), path)
+        resume(regression(one_scheduler), path)
     with pytest.raises(CheckpointError, match="is a pickle, which can run any code.*pass trust=True"):
         Trainer(**QUIET).fit(regression(), DATA, ckpt_path=path)
     found = torch.load(path)
     torch.save({**found, "global_step": "three"}, tmp_path / "bad.ckpt")
     with pytest.raises(CheckpointError, match="global_step is 'three', and must be a whole number"):
-        go_on(regression(), tmp_path / "bad.ckpt")
+        resume(regression(), tmp_path / "bad.ckpt")
 
     class Wide(Regression):
         def __init__(self, width: int) -> None:
@@ -324,19 +330,19 @@ def test_what_cannot_go_on_is_named_and_what_does_not_fit_is_refused(tmp_path: P
     averaging = StochasticWeightAveraging(0.1, swa_epoch_start=3)
     torch.save({**found, "lr_schedulers": []}, path)
     with pytest.raises(CheckpointError, match=r"optimizer_states\[0\].*groups of \[1, 1, 1, 1\] parameters.*of \[4\]"):
-        go_on(regression(lambda module: torch.optim.Adam(module.parameters())), path)
+        resume(regression(lambda module: torch.optim.Adam(module.parameters())), path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Trainer(**QUIET, max_epochs=2, callbacks=[averaging]).fit(Wide(6), DATA, ckpt_path=path, trust=True)
-    said = " ".join(str(one.message) for one in caught)
-    assert "the state of StochasticWeightAveraging (it has begun to average" in said
-    assert "the gradient scaler (this fit's precision has none)" in said
-    assert "the hyperparameter width was 5 and is 6" in said
+    message = " ".join(str(one.message) for one in caught)
+    assert "the state of StochasticWeightAveraging (it has begun to average" in message
+    assert "the gradient scaler (this fit's precision has none)" in message
+    assert "the hyperparameter width was 5 and is 6" in message
 
 
-def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None:
+def test_a_weights_only_file_starts_a_new_run_with_a_warning(tmp_path: Path) -> None:
     run, path = plain(), tmp_path / "weights.ckpt"
-    run.train(DATA, HELD, 1)
+    run.train(DATA, HELD_OUT, 1)
     run.write(path, "end", 0, 6, 6)
     kept = ("state_dict", "epoch", "global_step", "pytorch-lightning_version", "loops")
     torch.save({key: value for key, value in torch.load(path).items() if key in kept}, path)
@@ -349,24 +355,24 @@ def test_a_file_of_weights_alone_begins_anew_and_says_so(tmp_path: Path) -> None
         trainer = Trainer(**QUIET, max_epochs=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer.fit(regression(), DATA, HELD, ckpt_path=path, trust=True, restore=restore)
+            trainer.fit(regression(), DATA, HELD_OUT, ckpt_path=path, trust=True, restore=restore)
         assert (trainer.global_step, trainer.progress.batch) == (steps, 6)
 
 
-def test_the_gradient_scaler_goes_on(tmp_path: Path) -> None:
+def test_the_gradient_scaler_is_restored(tmp_path: Path) -> None:
     run, path = plain(), tmp_path / "run.ckpt"
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=9)
     scaler.scale(torch.ones(1))
     more = {"MixedPrecision": scaler.state_dict(), "callbacks": None}
-    run.train(DATA, HELD, 1, lambda *at: run.write(path, *at, 6, **more) if at[0] == "end" else None)
-    trainer, said = go_on(regression(), path, epochs=2, precision="16-mixed")
+    run.train(DATA, HELD_OUT, 1, lambda *at: run.write(path, *at, 6, **more) if at[0] == "end" else None)
+    trainer, message = resume(regression(), path, epochs=2, precision="16-mixed")
     state = trainer.strategy.precision.state_dict()["scaler"]
     assert (state["scale"], state["growth_interval"], state["_growth_tracker"]) == (256.0, 9, 6)
-    assert "the gradient scaler (" not in said
+    assert "the gradient scaler (" not in message
 
 
-class Placing:
-    """A loader that knows its place, as torchdata's StatefulDataLoader does; reads in an order that nobody can draw."""
+class StatefulLoader:
+    """A loader with a state, like torchdata's StatefulDataLoader, and an order that no seed reproduces."""
 
     def __init__(self) -> None:
         self.order, self.at = [5, 2, 0, 4, 1, 3], 0
@@ -387,21 +393,21 @@ class Placing:
         self.order, self.at = state["order"], state["at"]
 
 
-def test_a_loader_with_a_state_goes_on_in_its_own_order(tmp_path: Path) -> None:
+def test_a_stateful_loader_resumes_in_its_own_order(tmp_path: Path) -> None:
     run, path, order = plain(), tmp_path / "run.ckpt", [3, 1, 5, 0, 4, 2]
     batches = [DATA[number] for number in order]
-    run.train(batches, HELD, 1, lambda *at: run.write(path, *at, 6) if at[2] == 4 else None)
+    run.train(batches, HELD_OUT, 1, lambda *at: run.write(path, *at, 6) if at[2] == 4 else None)
     found = torch.load(path)
     found["loops"]["fit_loop"]["state_dict"] = {"combined_loader": [{"order": order, "at": 4}]}
     found["callbacks"] = {MONITOR: {"monitor": "val_loss", "current_score": run.val_loss}}
     torch.save(found, path)
     module = regression()
     with pytest.warns(UserWarning, match="a Lightning checkpoint"):
-        Trainer(**QUIET, max_epochs=1).fit(module, Placing(), HELD, ckpt_path=path, trust=True)
+        Trainer(**QUIET, max_epochs=1).fit(module, StatefulLoader(), HELD_OUT, ckpt_path=path, trust=True)
     assert same_weights(module, run.module)
 
 
-def test_a_plugin_may_read_files_of_lightning(tmp_path: Path) -> None:
+def test_a_plugin_can_read_lightning_files(tmp_path: Path) -> None:
     class Reading:
         def load_checkpoint(self, path: Any) -> Any:
             return torch.load(f"{path}.ckpt")
@@ -412,14 +418,14 @@ def test_a_plugin_may_read_files_of_lightning(tmp_path: Path) -> None:
         remove_checkpoint = save_checkpoint
 
     run = plain()
-    run.train(DATA, HELD, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, 6) if at[1] == 0 else None)
+    run.train(DATA, HELD_OUT, 2, lambda *at: run.write(tmp_path / f"{at[0]}.ckpt", *at, 6) if at[1] == 0 else None)
     module = regression()
-    _, said = go_on(module, tmp_path / "end", epochs=2, plugins=Reading())
-    assert same_weights(module, run.module) and "random numbers" in said
+    _, message = resume(module, tmp_path / "end", epochs=2, plugins=Reading())
+    assert same_weights(module, run.module) and "random numbers" in message
 
 
-def test_a_value_of_another_checkpoint_callback_steps_no_plateau(tmp_path: Path) -> None:
-    """Only the ModelCheckpoint that saved the file has monitored its value at that moment."""
+def test_a_plateau_ignores_the_value_of_another_checkpoint_callback(tmp_path: Path) -> None:
+    """Only the value of the ModelCheckpoint that saved the file is from that moment."""
     run, path = plain(), tmp_path / "epoch.ckpt"
 
     def save(*at: Any) -> None:
@@ -428,39 +434,39 @@ def test_a_value_of_another_checkpoint_callback_steps_no_plateau(tmp_path: Path)
         run.write(path, *at, 6, callbacks={"ModelCheckpoint{'monitor': 'loss'}": other, MONITOR: own})
         path.with_name("renamed.ckpt").write_bytes(path.read_bytes())
 
-    run.train(DATA, HELD, 3, lambda *at: save(*at) if at[:2] == ("epoch", 1) else None)
+    run.train(DATA, HELD_OUT, 3, lambda *at: save(*at) if at[:2] == ("epoch", 1) else None)
     module = regression()
-    trainer, _ = go_on(module, path, epochs=3)
+    trainer, _ = resume(module, path, epochs=3)
     assert same_weights(module, run.module) and "loss" in trainer.callback_metrics
-    _, said = go_on(regression(), path.with_name("renamed.ckpt"), epochs=3)
-    assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in said
+    _, message = resume(regression(), path.with_name("renamed.ckpt"), epochs=3)
+    assert "a step of ReduceLROnPlateau (no callback has saved 'val_loss')" in message
 
 
-def twice(module: nn.Module) -> Any:
+def adamw_with_step_lr(module: nn.Module) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
-def continued(path: str) -> Any:
-    """The weights after both strategies have gone on with a file, and what the ranks said."""
+def resumed_under_ddp_and_fsdp(path: str) -> Any:
+    """Resumes from a file under both strategies; returns weights, step and number of warnings of each."""
     found = []
     for strategy in ("ddp", "fsdp"):
-        module = regression(twice).double()
+        module = regression(adamw_with_step_lr).double()
         average = EMAWeightAveraging(decay=0.5)
         trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=3, precision="64-true", callbacks=[average])
         data = DataLoader([(x.double(), y.double()) for x, y in pairs(24)], 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module, data, ckpt_path=path, trust=True)
-        said = sum("a Lightning checkpoint" in str(one.message) for one in caught)
-        found.append(([whole(tensor).tolist() for tensor in module.state_dict().values()], trainer.global_step, said))
+        warned = sum("a Lightning checkpoint" in str(one.message) for one in caught)
+        found.append(([whole(tensor).tolist() for tensor in module.state_dict().values()], trainer.global_step, warned))
     return found
 
 
-def test_two_ranks_go_on_under_ddp_and_fsdp(tmp_path: Path) -> None:
-    module, path = regression(twice).double(), tmp_path / "run.ckpt"
-    [optimizer], [each] = twice(module)
-    run = PlainRun(module, optimizer, each["scheduler"])
+def test_two_ranks_resume_under_ddp_and_fsdp(tmp_path: Path) -> None:
+    module, path = regression(adamw_with_step_lr).double(), tmp_path / "run.ckpt"
+    [optimizer], [step_lr] = adamw_with_step_lr(module)
+    run = PlainRun(module, optimizer, step_lr["scheduler"])
     ema = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
     data = [(x.double(), y.double()) for x, y in DATA]
 
@@ -478,19 +484,19 @@ def test_two_ranks_go_on_under_ddp_and_fsdp(tmp_path: Path) -> None:
             torch.save({**torch.load(path), "state_dict": dict(zip(module.state_dict(), average, strict=True))}, path)
 
     run.train(data, data[:1], 3, save)
-    ranks = run_world(2, continued, str(path))
+    ranks = run_world(2, resumed_under_ddp_and_fsdp, str(path))
     for rank, found in enumerate(ranks):
-        for weights, step, said in found:
-            assert step == 18 and said == (rank == 0)
+        for weights, step, warned in found:
+            assert step == 18 and warned == (rank == 0)
             for own, theirs in zip(weights, ema.module.state_dict().values(), strict=True):
                 torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), theirs, rtol=0, atol=1e-12)
 
 
-def test_averages_that_were_not_updated_yet_are_left(tmp_path: Path) -> None:
-    """Lightning saves the weights from before the first step as averages until then."""
+def test_averages_that_were_never_updated_are_ignored(tmp_path: Path) -> None:
+    """Until the first update, Lightning saves the initial weights as averages."""
     run, path = plain(), tmp_path / "run.ckpt"
     before = deepcopy(run.module.state_dict())
-    run.train(DATA, HELD, 1)
+    run.train(DATA, HELD_OUT, 1)
     more = {
         "current_model_state": deepcopy(run.module.state_dict()),
         "averaging_state": {"n_averaged": torch.tensor(0)},

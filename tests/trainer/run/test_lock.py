@@ -1,4 +1,4 @@
-"""A run that continues by itself holds its folder: a second one is refused by name, a dead one's folder is taken."""
+"""The lock of a checkpoint folder: it keeps a second run out, and a dead run's lock is taken over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress
 
 
 def write(folder: Path, age: float = 0.0, **fields: Any) -> Path:
-    """A lock that this process did not make: by default that of a process on another host."""
+    """Writes the lock of another process, by default one on another host; returns the folder."""
     owner = dataclasses.replace(Owner.here(), **{"place": "elsewhere", "host": "gpu7", "user": "ada", **fields})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text(json.dumps(dataclasses.asdict(owner)))
@@ -43,13 +43,13 @@ def owner_of(folder: Path) -> Owner:
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[FolderLock]:
-    made = FolderLock(tmp_path)
-    yield made
-    made.release()
+    folder_lock = FolderLock(tmp_path)
+    yield folder_lock
+    folder_lock.release()
 
 
 def in_a_fork(work: Callable[[], Any]) -> int:
-    """Does the work in a forked process; returns its exit code."""
+    """Runs a function in a forked process; returns its exit code."""
     child = os.fork()
     if child == 0:
         try:
@@ -60,8 +60,8 @@ def in_a_fork(work: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# the file -------------------------------------------------------------------------------------------------------------
-def test_a_folder_is_held_until_it_is_released(lock: FolderLock, tmp_path: Path) -> None:
+# the lock file --------------------------------------------------------------------------------------------------------
+def test_a_folder_stays_locked_until_it_is_released(lock: FolderLock, tmp_path: Path) -> None:
     lock.acquire()
     assert owner_of(tmp_path).pid == os.getpid()
     with pytest.raises(LeydenError, match=r"belongs to a run that is under way: this very process.*default_root_dir"):
@@ -75,7 +75,7 @@ def test_a_folder_is_held_until_it_is_released(lock: FolderLock, tmp_path: Path)
     FolderLock(tmp_path).check_free()
 
 
-def test_what_a_kill_left_on_this_host_is_taken_at_once(lock: FolderLock, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_local_process_is_taken_over_at_once(lock: FolderLock, tmp_path: Path) -> None:
     def killed() -> None:
         FolderLock(tmp_path).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,29 +87,29 @@ def test_what_a_kill_left_on_this_host_is_taken_at_once(lock: FolderLock, tmp_pa
     assert os.listdir(tmp_path) == [NAME]
 
 
-def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it(lock: FolderLock, tmp_path: Path) -> None:
+def test_a_reused_pid_does_not_keep_a_dead_owners_lock(lock: FolderLock, tmp_path: Path) -> None:
     here = Owner.here()
     write(tmp_path, place=here.place, start=str(int(here.start) - 1))
     lock.acquire()
     assert owner_of(tmp_path).start == here.start
 
 
-def test_another_containers_process_of_the_same_number_is_judged_by_its_silence(tmp_path: Path) -> None:
+def test_an_owner_with_the_same_pid_in_another_container_expires_without_heartbeats(tmp_path: Path) -> None:
     write(tmp_path, place=f"{Owner.here().place}_other")
-    # It has the number and start of this process, which runs; its own place cannot be looked into.
+    # Pid and start time are those of this live process, but the other container cannot be inspected.
     taken = FolderLock(tmp_path, silent=0.05)
     taken.acquire()
     assert owner_of(tmp_path).place == Owner.here().place
     taken.release()
 
 
-def test_another_hosts_is_taken_after_its_silence(
+def test_another_hosts_lock_is_taken_over_once_its_heartbeats_stop(
     lock: FolderLock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, age=3600.0)
     lock.acquire()
     lock.release()
-    # Nothing to wait for, so nothing is said.
+    # No wait, so no message.
     assert capsys.readouterr().err == ""
     write(tmp_path, job="17")
     short = FolderLock(tmp_path, silent=0.2)
@@ -118,21 +118,21 @@ def test_another_hosts_is_taken_after_its_silence(
     short.release()
 
 
-def test_its_clock_is_that_of_the_folder(lock: FolderLock, tmp_path: Path) -> None:
-    # A host whose clock is an hour ahead wrote it: its silence is counted here.
+def test_a_lock_dated_in_the_future_still_expires(lock: FolderLock, tmp_path: Path) -> None:
+    # Written by a host whose clock is an hour ahead: its silence is timed here.
     write(tmp_path, age=-3600.0)
     ahead = FolderLock(tmp_path, silent=0.2)
     ahead.acquire()
     ahead.release()
 
 
-def test_another_host_that_gives_a_sign_is_not_taken(tmp_path: Path) -> None:
+def test_a_lock_with_heartbeats_from_another_host_is_not_taken_over(tmp_path: Path) -> None:
     write(tmp_path, job="17", script="train.py")
-    over = threading.Event()
+    stop = threading.Event()
 
     def beat() -> None:
         count = 0
-        while not over.wait(0.01):
+        while not stop.wait(0.01):
             count += 1
             os.utime(tmp_path / NAME, (count, count))
 
@@ -142,19 +142,19 @@ def test_another_host_that_gives_a_sign_is_not_taken(tmp_path: Path) -> None:
         with pytest.raises(LeydenError, match=r"of ada on gpu7 \(train.py, SLURM job 17\), since"):
             FolderLock(tmp_path, silent=1e12).acquire()
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\xfe", json.dumps({"token": 1}).encode()])
-def test_a_half_written_lock_is_taken_after_its_silence(content: bytes, lock: FolderLock, tmp_path: Path) -> None:
+def test_an_old_half_written_lock_is_taken_over(content: bytes, lock: FolderLock, tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(content)
     os.utime(tmp_path / NAME, (0, 0))
     lock.acquire()
     assert owner_of(tmp_path).pid == os.getpid()
 
 
-def test_a_claim_that_a_kill_left_is_cleared(tmp_path: Path) -> None:
+def test_the_claim_of_a_killed_process_is_cleared(tmp_path: Path) -> None:
     write(tmp_path, age=3600.0)
     lock = FolderLock(tmp_path, silent=0.2)
     claim = tmp_path / f"{NAME}-{hashlib.sha256((tmp_path / NAME).read_bytes()).hexdigest()[:16]}"
@@ -166,12 +166,12 @@ def test_a_claim_that_a_kill_left_is_cleared(tmp_path: Path) -> None:
 
 
 def killed_with_a_claim(folder: Path) -> None:
-    """Takes the folder over, and is killed between the claim and the file."""
+    """Starts to take over the folder, and is killed between making its claim and replacing the lock."""
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
     FolderLock(folder, silent=3600.0).acquire()
 
 
-def test_a_claim_whose_maker_was_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_claims_of_killed_local_processes_delay_no_takeover(tmp_path: Path) -> None:
     assert in_a_fork(lambda: FolderLock(tmp_path).acquire()) == 0
     for claims in (1, 2):
         assert in_a_fork(lambda: killed_with_a_claim(tmp_path)) == -signal.SIGKILL
@@ -184,16 +184,18 @@ def test_a_claim_whose_maker_was_killed_keeps_nobody_waiting(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("dead", "left"),
+    ("has_dead_owner", "stale_claims"),
     [(False, 0), (True, 0), (True, 2)],
-    ids=["a free folder", "a dead owner's folder", "a dead owner's with claims of the killed"],
+    ids=["free folder", "dead owner", "dead owner and stale claims"],
 )
-def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, left: int, tmp_path: Path) -> None:
+def test_exactly_one_of_many_concurrent_processes_gets_the_lock(
+    has_dead_owner: bool, stale_claims: int, tmp_path: Path
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    if dead:
+    if has_dead_owner:
         write(folder, age=3600.0)
-    for _ in range(left):
+    for _ in range(stale_claims):
         in_a_fork(lambda: killed_with_a_claim(folder))
     start, end = os.pipe(), os.pipe()
     children = []
@@ -210,7 +212,7 @@ def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, lef
             except LeydenError:
                 pass
             (tmp_path / str(number)).touch()
-            # The one that has it stays until all have tried.
+            # The owner stays alive until all have tried.
             os.read(end[0], 1)
             os._exit(code)
         children.append(child)
@@ -223,7 +225,7 @@ def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, lef
     assert [name for name in os.listdir(folder) if name.startswith(NAME)] == [NAME]
 
 
-def test_without_hard_links_it_works_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locking_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(*_: Any) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -236,7 +238,9 @@ def test_without_hard_links_it_works_as_well(tmp_path: Path, monkeypatch: pytest
     lock.release()
 
 
-def test_where_nothing_can_be_written_nothing_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_on_a_read_only_file_system_warns_that_it_is_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -248,7 +252,7 @@ def test_where_nothing_can_be_written_nothing_is_held(tmp_path: Path, monkeypatc
         FolderLock(tmp_path / "file").acquire()
 
 
-def test_a_sign_of_life_brings_back_what_was_cleaned_up(tmp_path: Path) -> None:
+def test_a_heartbeat_restores_a_deleted_lock(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, beat=0.01)
     lock.acquire()
     before = (tmp_path / NAME).read_bytes()
@@ -266,8 +270,8 @@ def fit(folder: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
     return trainer
 
 
-class Then(Callback):
-    """Does something in the second step."""
+class InSecondStep(Callback):
+    """Calls a function in the second step."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.action = action
@@ -277,7 +281,7 @@ class Then(Callback):
             self.action()
 
 
-def test_a_run_holds_its_folder_and_gives_it_up(tmp_path: Path) -> None:
+def test_auto_resume_locks_the_folder_until_the_run_ends(tmp_path: Path) -> None:
     folder, seen = tmp_path / "checkpoints", []
 
     def second() -> None:
@@ -286,53 +290,55 @@ def test_a_run_holds_its_folder_and_gives_it_up(tmp_path: Path) -> None:
             module = Line()
             with pytest.raises(LeydenError, match="belongs to a run that is under way: this very process"):
                 fit(tmp_path, **arguments)
-        # In a folder of its own, without writing, or only to look: nothing is in the way.
+        # Another folder, a fit that writes nothing and an evaluation need no lock.
         fit(tmp_path / "other")
         fit(tmp_path, fast_dev_run=True)
         fit(tmp_path, resume=None, enable_checkpointing=False)
         Trainer(**QUIET, default_root_dir=tmp_path).predict(module, [torch.ones(1, 2)])
 
-    fit(tmp_path, Then(second))
+    fit(tmp_path, InSecondStep(second))
     assert seen == [os.getpid()]
     assert not (folder / NAME).exists()
-    # Also after an error.
+    # The lock is also released after an error.
     with pytest.raises(ZeroDivisionError):
-        fit(tmp_path / "error", Then(lambda: 1 / 0))
+        fit(tmp_path / "error", InSecondStep(lambda: 1 / 0))
     assert not (tmp_path / "error" / "checkpoints" / NAME).exists()
 
 
-def test_runs_that_begin_anew_share_a_folder_as_before(tmp_path: Path) -> None:
+def test_runs_without_auto_resume_share_a_folder_unlocked(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     def second() -> None:
         seen.append((tmp_path / "checkpoints" / NAME).exists())
         fit(tmp_path, resume=None)
 
-    fit(tmp_path, Then(second), resume=None)
+    fit(tmp_path, InSecondStep(second), resume=None)
     assert seen == [False]
     assert len(all_checkpoints(tmp_path / "checkpoints")) == 2
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
-    assert in_a_fork(lambda: fit(tmp_path, Then(lambda: os.kill(os.getpid(), signal.SIGKILL)))) == -signal.SIGKILL
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
+    assert (
+        in_a_fork(lambda: fit(tmp_path, InSecondStep(lambda: os.kill(os.getpid(), signal.SIGKILL)))) == -signal.SIGKILL
+    )
     assert (tmp_path / "checkpoints" / NAME).exists()
     assert fit(tmp_path).global_step == 4
     assert not (tmp_path / "checkpoints" / NAME).exists()
 
 
-def test_an_owner_that_slept_too_long_saves_no_more(tmp_path: Path) -> None:
+def test_a_run_whose_lock_was_taken_over_stops_saving(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with pytest.raises(LeydenError, match=r"was taken over by process \d+ of ada on gpu7.*saves no more"):
-        fit(tmp_path, Then(lambda: write(folder)), ModelCheckpoint(every_n_train_steps=1, save_top_k=-1))
+        fit(tmp_path, InSecondStep(lambda: write(folder)), ModelCheckpoint(every_n_train_steps=1, save_top_k=-1))
     assert [path.name for path in all_checkpoints(folder)] == ["epoch=0-step=1"]
-    # It leaves the other's lock alone.
+    # The new owner's lock stays.
     assert owner_of(folder).host == "gpu7"
 
 
 def on_two_ranks(folder: Path) -> None:
     pids: list[int] = []
-    look = Then(lambda: pids.append(owner_of(folder / "checkpoints").pid))
-    trainer = fit(folder, look, strategy="ddp")
+    record = InSecondStep(lambda: pids.append(owner_of(folder / "checkpoints").pid))
+    trainer = fit(folder, record, strategy="ddp")
     assert trainer.strategy.ranks.broadcast(os.getpid()) == pids[0]
     assert not trainer.strategy.ranks.broadcast((folder / "checkpoints" / NAME).exists())
     if RANK == 0:
@@ -341,8 +347,8 @@ def on_two_ranks(folder: Path) -> None:
     fit(folder, strategy="ddp")
 
 
-def test_the_first_rank_holds_it_for_all_and_all_are_refused(tmp_path: Path) -> None:
+def test_rank_0_locks_for_all_ranks_and_a_locked_folder_stops_all(tmp_path: Path) -> None:
     first, second = run_world(2, on_two_ranks, tmp_path, may_fail=True)
-    # As with every error, the first rank's is shown, and the other ends with it.
+    # As for every error, rank 0's is shown, and the other rank ends with it.
     assert "belongs to a run that is under way" in first
     assert second == 1

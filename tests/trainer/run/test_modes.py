@@ -1,4 +1,4 @@
-"""Parts that are trained in eval mode: a warning names them, unless they are meant so."""
+"""Warnings about submodules trained in eval mode by mistake."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import nn
 from leyden import Trainer
 
 
-def warned(change: Callable[[Squares], object], trained: Callable[[Squares], object] = Squares.parameters) -> list[str]:
-    """The warnings of a fit about modes, for a net of two blocks with dropout and batch norm."""
+def mode_warnings(
+    change: Callable[[Squares], object], trained: Callable[[Squares], object] = Squares.parameters
+) -> list[str]:
+    """Returns the mode warnings of a fit, for a net of two blocks with dropout and batch norm."""
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5)) for _ in range(2)]
     module = Squares(nn.Sequential(*blocks), lambda m: torch.optim.SGD(trained(m), lr=0.1))
     change(module)
@@ -24,10 +26,10 @@ def warned(change: Callable[[Squares], object], trained: Callable[[Squares], obj
     return [str(found.message) for found in caught if "in eval mode" in str(found.message)]
 
 
-def test_a_part_in_eval_mode_is_named_with_what_to_call() -> None:
-    [words] = warned(lambda module: module.net.eval())
+def test_a_submodule_in_eval_mode_warns_with_the_fix() -> None:
+    [words] = mode_warnings(lambda module: module.net.eval())
     assert words.startswith("Squares trains net in eval mode") and "call self.net.train() in __init__" in words
-    [words] = warned(lambda module: module.net[1].eval())
+    [words] = mode_warnings(lambda module: module.net[1].eval())
     assert "trains net.1 in" in words
 
 
@@ -47,14 +49,14 @@ def without_modes(module: Squares) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda module: None, freeze, freeze_norms, without_modes])
-def test_what_is_meant_or_makes_no_difference_is_not_warned_of(change: Callable[[Squares], object]) -> None:
-    assert warned(change) == []
+def test_intended_or_harmless_eval_modes_do_not_warn(change: Callable[[Squares], object]) -> None:
+    assert mode_warnings(change) == []
 
 
-def test_a_part_that_no_optimizer_has_may_be_in_eval_mode() -> None:
-    assert warned(lambda module: module.net[0].eval(), lambda module: module.net[1].parameters()) == []
+def test_a_submodule_without_an_optimizer_does_not_warn() -> None:
+    assert mode_warnings(lambda module: module.net[0].eval(), lambda module: module.net[1].parameters()) == []
 
 
-def test_a_whole_module_in_eval_mode_has_one_warning() -> None:
-    [words] = warned(lambda module: module.eval())
+def test_a_whole_module_in_eval_mode_warns_once() -> None:
+    [words] = mode_warnings(lambda module: module.eval())
     assert words.startswith("Squares is in eval mode, and fit will train it in that mode")

@@ -1,4 +1,4 @@
-"""A preempted run saves a checkpoint and exits with 75, and its next start continues at the same step."""
+"""A preempted run saves a checkpoint and exits with 75; the next start continues at the same step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress
 
 
 class Net(Regression):
-    """Dropout makes the result depend on the random state, so a resume without it would differ."""
+    """A net with dropout: a resume without the random state would give another result."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), nn.Linear(4, 3)))
@@ -58,9 +58,9 @@ class At(Callback):
 
     def __init__(self, hook: str, number: int, action: Callable[[], Any]) -> None:
         self.left, self.action = number, action
-        setattr(self, hook, self._come_by)
+        setattr(self, hook, self._called)
 
-    def _come_by(self, *_: Any) -> None:
+    def _called(self, *_: Any) -> None:
         self.left -= 1
         if self.left == 0:
             self.action()
@@ -71,7 +71,7 @@ def raising(*numbers: int) -> Callable[[], None]:
 
 
 def start(folder: Path, *callbacks: Callback, **arguments: Any) -> tuple[Net, Trainer, Any]:
-    """Starts the same command; returns the module, its Trainer and the exit code."""
+    """Runs the same training command; returns the module, its Trainer and the exit code."""
     torch.manual_seed(3)
     net = Net()
     settings = {**QUIET, "max_epochs": 2, "resume": "auto", **arguments}
@@ -85,8 +85,8 @@ def start(folder: Path, *callbacks: Callback, **arguments: Any) -> tuple[Net, Tr
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Net:
-    net, _, code = start(tmp_path_factory.mktemp("whole"))
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Net:
+    net, _, code = start(tmp_path_factory.mktemp("uninterrupted"))
     assert code is None and net.steps == list(range(20))
     return net
 
@@ -96,15 +96,15 @@ POINTS = {
     "in a step, by SIGUSR1": ("on_train_batch_start", 7, raising(signal.SIGUSR1)),
     "in the first step": ("on_train_batch_start", 1, raising(signal.SIGUSR1)),
     "in the sanity check": ("on_validation_batch_start", 1, raising(signal.SIGUSR1)),
-    "in a validation": ("on_validation_batch_start", 4, raising(signal.SIGUSR1)),
+    "in validation": ("on_validation_batch_start", 4, raising(signal.SIGUSR1)),
     "at the end of an epoch": ("on_train_epoch_end", 1, raising(signal.SIGUSR1)),
     "after the last step": ("on_train_end", 1, raising(signal.SIGTERM)),
-    "again and again": ("on_train_batch_end", 5, raising(*[signal.SIGUSR1, signal.SIGTERM] * 3)),
+    "repeatedly": ("on_train_batch_end", 5, raising(*[signal.SIGUSR1, signal.SIGTERM] * 3)),
 }
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_the_next_start_continues_at_the_same_step(point: str, tmp_path: Path, whole: Net) -> None:
+def test_a_preempted_run_continues_at_the_same_step(point: str, tmp_path: Path, uninterrupted: Net) -> None:
     hook, number, action = POINTS[point]
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)]
     first, trainer, code = start(tmp_path, At(hook, number, action))
@@ -113,24 +113,24 @@ def test_the_next_start_continues_at_the_same_step(point: str, tmp_path: Path, w
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
     second, _, code = start(tmp_path)
     assert code is None
-    assert first.steps + second.steps == whole.steps
-    assert same_weights(second, whole)
+    assert first.steps + second.steps == uninterrupted.steps
+    assert same_weights(second, uninterrupted)
 
 
-def test_repeated_preemptions_keep_only_one_preemption_checkpoint(tmp_path: Path, whole: Net) -> None:
+def test_repeated_preemptions_keep_only_one_preemption_checkpoint(tmp_path: Path, uninterrupted: Net) -> None:
     steps: list[int] = []
     for _ in range(3):
         net, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGUSR1)))
         steps += net.steps
         assert code == 75
     assert steps == list(range(12))
-    # The one of the first epoch, and that of the third end; not those of the ends before.
+    # The first epoch's checkpoint and the last preemption's; those of earlier preemptions are gone.
     assert sorted(path.name for path in all_checkpoints(tmp_path / "checkpoints")) == ["epoch=0-step=10", "preempted"]
     net, _, code = start(tmp_path)
-    assert code is None and same_weights(net, whole)
+    assert code is None and same_weights(net, uninterrupted)
 
 
-def test_a_step_saved_already_is_not_saved_again(tmp_path: Path) -> None:
+def test_an_already_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     _, trainer, code = start(
         tmp_path, ModelCheckpoint(save_last=True), At("on_train_batch_start", 4, raising(signal.SIGTERM))
     )
@@ -142,51 +142,51 @@ def test_a_step_saved_already_is_not_saved_again(tmp_path: Path) -> None:
     assert [path.name for path in all_checkpoints(tmp_path / "each step" / "checkpoints")] == ["epoch=0-step=3"]
 
 
-def test_it_saves_before_any_other_hook_and_without_other_checkpoints(tmp_path: Path) -> None:
+def test_preemption_saves_before_other_hooks_and_without_other_checkpoints(tmp_path: Path) -> None:
     seen: list[bool] = []
-    look = At("on_train_end", 1, lambda: seen.append((tmp_path / "checkpoints" / "preempted").is_dir()))
+    record = At("on_train_end", 1, lambda: seen.append((tmp_path / "checkpoints" / "preempted").is_dir()))
     stop = At("on_train_batch_start", 2, raising(signal.SIGTERM))
-    assert start(tmp_path, look, stop, enable_checkpointing=False)[2] == 75
+    assert start(tmp_path, record, stop, enable_checkpointing=False)[2] == 75
     assert seen == [True]
 
 
-def test_another_runs_checkpoint_stays(tmp_path: Path) -> None:
+def test_another_runs_preemption_checkpoint_is_kept(tmp_path: Path) -> None:
     stop = ("on_train_batch_start", 2, raising(signal.SIGTERM))
     for name in ("preempted", "preempted-v1"):
-        # Each begins anew, and knows nothing of the one before.
+        # Each starts from scratch, unaware of the run before.
         _, trainer, _ = start(tmp_path, At(*stop), resume=None, preemption=True)
         assert trainer.last_checkpoint is not None and trainer.last_checkpoint.name == name
 
 
-def test_without_preemption_signals_keep_their_meaning(tmp_path: Path) -> None:
+def test_without_preemption_signals_keep_their_usual_effect(tmp_path: Path) -> None:
     stop = At("on_train_batch_start", 4, raising(signal.SIGTERM))
     _, trainer, code = start(tmp_path, stop, preemption=False)
     assert code == 143
     assert trainer.last_checkpoint is None
     assert signal.SIGUSR1 not in trainer.signals.kinds
     assert not any(isinstance(callback, PreemptionCheckpoint) for callback in trainer.callbacks)
-    # It is there by itself only where the next start would go on.
+    # It is added automatically only if the next start would resume.
     assert not any(isinstance(callback, PreemptionCheckpoint) for callback in Trainer(**QUIET).callbacks)
 
 
-def test_ctrl_c_keeps_its_meaning(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_without_saving(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGINT)))
     assert all_checkpoints(tmp_path / "checkpoints") == []
 
 
-def test_custom_signals_and_exit_code(tmp_path: Path, whole: Net) -> None:
-    own = Preemption(signals=("SIGUSR2", "hup"), exit_code=42)
-    first, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGUSR2)), preemption=own)
+def test_custom_signals_and_exit_code(tmp_path: Path, uninterrupted: Net) -> None:
+    preemption = Preemption(signals=("SIGUSR2", "hup"), exit_code=42)
+    first, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGUSR2)), preemption=preemption)
     assert code == 42
-    second, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGHUP)), preemption=own)
+    second, _, code = start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGHUP)), preemption=preemption)
     assert code == 42 and first.steps + second.steps == list(range(8))
-    # SIGTERM ends the run in order, as ever.
-    assert start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGTERM)), preemption=own)[2] == 143
-    assert same_weights(start(tmp_path, preemption=own)[0], whole)
+    # SIGTERM still ends the run in the usual way.
+    assert start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGTERM)), preemption=preemption)[2] == 143
+    assert same_weights(start(tmp_path, preemption=preemption)[0], uninterrupted)
 
 
-def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Net) -> None:
+def test_should_preempt_preempts_like_a_signal(tmp_path: Path, uninterrupted: Net) -> None:
     asked = threading.Event()
     calls: list[str] = []
 
@@ -197,7 +197,7 @@ def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Net) -> None:
         asked.set()
         return True
 
-    # The step waits until the thread has asked, as a real one takes longer than a call.
+    # The step waits for a call by the thread, since a real step takes longer than one.
     wait = At("on_train_batch_start", 3, lambda: asked.wait(60))
     preemption = Preemption(should_preempt=notice, poll_every=0.01)
     with pytest.warns(UserWarning, match="should_preempt raised OSError: no route to host"):
@@ -206,12 +206,10 @@ def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Net) -> None:
     assert set(calls) == {"leyden-preempt"}
     assert trainer.signals.name == "should_preempt"
     second, _, code = start(tmp_path)
-    assert code is None and first.steps + second.steps == whole.steps and same_weights(second, whole)
+    assert code is None and first.steps + second.steps == uninterrupted.steps and same_weights(second, uninterrupted)
 
 
-def test_a_failed_save_raises_and_leaves_the_bookkeeping_consistent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Trainer, *_: Any, **__: Any) -> Path:
         raise CheckpointError("preempted", "the disk is full.")
 
@@ -223,22 +221,22 @@ def test_a_failed_save_raises_and_leaves_the_bookkeeping_consistent(
 # SLURM ----------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs a stand-in that records its arguments; returns the file of records."""
-    asked, folder = tmp_path / "asked.txt", tmp_path / "bin"
+    """Installs a fake scontrol that records its arguments; returns the file of records."""
+    requests, folder = tmp_path / "requests.txt", tmp_path / "bin"
     folder.mkdir()
     program = folder / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@ $(ls {tmp_path}/run/checkpoints)" >> {asked}\nexit ${{REFUSES:-0}}\n')
+    program.write_text(f'#!/bin/sh\necho "$@ $(ls {tmp_path}/run/checkpoints)" >> {requests}\nexit ${{REFUSES:-0}}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
-    return asked
+    return requests
 
 
 def stopped_by(number: int, folder: Path, **arguments: Any) -> Any:
     return start(folder, At("on_train_batch_start", 2, raising(number)), **arguments)[2]
 
 
-def test_a_slurm_job_is_requeued_once_it_is_saved(
+def test_a_slurm_job_is_requeued_after_its_save(
     scontrol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stopped_by(signal.SIGUSR1, tmp_path / "run") == 75
@@ -247,7 +245,7 @@ def test_a_slurm_job_is_requeued_once_it_is_saved(
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert stopped_by(signal.SIGUSR1, tmp_path / "run") == 75
     assert scontrol.read_text().splitlines()[1] == "requeue 4711_3 preempted"
-    # scancel, and SLURM's own preemption, which requeues by itself.
+    # SIGTERM comes from scancel, or from SLURM's own preemption, which requeues the job.
     assert stopped_by(signal.SIGTERM, tmp_path / "run") == 75
     assert stopped_by(signal.SIGUSR1, tmp_path / "run", preemption=Preemption(requeue=False)) == 75
     assert len(scontrol.read_text().splitlines()) == 2
@@ -258,7 +256,7 @@ def test_a_slurm_job_is_requeued_once_it_is_saved(
         assert stopped_by(signal.SIGUSR1, tmp_path / "run") == 75
 
 
-def test_slurm_without_scontrol_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_without_scontrol_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(UserWarning, match="scontrol requeue 1 failed"):
@@ -296,12 +294,12 @@ def test_a_step_that_outlasts_the_grace_period_is_abandoned(scontrol: Path, tmp_
     done = run_program(["-c", HANGS, tmp_path / "run"])
     assert done.returncode == 75, done.stderr
     assert "the grace period of 0.2 s has ended (rank 0, step 2, epoch 0). The run is not saved" in done.stderr
-    # The checkpoint before is whole, so the job goes on from there.
+    # The previous checkpoint is complete, so the job resumes from it.
     assert scontrol.read_text() == "requeue 4712 epoch=0-step=2\n"
 
 
 def in_a_group(folder: Path, method: str) -> None:
-    """A cluster scheduler signals every process of a job, including loader workers."""
+    """Trains while every process of the job is signaled, as by a cluster scheduler, including loader workers."""
     os.setpgrp()
     torch.manual_seed(3)
     net = Net()
@@ -310,13 +308,13 @@ def in_a_group(folder: Path, method: str) -> None:
     loader = DataLoader(labeled(400), 4, num_workers=2, multiprocessing_context=method)
     with pytest.raises(SystemExit, match="75"):
         trainer.fit(net, loader)
-    # Later than where it was sent, had the workers not served the step.
+    # The run stops right after the signaled step, so the workers survived the signal.
     assert trainer.global_step == 2
     assert len(all_checkpoints(folder / "checkpoints")) == 1
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
-def test_a_signal_to_all_processes_of_a_job_does_not_end_loader_workers(method: str, tmp_path: Path) -> None:
+def test_loader_workers_survive_a_signal_to_the_whole_job(method: str, tmp_path: Path) -> None:
     run_world(1, in_a_group, tmp_path, method)
 
 
@@ -325,7 +323,7 @@ def on_two_ranks(folder: Path) -> None:
     for attempt in range(3):
         torch.manual_seed(3)
         net = Net()
-        # Each time another rank receives the signal.
+        # A different rank receives the signal each time.
         stop = [At("on_train_batch_start", 3, raising(signal.SIGUSR1))] if attempt == RANK and attempt < 2 else []
         loader = DataLoader(labeled(40), 4, shuffle=True)
         trainer = Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder, resume="auto", callbacks=stop)
@@ -339,14 +337,14 @@ def on_two_ranks(folder: Path) -> None:
     assert [step for part in steps for step in part] == list(range(10))
     (folder / f"rank-{RANK}.json").write_text(json.dumps(steps))
     torch.manual_seed(3)
-    whole = Net()
-    Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder / "whole").fit(
-        whole, DataLoader(labeled(40), 4, shuffle=True)
+    uninterrupted = Net()
+    Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder / "uninterrupted").fit(
+        uninterrupted, DataLoader(labeled(40), 4, shuffle=True)
     )
-    assert same_weights(net, whole)
+    assert same_weights(net, uninterrupted)
 
 
-def test_a_preempted_rank_ends_all_ranks_at_the_same_step_and_they_resume_exactly(tmp_path: Path) -> None:
+def test_a_preempted_rank_stops_all_ranks_at_the_same_step_and_they_resume_exactly(tmp_path: Path) -> None:
     run_world(2, on_two_ranks, tmp_path)
     assert (tmp_path / "rank-0.json").read_text() == (tmp_path / "rank-1.json").read_text()
 
@@ -424,18 +422,18 @@ def test_an_agent_forwards_a_signal_and_exits_with_its_ranks_status(starter: tup
     ],
     ids=str,
 )
-def test_invalid_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         Preemption(**arguments)
 
 
-def test_the_trainers_argument_is_checked() -> None:
+def test_an_invalid_preemption_argument_of_the_trainer_raises() -> None:
     with pytest.raises(ConfigurationError, match=r"preemption='SIGTERM': use True, False, or Preemption"):
         Trainer(preemption="SIGTERM", **QUIET)  # type: ignore[arg-type]
     assert Preemption(signals=[], should_preempt=bool, grace_period=timedelta(minutes=1)).grace == 60
 
 
-def test_a_forged_name_is_refused() -> None:
+def test_a_forged_checkpoint_name_raises() -> None:
     with pytest.raises(ValueError, match="which PreemptionCheckpoint never uses"):
         PreemptionCheckpoint().check_state_dict({"name": "../../etc"})
     with warnings.catch_warnings():

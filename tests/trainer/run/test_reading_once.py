@@ -1,4 +1,4 @@
-"""How often a fit that resumes reads the bytes of its checkpoint."""
+"""How often a resumed fit reads the bytes of its checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def bytes_read() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the bytes by /proc")
-def test_optimizer_state_is_read_once_and_weights_twice(tmp_path: Path) -> None:
+def test_resuming_reads_optimizer_state_once_and_weights_twice(tmp_path: Path) -> None:
     trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1})
     trainer.fit(Wide())
     path = tmp_path / "checkpoints" / "one"
     trainer.save_checkpoint(path)
     saved = trainer.optimizers[0].state_dict()["state"][0]["exp_avg"]
     size = sum(file.stat().st_size for file in path.iterdir())
-    # The first one imports.
+    # The first resume also reads modules it imports.
     for number, ckpt_path in enumerate((path, path, "last", "auto")):
         resumed = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1})
         before = bytes_read()

@@ -1,4 +1,4 @@
-"""What loggers record of a run's start: read back from their folders, and from repositories of git."""
+"""Records of a run's start: what loggers write, and what is read from the git repository of the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with the script that runs, and one commit."""
+    """Returns a git repository with one commit, which holds the running script."""
     folder = tmp_path / "code"
     (folder / "conf").mkdir(parents=True)
     (folder / "train.py").write_bytes(b"lr = 0.1\r\nepochs = 3\r\n")
@@ -60,7 +60,7 @@ def fit(**given: Any) -> Trainer:
     return trainer
 
 
-def test_the_diff_takes_the_commit_to_the_code_that_ran(code: Path, tmp_path: Path) -> None:
+def test_applying_the_diff_to_the_commit_gives_the_code_that_ran(code: Path, tmp_path: Path) -> None:
     (code / "train.py").write_bytes(b"lr = 0.2\r\nepochs = 3\r\n")
     (code / "conf/model ä.yaml").unlink()
     (code / "new.py").write_text("staged = True\n")
@@ -77,7 +77,7 @@ def test_the_diff_takes_the_commit_to_the_code_that_ran(code: Path, tmp_path: Pa
     assert (tmp_path / "again/train.py").read_bytes() == (code / "train.py").read_bytes()
 
 
-def test_no_secret_and_no_large_or_binary_file_is_in_the_diff(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diff_omits_secrets_and_large_or_binary_files(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "MOST_BYTES", 20_000)
     for name in (".env", "conf/secrets.yaml", "big.txt", "blob.bin", "ssh.txt", "latin.txt"):
         (code / name).write_text("\n")
@@ -111,7 +111,7 @@ def test_no_secret_and_no_large_or_binary_file_is_in_the_diff(code: Path, monkey
     assert found.masked == 5
 
 
-def test_without_a_repository_without_git_and_with_a_git_that_hangs_there_is_none(
+def test_no_repository_is_found_if_none_exists_or_git_is_missing_or_hangs(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "plain").mkdir()
@@ -129,7 +129,7 @@ def test_without_a_repository_without_git_and_with_a_git_that_hangs_there_is_non
     assert Repository.of(code) is None
 
 
-def test_a_repository_without_a_commit_has_the_files_that_are_added(tmp_path: Path) -> None:
+def test_the_diff_of_a_repository_without_commits_has_the_staged_files(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "new.py").write_text("x = 1\n")
     git(tmp_path, "add", ".")
@@ -139,7 +139,7 @@ def test_a_repository_without_a_commit_has_the_files_that_are_added(tmp_path: Pa
     assert found.diff.endswith("@@ -0,0 +1 @@\n+x = 1\n")
 
 
-def test_loggers_of_a_folder_record_each_start_once(
+def test_loggers_that_share_a_folder_record_each_start_once(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "train.py", "--api_key", "xyzzy", "--lr=0.1"])
@@ -173,7 +173,7 @@ def test_loggers_of_a_folder_record_each_start_once(
     [first, (record, diff)] = starts(runs / "logs/version_0")
     assert first[0]["step"] == 0 and (record["step"], diff) == (1, "")
     assert (record["ckpt_path"], record["git"]["dirty"]) == (str(tmp_path / "saved/step=1"), False)
-    # An evaluation is not recorded, and a further fit is.
+    # Evaluations are not recorded; another fit is.
     again.predict(Line(), [torch.ones(2, 2)])
     again.fit(Line(), [torch.ones(2, 2)] * 4, max_steps=1)
     assert [(one["step"], one["arguments"]["max_steps"]) for one, _ in starts(runs / "logs/version_0")] == [
@@ -182,7 +182,7 @@ def test_loggers_of_a_folder_record_each_start_once(
     ]
 
 
-def test_nothing_is_collected_unless_a_logger_records_it(
+def test_git_is_not_called_unless_a_logger_records_the_run(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -203,7 +203,7 @@ def test_nothing_is_collected_unless_a_logger_records_it(
     assert record["git"] is None
 
 
-def test_what_fails_in_recording_is_a_warning(tmp_path: Path) -> None:
+def test_a_failure_to_record_warns(tmp_path: Path) -> None:
     class Broken(CSVLogger):
         def log_run(self, record: Mapping[str, Any], diff: str = "") -> None:
             raise OSError("no room")
@@ -214,6 +214,6 @@ def test_what_fails_in_recording_is_a_warning(tmp_path: Path) -> None:
     assert start_of(trainer._run)[0]["step"] == 2
 
 
-def test_an_unknown_record_run_is_refused() -> None:
+def test_an_invalid_record_run_raises() -> None:
     with pytest.raises(ConfigurationError, match=r"record_run='diff': use True, False, or 'no_diff'"):
         Trainer(record_run="diff")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""ckpt_path="auto" continues the same run and no other; another run's checkpoint needs to be asked for by its path."""
+"""ckpt_path="auto" resumes only the same run; another run's checkpoint must be requested by its path."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def fitted(folder: Path, module: Net, ckpt_path: Any = "auto", epochs: int = 1, 
     return trainer
 
 
-def of_sgd(**options: Any) -> Optimizers:
+def with_sgd(**options: Any) -> Optimizers:
     return lambda net: SGD(net.parameters(), **{"lr": 0.1, **options})
 
 
-def two(net: Net) -> Any:
+def two_optimizers(net: Net) -> Any:
     return [SGD([net.layer.weight], lr=0.1), SGD([net.layer.bias], lr=0.1)]
 
 
-def in_groups(net: Net) -> Any:
+def with_two_groups(net: Net) -> Any:
     return SGD([{"params": [net.layer.weight]}, {"params": [net.layer.bias], "lr": 1.0}], lr=0.1)
 
 
 DIFFERENT = {
     "a hyperparameter": (Net(rate=0.1), Net(rate=0.001), "the hyperparameter rate was 0.1 and is 0.001"),
-    "one inside another": (
+    "a nested hyperparameter": (
         Net(net={"width": [1, 2]}),
         Net(net={"width": [1, 3]}),
         r"net\['width'\]\[1\] was 2 and is 3",
@@ -83,24 +83,32 @@ DIFFERENT = {
     "a tensor": (Net(of=torch.ones(2)), Net(of=torch.zeros(2)), r"of was a tensor float32 \(2,\) \[1.0, 1.0\] and is"),
     "a large tensor": (Net(of=torch.ones(99)), Net(of=torch.zeros(99)), r"of was a tensor .* with the digest"),
     "the module's class": (Net(), Other(), "the module's class was 'Net' and is 'Other'"),
-    "a rate": (Net(of_sgd()), Net(of_sgd(lr=0.001)), r"lr of optimizer 0 \(SGD\) was 0.1 and is 0.001"),
-    "another option": (Net(of_sgd()), Net(of_sgd(momentum=0.9)), r"momentum of optimizer 0 \(SGD\) was 0 and is 0.9"),
-    "the optimizer": (Net(), Net(lambda net: AdamW(net.parameters())), "optimizer 0's class was 'SGD' and is 'AdamW'"),
-    "groups": (Net(), Net(in_groups), "optimizer 0's number of groups was 1 and is 2"),
-    "their number": (Net(), Net(two), "the number of optimizers was 1 and is 2"),
+    "a learning rate": (Net(with_sgd()), Net(with_sgd(lr=0.001)), r"lr of optimizer 0 \(SGD\) was 0.1 and is 0.001"),
+    "another optimizer option": (
+        Net(with_sgd()),
+        Net(with_sgd(momentum=0.9)),
+        r"momentum of optimizer 0 \(SGD\) was 0 and is 0.9",
+    ),
+    "the optimizer's class": (
+        Net(),
+        Net(lambda net: AdamW(net.parameters())),
+        "optimizer 0's class was 'SGD' and is 'AdamW'",
+    ),
+    "the number of groups": (Net(), Net(with_two_groups), "optimizer 0's number of groups was 1 and is 2"),
+    "the number of optimizers": (Net(), Net(two_optimizers), "the number of optimizers was 1 and is 2"),
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_auto_does_not_continue_another_run(what: str, tmp_path: Path) -> None:
-    first, second, text = DIFFERENT[what]
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_auto_does_not_resume_a_different_run(case: str, tmp_path: Path) -> None:
+    first, second, text = DIFFERENT[case]
     fitted(tmp_path, first)
     with pytest.raises(ConfigurationError, match=f"saved by another run.*{text}.*its own folder.*same_run=True"):
         fitted(tmp_path, second, epochs=2)
     assert second.steps == 0
 
 
-def test_auto_does_not_continue_with_another_data_module(tmp_path: Path) -> None:
+def test_auto_does_not_resume_with_a_different_data_module(tmp_path: Path) -> None:
     fitted(tmp_path, Net(), datamodule=Data(1))
     with pytest.raises(ConfigurationError, match="the DataModule's hyperparameter size was 1 and is 2"):
         fitted(tmp_path, Net(), epochs=2, datamodule=Data(2))
@@ -115,13 +123,13 @@ def test_hyperparameters_are_compared_before_anything_is_loaded(tmp_path: Path) 
     assert torch.equal(second.layer.weight, before)
 
 
-def warmed_up(net: Net) -> Any:
+def with_warmup(net: Net) -> Any:
     optimizer = SGD(net.parameters(), lr=0.1)
     steps = net.trainer.estimated_stepping_batches
     return [optimizer], [LambdaLR(optimizer, lambda step: (step + 1) / steps)]
 
 
-def one_cycle(net: Net) -> Any:
+def with_one_cycle(net: Net) -> Any:
     optimizer = SGD(net.parameters(), lr=0.1, momentum=0.5)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=100 * net.trainer.max_epochs)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -134,20 +142,23 @@ Elsewhere.__qualname__, Elsewhere.__module__ = "Net", "__main__"
 
 SAME = {
     "nothing": (Net(), Net()),
-    "a schedule by the number of epochs": (Net(warmed_up), Net(warmed_up)),
-    "one that changes momentum too": (Net(one_cycle), Net(one_cycle)),
-    "how a step is computed": (Net(of_sgd(foreach=True)), Net(of_sgd(foreach=False, differentiable=False))),
-    "the file of the class": (Net(), Elsewhere()),
+    "a schedule by the number of epochs": (Net(with_warmup), Net(with_warmup)),
+    "a schedule that changes momentum": (Net(with_one_cycle), Net(with_one_cycle)),
+    "options that only change how a step is computed": (
+        Net(with_sgd(foreach=True)),
+        Net(with_sgd(foreach=False, differentiable=False)),
+    ),
+    "the file that defines the class": (Net(), Elsewhere()),
     "nan": (Net(rate=float("nan")), Net(rate=float("nan"))),
     "tensors": (Net(of=torch.arange(3), to=torch.ones(50)), Net(of=torch.arange(3), to=torch.ones(50))),
-    "a rate in a tensor": (Net(of_sgd(lr=torch.tensor(0.1))), Net(of_sgd(lr=torch.tensor(0.1)))),
-    "a list in place of a tuple": (Net(sizes=(1, 2)), Net(sizes=[1, 2])),
+    "a learning rate in a tensor": (Net(with_sgd(lr=torch.tensor(0.1))), Net(with_sgd(lr=torch.tensor(0.1)))),
+    "a list instead of a tuple": (Net(sizes=(1, 2)), Net(sizes=[1, 2])),
 }
 
 
-@pytest.mark.parametrize("what", SAME)
-def test_auto_continues_the_same_run_without_a_word(what: str, tmp_path: Path) -> None:
-    first, second = SAME[what]
+@pytest.mark.parametrize("case", SAME)
+def test_auto_resumes_the_same_run_without_a_warning(case: str, tmp_path: Path) -> None:
+    first, second = SAME[case]
     fitted(tmp_path, first)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -155,7 +166,7 @@ def test_auto_continues_the_same_run_without_a_word(what: str, tmp_path: Path) -
     assert second.steps == 3 and [str(w.message) for w in caught if "saved" in str(w.message)] == []
 
 
-def test_a_path_that_differs_is_another_place_and_no_other_run(tmp_path: Path) -> None:
+def test_a_different_path_in_the_hyperparameters_only_warns(tmp_path: Path) -> None:
     fitted(tmp_path, Net(data=Path("here")))
     module = Net(data=Path("there"))
     with pytest.warns(UserWarning, match="data was here and is there.*continues with its own values"):
@@ -164,19 +175,19 @@ def test_a_path_that_differs_is_another_place_and_no_other_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last", "path"])
-def test_who_asks_for_another_run_gets_it_with_a_warning(ckpt_path: str, tmp_path: Path) -> None:
-    first = fitted(tmp_path, Net(of_sgd(), rate=1))
-    module = Net(of_sgd(lr=0.001), rate=2)
-    which = first.last_checkpoint if ckpt_path == "path" else ckpt_path
+def test_resuming_a_different_run_warns(ckpt_path: str, tmp_path: Path) -> None:
+    first = fitted(tmp_path, Net(with_sgd(), rate=1))
+    module = Net(with_sgd(lr=0.001), rate=2)
+    source = first.last_checkpoint if ckpt_path == "path" else ckpt_path
     expected = r"rate was 1 and is 2; lr of optimizer 0 \(SGD\) was 0.1 and is 0.001.*options replace those"
     with pytest.warns(UserWarning, match=expected):
-        trainer = fitted(tmp_path, module, which, epochs=2, same_run=ckpt_path == "auto")
+        trainer = fitted(tmp_path, module, source, epochs=2, same_run=ckpt_path == "auto")
     assert module.steps == 3 and trainer.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_weights_alone_may_be_any_runs(tmp_path: Path) -> None:
+def test_restoring_only_weights_accepts_any_run(tmp_path: Path) -> None:
     fitted(tmp_path, Net(rate=1))
-    module = Net(of_sgd(lr=0.001), rate=2)
+    module = Net(with_sgd(lr=0.001), rate=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fitted(tmp_path, module, restore="weights")
@@ -189,16 +200,16 @@ class Named(Net):
         return {"trial": self.hparams.trial}
 
 
-def test_a_module_may_say_what_its_run_is(tmp_path: Path) -> None:
+def test_run_identity_of_a_module_decides_which_runs_are_the_same(tmp_path: Path) -> None:
     fitted(tmp_path, Named(trial=1, rate=0.1))
-    again = Named(of_sgd(lr=0.2), trial=1, rate=0.2)
+    again = Named(with_sgd(lr=0.2), trial=1, rate=0.2)
     fitted(tmp_path, again, epochs=2)
     assert again.steps == 3
     with pytest.raises(ConfigurationError, match=r"run_identity\(\)\['trial'\] was 1 and is 2"):
         fitted(tmp_path, Named(trial=2, rate=0.1), epochs=3)
 
 
-def test_a_checkpoint_that_does_not_say_whose_it_is_is_taken_with_a_warning(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_identity_resumes_with_a_warning(tmp_path: Path) -> None:
     path = fitted(tmp_path, Net(rate=1)).last_checkpoint
     assert path is not None
     forge(path, "identity.json", None)
@@ -211,7 +222,7 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_taken_with_a_warning(tmp_
 @pytest.mark.parametrize(
     "record", [[], {"own": None}, {"own": None, "module": "Net", "hparams": {}, "optimizers": [1]}]
 )
-def test_a_forged_record_is_refused_by_its_name(record: Any, tmp_path: Path) -> None:
+def test_the_error_for_a_forged_identity_names_its_file(record: Any, tmp_path: Path) -> None:
     path = fitted(tmp_path, Net()).last_checkpoint
     assert path is not None
     forge(path, "identity.json", json.dumps(record).encode())
@@ -219,8 +230,8 @@ def test_a_forged_record_is_refused_by_its_name(record: Any, tmp_path: Path) -> 
         fitted(tmp_path, Net(), epochs=2)
 
 
-def test_what_is_recorded_is_read_back_as_it_was(tmp_path: Path) -> None:
-    path = fitted(tmp_path, Net(in_groups, rate=float("inf"), of=torch.ones(2), at=Path("a"))).last_checkpoint
+def test_an_identity_survives_a_round_trip(tmp_path: Path) -> None:
+    path = fitted(tmp_path, Net(with_two_groups, rate=float("inf"), of=torch.ones(2), at=Path("a"))).last_checkpoint
     assert path is not None
     found = Identity.read(CheckpointReader(path))
     assert found is not None and found.optimizers is not None
@@ -229,7 +240,9 @@ def test_what_is_recorded_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert plain({1: {2, 1}, "f": len, "b": b"a"}) == {"1": [1, 2], "f": {"$skipped": "len"}, "b": {"$value": "b'a'"}}
 
 
-def test_a_run_that_has_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_finished_run_prints_that_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fitted(tmp_path, Net())
     assert "nothing is left" not in capsys.readouterr().out
     module = Net()
@@ -248,12 +261,12 @@ def resumed(folder: Path, module: Net, epochs: int, ckpt_path: Any = None, **arg
     return trainer
 
 
-def test_a_trainer_that_resumes_begins_a_run_and_then_continues_it(tmp_path: Path) -> None:
+def test_resume_auto_starts_a_run_and_then_continues_it(tmp_path: Path) -> None:
     first, second, third = Net(), Net(), Net()
     assert resumed(tmp_path, first, 1).global_step == 3
     trainer = resumed(tmp_path, second, 2)
     assert (trainer.global_step, second.steps) == (6, 3)
-    # Each fit of it continues the run.
+    # Every fit of this Trainer continues the run.
     trainer.fit(second, [torch.ones(1, 2)] * 3, max_epochs=3)
     assert (trainer.global_step, second.steps) == (9, 6)
     resumed(tmp_path, third, 3)
@@ -262,7 +275,7 @@ def test_a_trainer_that_resumes_begins_a_run_and_then_continues_it(tmp_path: Pat
         resumed(tmp_path, Net(rate=1), 3)
 
 
-def test_what_fit_is_given_stands_before_the_trainers_resume(tmp_path: Path) -> None:
+def test_ckpt_path_takes_precedence_over_the_trainers_resume(tmp_path: Path) -> None:
     trainer = resumed(tmp_path, Net(), 1)
     again = Net()
     resumed(tmp_path, again, 2, ckpt_path=trainer.last_checkpoint)
@@ -271,7 +284,7 @@ def test_what_fit_is_given_stands_before_the_trainers_resume(tmp_path: Path) -> 
         resumed(tmp_path / "empty", Net(), 1, ckpt_path="last")
 
 
-def test_a_trial_run_resumes_nothing(tmp_path: Path) -> None:
+def test_a_fast_dev_run_does_not_resume(tmp_path: Path) -> None:
     resumed(tmp_path, Net(), 1)
     trial = Net()
     resumed(tmp_path, trial, 1, fast_dev_run=True)

@@ -1,4 +1,4 @@
-"""`Trainer.sample_indices`: the samples of a batch and of a window, in hooks and in the messages of errors."""
+"""`Trainer.sample_indices`: the samples of a batch and of a window, in hooks and in error messages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Numbered(Indices):
         return torch.full((2,), math.inf if index in self.bad else float(index))
 
 
-class Asks(Callback):
-    """Notes in each hook what the batch holds, and what `sample_indices` says."""
+class RecordsSamples(Callback):
+    """Records in each hook the samples of the batch, and the value of `sample_indices`."""
 
     def __init__(self) -> None:
         self.read: list[list[int]] = []
@@ -58,30 +58,37 @@ class Asks(Callback):
         self.others["start"] = trainer.sample_indices()
 
 
-def test_a_batch_and_its_window_name_their_samples_in_every_hook() -> None:
+def test_every_hook_sees_the_samples_of_its_batch_and_window() -> None:
     torch.manual_seed(0)
-    asks = Asks()
-    trainer = Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[asks], **QUIET)
+    recorder = RecordsSamples()
+    trainer = Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[recorder], **QUIET)
     trainer.fit(Tiny(), DataLoader(Numbered(10), 2, shuffle=True), DataLoader(Numbered(4), 2))
-    assert asks.batches == asks.read and len(asks.read) == 10
-    assert asks.windows == [
-        [index for batch in asks.read[start:stop] for index in batch]
+    assert recorder.batches == recorder.read and len(recorder.read) == 10
+    assert recorder.windows == [
+        [index for batch in recorder.read[start:stop] for index in batch]
         for start, stop in [(0, 2), (2, 4), (4, 5), (5, 7), (7, 9), (9, 10)]
     ]
-    assert asks.others == {"start": None, "step": asks.read[-1], "validation": asks.read[-1], "epoch": asks.read[-1]}
-    assert sorted(asks.read[0] + asks.read[1] + asks.read[2] + asks.read[3] + asks.read[4]) == list(range(10))
+    assert recorder.others == {
+        "start": None,
+        "step": recorder.read[-1],
+        "validation": recorder.read[-1],
+        "epoch": recorder.read[-1],
+    }
+    assert sorted(recorder.read[0] + recorder.read[1] + recorder.read[2] + recorder.read[3] + recorder.read[4]) == list(
+        range(10)
+    )
 
 
-def test_without_a_fit_or_an_order_there_are_none() -> None:
+def test_sample_indices_is_none_outside_a_fit_and_for_streams() -> None:
     trainer = Trainer(max_epochs=1, **QUIET)
     assert trainer.sample_indices() is None
-    asks = Asks()
-    trainer = Trainer(max_epochs=1, callbacks=[asks], **QUIET)
+    recorder = RecordsSamples()
+    trainer = Trainer(max_epochs=1, callbacks=[recorder], **QUIET)
     trainer.fit(Tiny(), DataLoader(Stream([torch.ones(2)] * 4), 2))
-    assert asks.batches == [None, None]
+    assert recorder.batches == [None, None]
 
 
-def test_a_step_that_draws_its_batches_names_them_as_its_window() -> None:
+def test_batches_drawn_by_one_step_form_its_window() -> None:
     class Draws(Tiny):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             drawn = [next(dataloader_iter)[0] for _ in range(2)]
@@ -89,15 +96,15 @@ def test_a_step_that_draws_its_batches_names_them_as_its_window() -> None:
 
     found = []
 
-    class Notes(Callback):
+    class RecordsWindows(Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             found.append((trainer.sample_indices(), trainer.sample_indices(window=True)))
 
-    Trainer(max_epochs=1, callbacks=[Notes()], **QUIET).fit(Draws(), DataLoader(Numbered(8), 2))
+    Trainer(max_epochs=1, callbacks=[RecordsWindows()], **QUIET).fit(Draws(), DataLoader(Numbered(8), 2))
     assert found == [([2, 3], [0, 1, 2, 3]), ([6, 7], [4, 5, 6, 7])]
 
 
-def test_a_bad_step_names_the_samples_of_its_window() -> None:
+def test_the_error_for_a_non_finite_step_names_the_samples_of_its_window() -> None:
     data = DataLoader(Numbered(12, 7), 2)
     trainer = Trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[NonFiniteGuard()], **QUIET)
     with pytest.raises(NonFiniteError, match="step 2 .*Its samples are 4, 5, 6, 7 of the data set") as caught:

@@ -1,4 +1,4 @@
-"""Who takes part in a run: callbacks added on the way, those that fail at its end, and what a callback logs."""
+"""Callbacks added or removed in `setup`, callbacks that fail in `teardown`, and logging from callbacks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from leyden import Callback, ConfigurationError, DataModule, Trainer, TrainModul
 from leyden.callbacks import LambdaCallback, ModelCheckpoint, Timer
 
 
-class Heard(Callback):
-    """Notes its hooks, and adds another callback in `setup`."""
+class RecordsHooks(Callback):
+    """Records its hooks, and can add another callback in `setup`."""
 
     def __init__(self, name: str, notes: list[str], adds: Callback | None = None) -> None:
         self.name, self.notes, self.adds = name, notes, adds
@@ -32,10 +32,10 @@ class Heard(Callback):
         self.notes.append(f"{self.name} teardown")
 
 
-def test_a_callback_added_in_a_setup_takes_part(quiet: Any) -> None:
+def test_a_callback_added_in_setup_joins_the_run(quiet: Any) -> None:
     notes: list[str] = []
-    third = Heard("c", notes)
-    first = Heard("a", notes, Heard("b", notes, third))
+    third = RecordsHooks("c", notes)
+    first = RecordsHooks("a", notes, RecordsHooks("b", notes, third))
     trainer = Trainer(**quiet, max_epochs=1, callbacks=[first])
     trainer.fit(Tiny(), numbered(1))
     names = ("a", "b", "c")
@@ -49,19 +49,19 @@ def test_a_callback_added_in_a_setup_takes_part(quiet: Any) -> None:
     assert notes[:3] == ["a setup fit", "b setup fit", "c setup fit"]
 
 
-def test_a_callback_removed_in_a_setup_takes_no_part(quiet: Any) -> None:
+def test_a_callback_removed_in_setup_leaves_the_run(quiet: Any) -> None:
     notes: list[str] = []
-    other = Heard("b", notes)
+    other = RecordsHooks("b", notes)
 
     class Removes(Tiny):
         def setup(self, stage: str) -> None:
             self.trainer.callbacks.remove(other)
 
-    Trainer(**quiet, max_epochs=1, callbacks=[Heard("a", notes), other]).fit(Removes(), numbered(1))
+    Trainer(**quiet, max_epochs=1, callbacks=[RecordsHooks("a", notes), other]).fit(Removes(), numbered(1))
     assert notes == ["a setup fit", "b setup fit", "a trains", "a teardown"]
 
 
-def test_what_is_added_and_no_callback_is_named(fit: Any) -> None:
+def test_adding_a_class_as_a_callback_raises(fit: Any) -> None:
     class Adds(Tiny):
         def setup(self, stage: str) -> None:
             self.trainer.callbacks.append(Timer)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_what_is_added_and_no_callback_is_named(fit: Any) -> None:
         fit(Adds(), numbered(1))
 
 
-class Breaks(Callback):
+class FailsAtEnd(Callback):
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -88,7 +88,7 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_theirs(quiet: Any, fails: bool) -> None:
+def test_a_failing_teardown_or_on_exception_does_not_skip_the_others(quiet: Any, fails: bool) -> None:
     notes: list[str] = []
 
     class Data(DataModule):
@@ -99,7 +99,7 @@ def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_thei
             raise ValueError("teardown of the data")
 
         def on_exception(self, exception: BaseException) -> None:
-            notes.append("data heard")
+            notes.append("data on_exception")
 
     class Noting(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -110,26 +110,27 @@ def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_thei
         def teardown(self, stage: str) -> None:
             notes.append("module torn down")
 
-    heard = LambdaCallback(
-        teardown=lambda *_: notes.append("callback torn down"), on_exception=lambda *_: notes.append("callback heard")
+    recorder = LambdaCallback(
+        teardown=lambda *_: notes.append("callback torn down"),
+        on_exception=lambda *_: notes.append("callback on_exception"),
     )
-    trainer = Trainer(**quiet, max_epochs=1, callbacks=[Breaks("a"), Breaks("b"), heard])
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[FailsAtEnd("a"), FailsAtEnd("b"), recorder])
     with warnings.catch_warnings(record=True) as caught, pytest.raises((ValueError, RuntimeError)) as error:
         warnings.simplefilter("always")
         trainer.fit(Noting(), datamodule=Data())
-    told = [str(w.message).partition("also raised: ")[2] for w in caught if "also raised" in str(w.message)]
-    torn = ["teardown of the data", "teardown of a", "teardown of b"]
+    also_raised = [str(w.message).partition("also raised: ")[2] for w in caught if "also raised" in str(w.message)]
+    in_teardown = ["teardown of the data", "teardown of a", "teardown of b"]
     if fails:
         assert str(error.value) == "the run's own error"
-        assert told == ["on_exception of a", "on_exception of b", *torn]
-        assert notes == ["callback heard", "data heard", "callback torn down", "module torn down"]
+        assert also_raised == ["on_exception of a", "on_exception of b", *in_teardown]
+        assert notes == ["callback on_exception", "data on_exception", "callback torn down", "module torn down"]
     else:
-        assert str(error.value) == torn[0] and told == torn[1:]
+        assert str(error.value) == in_teardown[0] and also_raised == in_teardown[1:]
         assert notes == ["callback torn down", "module torn down"]
     assert trainer.state.stage is None
 
 
-def test_a_callback_logs_as_its_module_does(fit: Any) -> None:
+def test_a_callback_logs_like_a_module(fit: Any) -> None:
     class Logs(Callback):
         def on_train_batch_end(
             self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int

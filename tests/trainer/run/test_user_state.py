@@ -1,4 +1,4 @@
-"""What users put into a checkpoint comes back as it was, and what cannot is refused before the first step."""
+"""User state in checkpoints: supported values survive a round trip, others raise before the first step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from leyden import Callback, DataModule, Trainer, TrainModule
 from leyden.trainer.format.errors import UnsupportedStateError
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     BLUE = 2
 
@@ -57,7 +57,7 @@ KINDS: dict[str, Any] = {
     "numpy scalars": [np.float32(0.5), np.int64(3), np.bool_(True)],
     "numpy arrays": [np.arange(6).reshape(2, 3), np.zeros((0, 2), np.float32), np.array([True])],
     "a path": Path("some") / "where",
-    "enums": [Colour.RED, Colour.BLUE],
+    "enums": [Color.RED, Color.BLUE],
     "a namespace": argparse.Namespace(rate=0.1, deep=argparse.Namespace(x=[1])),
     "a dataclass": Settings(0.1, ["a"], torch.ones(3)),
     "collections": [collections.OrderedDict(b=1, a=2), collections.Counter("aab"), collections.deque([1], maxlen=3)],
@@ -124,14 +124,14 @@ def trainer(folder: Path, *callbacks: Callback, epochs: int = 1) -> Trainer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_comes_back(kind: str, tmp_path: Path) -> None:
+def test_every_supported_kind_survives_a_round_trip(kind: str, tmp_path: Path) -> None:
     value = KINDS[kind]
     first = trainer(tmp_path, Keeper(value))
     first.fit(Module(value), datamodule=Data(value))
     path = first.save_checkpoint(tmp_path / "saved")
     assert not [file for file in path.rglob("*") if file.suffix not in (".json", ".safetensors")]
 
-    # Built as a user builds them for a resume: with state of the same classes, and other values.
+    # As users build them for a resume: with state of the same classes, but other values.
     module, keeper, data = Module(fresh(value)), Keeper(fresh(value)), Data(fresh(value))
     trainer(tmp_path, keeper, epochs=2).fit(module, datamodule=data, ckpt_path=path)
     for loaded in (module.loaded, keeper.loaded, keeper.seen, data.loaded):
@@ -155,14 +155,14 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     assert b[1] == c[0] == 7.0
 
 
-class Own:
+class Custom:
     pass
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "a function": ({"deep": [1, {"f": len}]}, r"\['deep'\]\[1\]\['f'\] is a builtin"),
-    "an object": ([Own()], r"\[0\] is of the kind .*Own"),
-    "a class": ((Own,), r"\[0\] is the class Own"),
+    "an object": ([Custom()], r"\[0\] is of the kind .*Custom"),
+    "a class": ((Custom,), r"\[0\] is the class Custom"),
     "a lambda": ({3: lambda: 1}, r"\[3\] is a function"),
     "a lock": ({"lock": threading.Lock()}, r"\['lock'\] is"),
     "a module": ([torch.nn.Linear(1, 1)], r"\[0\] is a module, Linear.*state_dict"),
@@ -171,10 +171,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.parametrize("where", ["module", "callback", "datamodule", "hook"])
-def test_what_cannot_be_saved_is_named_before_the_first_step(kind: str, where: str, tmp_path: Path) -> None:
-    value, message = REFUSED[kind]
+def test_unsupported_values_raise_before_the_first_step(kind: str, where: str, tmp_path: Path) -> None:
+    value, message = UNSUPPORTED[kind]
     make: dict[str, Callable[[], tuple[Module, list[Callback], Data, str]]] = {
         "module": lambda: (Module(value), [], Data(), r"user\['checkpoint'\]\['mine'\]"),
         "callback": lambda: (Module(), [Keeper(value)], Data(), r"callbacks\['Keeper\(keeper\)'\]\['mine'\]"),
@@ -197,7 +197,7 @@ class OnlyHook(Callback):
         checkpoint["hooked"] = self.value
 
 
-def test_state_of_two_callbacks_of_one_class(tmp_path: Path) -> None:
+def test_two_callbacks_of_one_class_keep_separate_state(tmp_path: Path) -> None:
     first = trainer(tmp_path, Keeper(1, "one"), Keeper(2, "two"))
     first.fit(Module(), datamodule=Data())
     path = first.save_checkpoint(tmp_path / "saved")
@@ -206,25 +206,25 @@ def test_state_of_two_callbacks_of_one_class(tmp_path: Path) -> None:
     assert (one.loaded, two.loaded) == (1, 2)
 
 
-def test_what_becomes_unsavable_later_raises_at_the_save_and_leaves_no_half(tmp_path: Path) -> None:
-    class Turns(Callback):
+def test_a_value_that_becomes_unsupported_raises_at_the_save_and_leaves_no_files(tmp_path: Path) -> None:
+    class BecomesUnsupported(Callback):
         def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
             module.value = len
             trainer.save_checkpoint(tmp_path / "saved")
 
     with pytest.raises(UnsupportedStateError, match=r"\['mine'\]"):
-        trainer(tmp_path, Turns()).fit(Module(1), datamodule=Data())
+        trainer(tmp_path, BecomesUnsupported()).fit(Module(1), datamodule=Data())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_composed_for_a_bare_run(tmp_path: Path) -> None:
+def test_a_barebones_run_does_not_check_user_state(tmp_path: Path) -> None:
     module = Module(len)
     Trainer(accelerator="cpu", barebones=True, max_epochs=1).fit(module, datamodule=Data())
     assert module.steps == 2
 
 
 class Average(Callback):
-    """Makes its state in on_train_start, and has none before."""
+    """Creates its state in on_train_start, and has none before."""
 
     def __init__(self, called: list[str]) -> None:
         self.called, self.weights = called, None
@@ -247,7 +247,7 @@ class Average(Callback):
         checkpoint["mean"] = self.weights["layer.weight"].mean()  # type: ignore[index]
 
 
-def test_state_that_is_made_in_on_train_start_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_state_created_in_on_train_start_is_saved_and_restored(tmp_path: Path) -> None:
     called: list[str] = []
     first = trainer(tmp_path, Average(called))
     first.fit(Module(), datamodule=Data())
@@ -257,12 +257,12 @@ def test_state_that_is_made_in_on_train_start_is_saved_and_resumed(tmp_path: Pat
     module = Module()
     trainer(tmp_path, average, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
     assert resumed == ["load_state_dict", "on_train_start", "on_save_checkpoint"] and module.steps == 2
-    # Another fit has nothing to start from but what it has.
+    # Another fit without a checkpoint loads nothing.
     first.fit(Module(), datamodule=Data())
     assert called[3:] == ["on_train_start", "on_save_checkpoint"]
 
 
-def test_what_a_hook_composes_draws_no_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
+def test_random_draws_in_on_save_checkpoint_do_not_change_a_resumed_run(tmp_path: Path) -> None:
     class Draws(Module):
         drawn: Any = None
 
@@ -284,8 +284,8 @@ def test_what_a_hook_composes_draws_no_random_numbers_of_a_resumed_run(tmp_path:
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(tmp_path / "saved")
 
-    whole = run(Draws(), Saves())
-    assert torch.equal(run(Draws(), path=tmp_path / "saved"), whole)
+    uninterrupted = run(Draws(), Saves())
+    assert torch.equal(run(Draws(), path=tmp_path / "saved"), uninterrupted)
 
 
 @dataclasses.dataclass
@@ -293,8 +293,8 @@ class Point:
     x: float
 
 
-class Composes(Module):
-    """Has a dataclass in its checkpoint, and in no attribute."""
+class SavesPoint(Module):
+    """Has a dataclass in its checkpoint, but in no attribute."""
 
     fails = False
 
@@ -304,14 +304,14 @@ class Composes(Module):
         checkpoint["mine"] = Point(1.0)
 
 
-def test_a_class_that_no_attribute_has_is_found_in_what_is_composed(tmp_path: Path) -> None:
+def test_a_dataclass_known_only_from_on_save_checkpoint_is_restored(tmp_path: Path) -> None:
     first = trainer(tmp_path)
-    first.fit(Composes(), datamodule=Data())
+    first.fit(SavesPoint(), datamodule=Data())
     path = first.save_checkpoint(tmp_path / "saved")
-    module = Composes()
+    module = SavesPoint()
     trainer(tmp_path, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
     assert module.loaded == Point(1.0)
-    module = Composes()
+    module = SavesPoint()
     module.fails = True
     with pytest.warns(
         UserWarning, match=r"values of type Point, which load as plain values.*AttributeError: nothing yet"
