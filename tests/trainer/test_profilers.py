@@ -54,13 +54,13 @@ def test_the_simple_profiler_counts_calls(fit: Any, capfd: pytest.CaptureFixture
     assert "calls" not in profiler.summary() and "total s" in profiler.summary()
 
 
-def test_without_a_profiler_nothing_is_measured(fit: Any) -> None:
-    for given in (None, PassThroughProfiler()):
-        trainer = fit(Tiny(), numbered(1), profiler=given)
-        assert type(trainer.profiler) is PassThroughProfiler
-        with trainer.profiler.profile("mine") as name:
-            assert name == "mine"
-        assert trainer.profiler.summary() == ""
+@pytest.mark.parametrize("given", [None, PassThroughProfiler()], ids=["default", "PassThroughProfiler"])
+def test_without_a_profiler_nothing_is_measured(fit: Any, given: Any) -> None:
+    trainer = fit(Tiny(), numbered(1), profiler=given)
+    assert type(trainer.profiler) is PassThroughProfiler
+    with trainer.profiler.profile("mine") as name:
+        assert name == "mine"
+    assert trainer.profiler.summary() == ""
 
 
 def test_profiling_does_not_change_training(fit: Any) -> None:

@@ -159,15 +159,11 @@ def test_a_reference_to_a_file_outside_the_checkpoint_is_rejected(
         read(pair[1])
 
 
-def test_a_link_out_of_the_folder_is_rejected(pair: tuple[Path, Path], read: Any) -> None:
-    for name in FILES:
-        kept = (pair[1] / name).read_bytes()
-        (pair[1] / name).unlink()
-        (pair[1] / name).symlink_to(pair[0] / name)
-        assert_rejected(*pair, name, read)
-        (pair[1] / name).unlink()
-        (pair[1] / name).write_bytes(kept)
-    CheckpointReader(pair[1]).verify()
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_out_of_the_folder_is_rejected(pair: tuple[Path, Path], read: Any, name: str) -> None:
+    (pair[1] / name).unlink()
+    (pair[1] / name).symlink_to(pair[0] / name)
+    assert_rejected(*pair, name, read)
 
 
 def header(entries: Any) -> bytes:

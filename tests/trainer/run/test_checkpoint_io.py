@@ -151,14 +151,14 @@ def test_the_stored_dict_has_weights_by_name_and_can_be_edited(tmp_path: Path) -
     fit(duck, [], 2, tmp_path / "folders" / "step=4", default_root_dir=tmp_path)
 
 
-def test_a_plugin_error_ends_the_run_and_removes_nothing(tmp_path: Path) -> None:
-    for asynchronous in (False, True):
-        store = FileStore(tmp_path / str(asynchronous), broken=("step=8",))
-        saving = ModelCheckpoint(tmp_path / "runs", filename="{step}", every_n_train_steps=4, save_top_k=1)
-        with pytest.raises(OSError, match="the store is full"):
-            fit(AsyncCheckpointIO(store) if asynchronous else store, [saving], 2, default_root_dir=tmp_path)
-        assert [file.name for file in store.folder.iterdir()] == ["step=4.pt"]
-        assert not any(one.startswith("remove") for one in store.calls)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_plugin_error_ends_the_run_and_removes_nothing(tmp_path: Path, asynchronous: bool) -> None:
+    store = FileStore(tmp_path / "store", broken=("step=8",))
+    saving = ModelCheckpoint(tmp_path / "runs", filename="{step}", every_n_train_steps=4, save_top_k=1)
+    with pytest.raises(OSError, match="the store is full"):
+        fit(AsyncCheckpointIO(store) if asynchronous else store, [saving], 2, default_root_dir=tmp_path)
+    assert [file.name for file in store.folder.iterdir()] == ["step=4.pt"]
+    assert not any(one.startswith("remove") for one in store.calls)
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
 
 

@@ -98,7 +98,7 @@ def state_of(module: Module, run: Trainer) -> tuple[dict[str, torch.Tensor], Any
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}, run.progress.to_dict()
 
 
-def assert_rejected(folder: Path, name: str, *, parts: tuple[str, ...] = ()) -> None:
+def assert_rejected(folder: Path, name: str) -> None:
     """Asserts that the path raises an error that names the file, and "last" and "auto" load the previous one."""
     module, run = Module(), trainer(folder, epochs=4)
     before = state_of(module, run)
