@@ -384,7 +384,8 @@ class Logs:
 
     def _show(self, entry: Entry | Key, value: Value, values: dict[str, Value], logged: dict[str, Value]) -> None:
         """Makes an epoch's value visible."""
-        for name in {entry.epoch_name, entry.name}:
+        # No set: the order of the names, which a checkpoint records, would differ between processes.
+        for name in dict.fromkeys((entry.epoch_name, entry.name)):
             shown = name == entry.epoch_name
             self._epoch_values[name] = (value, entry.logger and shown, entry.prog_bar and shown)
         values[entry.epoch_name] = value

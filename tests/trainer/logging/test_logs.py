@@ -500,3 +500,10 @@ def test_numpy_numbers_are_accepted(fit: Any) -> None:
     values = {"a": np.float32(1.5), "b": np.array(2), "c": np.array([3.0])}
     trainer = fit(Logging(lambda module, batch: module.log_dict(values)), numbered(1))
     assert numbers(trainer.callback_metrics) == {"a": 1.5, "b": 2.0, "c": 3.0}
+
+
+def test_values_keep_the_order_in_which_they_were_logged_whatever_the_hash_seed(fit: Any) -> None:
+    names = list("hgfedcba")
+    module = Logging(lambda module, batch: [module.log(name, 1.0, on_epoch=True) for name in names])
+    found = list(fit(module, numbered(2)).logs.state_dict()["epoch_values"])
+    assert found == [*(full for name in names for full in (f"{name}_epoch", name)), *(f"{name}_step" for name in names)]
