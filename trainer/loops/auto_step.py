@@ -316,7 +316,7 @@ class AutoStep(AutomaticStep):
             else:
                 cut(batch, 2 * count)
         except ConfigurationError as refusal:
-            reason = str(refusal)
+            reason = str(refusal).removesuffix(".")
         device = str(self.strategy.root_device)
         text = str(error).strip().splitlines()
         line = f"{type(error).__name__}: {text[0] if text else ''}"
