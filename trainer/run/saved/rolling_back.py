@@ -102,12 +102,7 @@ def _check_place(run: Run) -> None:
         raise LeydenError(
             "roll_back only works between two steps: call it in on_train_batch_end, if trainer.window_is_over."
         )
-    share = run.engine.share
-    if share is not None and share.idle and not run.hooks.is_closing:
-        raise LeydenError(
-            "all ranks must call roll_back, but a rank without samples in this batch does not call this "
-            'on_train_batch_end: call it in a callback with closing_hooks = frozenset({"on_train_batch_end"}).'
-        )
+    check_reaches_all_ranks(run, "roll_back")
     if replay_of(run.arguments) is not None:
         raise LeydenError(
             "leyden replay cannot repeat a rollback, and the run rolled back here: replay a later step from a "
@@ -118,6 +113,22 @@ def _check_place(run: Run) -> None:
         why = f"strategy={run.strategy.name!r} keeps the optimizer state in its own memory"
     if why is not None:
         raise LeydenError(f"the run cannot roll back to a checkpoint: {why}.")
+
+
+def check_reaches_all_ranks(run: Run, method: str) -> None:
+    """Raises LeydenError in an `on_train_batch_end` that a rank without samples does not call.
+
+    Args:
+        run: the run.
+        method: the method that the hook has called, and that all ranks must call.
+    """
+    share = run.engine.share
+    is_batch_end = run.hooks.current == "on_train_batch_end" and not run.hooks.is_closing
+    if is_batch_end and share is not None and share.idle:
+        raise LeydenError(
+            f"all ranks must call {method}, but a rank without samples in this batch does not call this "
+            'on_train_batch_end: call it in a callback with closing_hooks = frozenset({"on_train_batch_end"}).'
+        )
 
 
 # the checkpoint -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from leyden.trainer.run.reporting.command import Command
 from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
 from leyden.trainer.run.saved.identity import FILE as IDENTITY
 from leyden.trainer.run.saved.resuming import ROLLBACK_PATHS
-from leyden.trainer.run.saved.rolling_back import rollback_paths
+from leyden.trainer.run.saved.rolling_back import check_reaches_all_ranks, rollback_paths
 from leyden.trainer.run.saved.run_states import rank_owners, step_states_of
 from leyden.trainer.run.saved.user_states import UserStates
 from leyden.trainer.run.starting.build import saves_asynchronously
@@ -140,7 +140,7 @@ def save(
 
 
 def _check_savable(run: Run, exact: bool) -> None:
-    """Raises LeydenError if there is no module, or if `exact` and gradients of an open window would be lost."""
+    """Raises LeydenError if there is no module, if a rank does not save, or if `exact` and gradients would be lost."""
     if run.module._trainer is None:
         raise LeydenError("save_checkpoint has no module to save: call fit first.")
     if run.engine.window.is_open and exact:
@@ -148,6 +148,7 @@ def _check_savable(run: Run, exact: bool) -> None:
             "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not save. "
             "Call it after the window's step (in on_train_batch_end, if trainer.window.closes), or pass exact=False."
         )
+    check_reaches_all_ranks(run, "save_checkpoint")
 
 
 def _is_scheduled(run: Run) -> bool:
