@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -602,3 +603,26 @@ def test_where_it_saves_and_what_it_continues(tmp_path: Path, capsys: pytest.Cap
     again.accelerator.load_state(tmp_path / "best")
     assert Path(again.accelerator.save_state()).name == "checkpoint_4"
     again.accelerator.end_training()
+
+
+def test_a_relative_folder_stays_where_it_was_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = Own(Path("run"), project_config=ProjectConfiguration(total_limit=2))
+    accelerator = run.accelerator
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder = tmp_path / "run" / "checkpoints"
+    assert [accelerator.save_state() for _ in range(3)][-1] == str(folder / "checkpoint_2")
+    assert os.path.lexists(folder / NAME) and len(all_checkpoints(folder)) == 2
+    accelerator.load_state()
+    assert f"continues from {folder / 'checkpoint_2'}" in capsys.readouterr().out
+    # A path of one's own is the caller's, as in any other program.
+    accelerator.save_state("own")
+    assert os.listdir() == ["own"] and accelerator.project_dir == Path("run")
+    accelerator.end_training()
+    monkeypatch.chdir(tmp_path)
+    config = ProjectConfiguration("run", automatic_checkpoint_naming=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert config.checkpoint_folder == folder

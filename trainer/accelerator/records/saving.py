@@ -262,7 +262,7 @@ def _is_automatic(accelerator: Accelerator, path: Path) -> bool:
     """Returns True for an automatically named checkpoint, which counts toward the limit."""
     config = accelerator.project_configuration
     names = config.automatic_checkpoint_naming or accelerator.options.resumes
-    return names and path.parent == config.checkpoint_folder and AUTOMATIC.fullmatch(path.name) is not None
+    return names and path.absolute().parent == config.checkpoint_folder and AUTOMATIC.fullmatch(path.name) is not None
 
 
 def _step_states(accelerator: Accelerator) -> StepStates:
@@ -347,8 +347,7 @@ def lock_folder(strategy: Strategy, options: Options) -> FolderLock | None:
     """
     if not options.resumes:
         return None
-    # A script may change its working directory.
-    folder = options.project.checkpoint_folder.absolute()
+    folder = options.project.checkpoint_folder
     lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() releases it")
     CheckpointRanks(strategy, folder).first(lock.acquire)
     return lock
