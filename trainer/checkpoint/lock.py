@@ -161,6 +161,11 @@ class FolderLock:
                 "this run, or give it a folder of its own."
             )
 
+    @property
+    def is_released(self) -> bool:
+        """True once `release` has been called: another run may hold the folder."""
+        return self._released.is_set()
+
     def release(self) -> None:
         """Releases the folder, if this process holds it."""
         self._released.set()

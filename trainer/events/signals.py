@@ -20,8 +20,8 @@ class Signals:
     """Catches the signals that end or preempt a run, for its duration. A second SIGINT raises KeyboardInterrupt.
 
     Python allows signal handlers only in the main thread. In other threads nothing is caught, and a run ends with its
-    thread. With several ranks, a signal to one rank is pending until all ranks have agreed on it
-    (trainer/loops/agreement.py).
+    thread. If another thread leaves the context, the next signal restores the original handlers. With several ranks, a
+    signal to one rank is pending until all ranks have agreed on it (trainer/loops/agreement.py).
 
     Args:
         preempting: signals that preempt the run; see `Preemption`.
@@ -72,9 +72,12 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._previous.clear()
+        elif self._previous:
+            self.give_up()
         late, self.pending = self.pending, None
         if late is not None and late != NOTICE and self.received is None and kind is None:
             # The signal came too late for the ranks to agree on it. Send it again, to the original handler.

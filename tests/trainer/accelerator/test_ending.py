@@ -626,3 +626,48 @@ def test_a_relative_folder_stays_where_it_was_at_construction(
     config = ProjectConfiguration("run", automatic_checkpoint_naming=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert config.checkpoint_folder == folder
+
+
+def test_a_save_after_the_end_keeps_out_of_the_released_folder(tmp_path: Path) -> None:
+    accelerator = Own(tmp_path).accelerator
+    accelerator.save_state()
+    accelerator.end_training()
+    later = hold(tmp_path)
+    for path in (None, tmp_path / "checkpoints" / "mine"):
+        with pytest.raises(
+            LeydenError, match=r"save_state\(\) after end_training\(\), which released .*checkpoints to"
+        ):
+            accelerator.save_state(path)
+    assert [path.name for path in all_checkpoints(tmp_path / "checkpoints")] == ["checkpoint_0"]
+    # Reading, and saving elsewhere, work as in Accelerate.
+    accelerator.load_state()
+    accelerator.save_state(tmp_path / "best")
+    later.end_training()
+    accelerator.load_state(tmp_path / "best")
+
+
+def test_a_loop_may_end_in_another_thread(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        for came in (False, True):
+            tracker = Closed()
+            run = Own(tmp_path, log_with=tracker)
+            run.accelerator.init_trackers("own")
+            if came:
+                # A signal that the loop has not been told of acts as without Leyden.
+                signal.raise_signal(signal.SIGTERM)
+                assert seen == [signal.SIGTERM] * 2
+            errors: list[Any] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(threading, "excepthook", errors.append)
+                thread = threading.Thread(target=run.accelerator.end_training)
+                thread.start()
+                thread.join()
+            assert not errors and tracker.count == 1 and os.listdir(tmp_path / "checkpoints") == []
+            if not came:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+        assert seen == [signal.SIGTERM] * 3
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.records.accelerate_folder import AccelerateFolder, is_folder
 from leyden.trainer.accelerator.records.tracking import LoggerTracker
@@ -137,7 +137,19 @@ def save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | N
     Raises:
         ConfigurationError: if no folder is given.
         CheckpointError: if the folder holds other files.
+        LeydenError: after `end_training`, for the folder that it has released.
     """
+    path = _save_folder(accelerator, output_dir)
+    lock = accelerator.lock
+    if lock is not None and lock.is_released and os.path.realpath(path.parent) == os.path.realpath(lock.path.parent):
+        raise LeydenError(
+            f"save_state() after end_training(), which released {lock.path.parent} to other runs. Call save_state() "
+            "first, or pass a path outside of that folder."
+        )
+    return path
+
+
+def _save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming or (output_dir is None and accelerator.options.resumes):
         folder = config.checkpoint_folder
