@@ -5,6 +5,7 @@ Each needs the service's own package, which is imported when the run starts.
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -253,7 +254,22 @@ class DVCLiveTracker(ServiceTracker):
         self.run.end()
 
 
-class SwanLabTracker(ServiceTracker):
+class ProjectTracker(ServiceTracker):
+    """Base class for packages like W&B's: `init(project=…)` returns a run with `config` and `finish`."""
+
+    package: ClassVar[str]
+
+    def start(self) -> None:
+        self.run = importlib.import_module(self.package).init(**{"project": self.run_name, **self.init_kwargs})
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(json_value(values))
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class SwanLabTracker(ProjectTracker):
     """SwanLab.
 
     Args:
@@ -261,15 +277,7 @@ class SwanLabTracker(ServiceTracker):
         **kwargs: arguments of `swanlab.init`; `mode="local"` or `"offline"` needs no account.
     """
 
-    name = "swanlab"
-
-    def start(self) -> None:
-        import swanlab
-
-        self.run = swanlab.init(**{"project": self.run_name, **self.init_kwargs})
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(json_value(values))
+    name = package = "swanlab"
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Records numbers, texts, and SwanLab objects; `kwargs` are passed to `Run.log`."""
@@ -286,11 +294,8 @@ class SwanLabTracker(ServiceTracker):
         for key, images in values.items():
             self.run.log({key: [swanlab.Image(image) for image in images]}, step=step, **kwargs)
 
-    def finish(self) -> None:
-        self.run.finish()
 
-
-class TrackioTracker(ServiceTracker):
+class TrackioTracker(ProjectTracker):
     """Trackio, in a folder on disk (variable TRACKIO_DIR) that `trackio show` displays, or on a Space.
 
     Args:
@@ -298,22 +303,11 @@ class TrackioTracker(ServiceTracker):
         **kwargs: arguments of `trackio.init`: `name`, `group`, `space_id`, ….
     """
 
-    name = "trackio"
-
-    def start(self) -> None:
-        import trackio
-
-        self.run = trackio.init(**{"project": self.run_name, **self.init_kwargs})
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(json_value(values))
+    name = package = "trackio"
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Records numbers, texts, dicts of numbers, and Trackio objects."""
         self.run.log({key: _item(value) for key, value in values.items()}, step=step, **kwargs)
-
-    def finish(self) -> None:
-        self.run.finish()
 
 
 def _item(value: Any) -> Any:
