@@ -102,6 +102,8 @@ class Strategy:
     """True if `sync_gradients` can exchange all gradients of a window, so that no pass waits for another rank."""
     before_forward: Callable[[Window], None] | None = None
     """Called before the forward pass of a training batch. It adds no frame between `fit` and the user's step."""
+    check_exchange: Callable[[], None] | None = None
+    """Called after each step on several ranks; raises if gradients of the step were not exchanged."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

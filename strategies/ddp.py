@@ -121,7 +121,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self._manual:
             wrapped.register_forward_pre_hook(self._disable_backward_sync)
         self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **self._manual_defaults)
-        self.before_forward = self._set_sync
+        self.before_forward, self.check_exchange = self._set_sync, self._check_finished
         self._exchanged = _trained_parameters(ddp)
         return ddp
 
@@ -185,7 +185,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.ddp is not None:
             # The DDP object may outlive the run, but gloo aborts if its reducer outlives the process group.
             _drop_reducer(self.ddp)
-        self.ddp = self.before_forward = None
+        self.ddp = self.before_forward = self.check_exchange = None
         self.own_loop.release()
         super().teardown()
 
@@ -196,6 +196,11 @@ class DDPStrategy(ProcessGroupStrategy):
         # torch records a static graph in the first backward, and aborts unless that one is synced.
         records_graph = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         ddp.require_backward_grad_sync = (window.closes and not self._sync_disabled) or records_graph
+
+    def _check_finished(self) -> None:
+        """Raises torch's error of the next forward pass now: there may be none, and the ranks would differ."""
+        assert self.ddp is not None
+        self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
     def sync_gradients(self) -> None:
         ignored = set() if self.ddp is None else _ignored_names(self.ddp.module.module)

@@ -16,7 +16,7 @@ from samples import Unsized
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from leyden import Trainer, TrainModule
+from leyden import CombinedLoader, LeydenError, Trainer, TrainModule
 from leyden.strategies.base import Strategy
 from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.fsdp.sharding import whole
@@ -224,3 +224,46 @@ def test_lengths_that_are_far_apart_warn_once(first: int, second: int) -> None:
     assert other == []
     assert len(messages) == (second - first > 1)
     assert all(text.startswith(f"the ranks' own loaders have {first}, {second} batches") for text in messages)
+
+
+class Branches(TrainModule):
+    """Two layers, each for the batches of one loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({name: nn.Linear(2, 1) for name in "ab"})
+
+    def training_step(self, batch: dict[str, Tensor | None], batch_idx: int) -> Any:
+        return sum(self.layers[name](x).square().mean() for name, x in batch.items() if x is not None)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train_branches(strategy: str, length: int) -> dict[str, list[float]]:
+    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
+    loaders = {"a": DataLoader(x, 1), "b": DataLoader(x[:length], 1)}  # type: ignore[arg-type]
+    module = Branches()
+    trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=1)
+    trainer.fit(module, CombinedLoader(loaders, "max_size"))
+    return {name: tensor.tolist() for name, tensor in module.named_parameters()}
+
+
+def train_without_a_branch(length: int) -> Any:
+    found = train_branches("ddp_find_unused_parameters_true", length)
+    try:
+        train_branches("ddp", length)
+    except (LeydenError, SystemExit) as error:
+        return found, str(error)
+    return found, "no error"
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_branch_that_the_last_step_does_not_use_is_an_error_under_ddp(length: int) -> None:
+    """In the last of three steps, the exhausted loader yields None: on both ranks, or on the second alone."""
+    (first, error), (second, other) = run_world(2, train_without_a_branch, length, may_fail=True)
+    assert first == second
+    said = error + other
+    assert "Some parameters did not contribute to the loss" in said and "ddp_find_unused_parameters_true" in said
+    assert "no error" not in said

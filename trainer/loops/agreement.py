@@ -47,6 +47,10 @@ class Agreement:
         Returns:
             True if all ranks end the epoch with this window.
         """
+        check = self._run.strategy.check_exchange
+        if check is not None:
+            # Before ranks that have exchanged all gradients meet, in other collectives, those that have not.
+            check()
         self._requests_cut = self._requests_cut or cut
         return self._receive() if self._pending is not None else False
 
