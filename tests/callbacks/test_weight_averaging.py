@@ -482,7 +482,9 @@ def test_a_save_in_a_users_hook_holds_the_average_of_its_step(tmp_path: Path, fi
     assert not differences(weights_of(straight), weights_of(fit([averaging()])))
     for step in (1, 2, 3, 5, 7, 12):
         reader, averaged = CheckpointReader(tmp_path / str(step)), straight.after[first:step:2]
-        expected = by_hand(averaged, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else straight.after[step - 1]
+        expected = (
+            torch_average(averaged, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else straight.after[step - 1]
+        )
         assert not differences(reader.model(), expected)
         resumed = fit([averaging()], Net(), tmp_path / str(step))
         assert not differences(weights_of(resumed), weights_of(straight))
@@ -491,9 +493,9 @@ def test_a_save_in_a_users_hook_holds_the_average_of_its_step(tmp_path: Path, fi
 
 def test_a_save_after_an_error_holds_the_average_of_its_step(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="end"):
-        fit([EMAWeightAveraging(decay=0.9), Ends(step=7), OnExceptionCheckpoint(tmp_path)])
+        fit([EMAWeightAveraging(decay=0.9), FailsAtStep(step=7), OnExceptionCheckpoint(tmp_path)])
     straight = fit([EMAWeightAveraging(decay=0.9)])
-    averages = by_hand(straight.after[:7], multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averages = torch_average(straight.after[:7], multi_avg_fn=get_ema_multi_avg_fn(0.9))
     assert not differences(CheckpointReader(tmp_path / "on_exception").model(), averages)
     resumed = fit([EMAWeightAveraging(decay=0.9)], Net(), tmp_path / "on_exception")
     assert not differences(weights_of(resumed), weights_of(straight))
@@ -503,7 +505,7 @@ def saves_on_ranks(folder: str) -> Any:
     """Steps 7 and 14 end the epochs, and the second rank has no sample for them."""
 
     def train(saves: list[Callback], strategy: Any, ckpt: str | None = None) -> Any:
-        module = sgd_only(exact())
+        module = with_sgd(exact())
         callbacks = [EMAWeightAveraging(decay=0.8), *saves]
         arguments = {**QUIET, "precision": "64-true", "strategy": strategy, "devices": 2, "global_batch_size": 4}
         trainer = Trainer(callbacks=callbacks, max_epochs=2, **arguments)
