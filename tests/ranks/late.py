@@ -1,4 +1,4 @@
-"""A thread of an asynchronous save that is always later than the step, whatever the machine does."""
+"""Delays the thread of an asynchronous save until after the step, however fast the machine is."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ THREAD = "leyden-save"
 
 
 class _Queue(deque[Any]):
-    """What is to be copied: the thread takes some of it, then holds until it is let go."""
+    """A queue of copies: the save's thread takes some of them, then blocks until released."""
 
-    def __init__(self, copies: deque[Any], begun: int, let_go: threading.Event) -> None:
+    def __init__(self, copies: deque[Any], begun: int, release: threading.Event) -> None:
         super().__init__(copies)
-        self._begun, self._let_go = begun, let_go
+        self._begun, self._release = begun, release
 
     def popleft(self) -> Any:
         if threading.current_thread().name != THREAD:
             return super().popleft()
         if not self._begun:
-            self._let_go.wait()
+            self._release.wait()
             return super().popleft()
         self._begun -= 1
         copy = super().popleft()
         if not self._begun:
-            self._let_go.wait()
+            self._release.wait()
         return copy
 
 
 class _Copied(threading.Event):
-    """The event that all copies are made. Waiting for it releases the thread."""
+    """The event set once all copies are made; waiting for it releases the thread."""
 
-    def __init__(self, let_go: threading.Event) -> None:
+    def __init__(self, release: threading.Event) -> None:
         super().__init__()
-        self._let_go = let_go
+        self._release = release
 
     def wait(self, timeout: float | None = None) -> bool:
         if threading.current_thread().name != THREAD:
-            self._let_go.set()
+            self._release.set()
         return super().wait(timeout)
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
-    """Holds the thread of each save until the run waits for its copies, or for its end.
+    """Blocks each save's thread until the run waits for the copies or for the save to end.
 
-    A step that does not wait for them is therefore done before they are made.
+    A step that does not wait for the copies is therefore done before they are made.
 
     Args:
-        monkeypatch: ends that.
-        begun: tensors that the thread has taken by then; it has copied all of them but the last.
+        monkeypatch: undoes the delay when the test ends.
+        begun: number of tensors that the thread takes before it blocks; it has copied all of them but the last.
     """
     begin, join = Copies.begin, PendingSave.join
 
     def delayed(copies: Copies) -> None:
         begin(copies)
         if copies._queue:
-            let_go = threading.Event()
-            copies._queue, copies._copied = _Queue(copies._queue, begun, let_go), _Copied(let_go)
+            release = threading.Event()
+            copies._queue, copies._copied = _Queue(copies._queue, begun, release), _Copied(release)
 
     def joined(save: PendingSave, timeout: float | None = None) -> None:
         queue = save._copies._queue
         if isinstance(queue, _Queue):
-            queue._let_go.set()
+            queue._release.set()
         join(save, timeout)
 
     monkeypatch.setattr(Copies, "begin", delayed)

@@ -17,17 +17,17 @@ VOCABULARY, TOKENS = 64, 16
 class Attention(nn.Module):
     def __init__(self, width: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.of_head = n_heads, n_kv_heads, width // n_heads
+        self.n_heads, self.n_kv_heads, self.head_width = n_heads, n_kv_heads, width // n_heads
         self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, n_kv_heads * self.of_head, bias=False)
-        self.value = nn.Linear(width, n_kv_heads * self.of_head, bias=False)
+        self.key = nn.Linear(width, n_kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, n_kv_heads * self.head_width, bias=False)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
-        query = self.query(x).view(batch, tokens, self.n_heads, self.of_head).transpose(1, 2)
-        key = self.key(x).view(batch, tokens, self.n_kv_heads, self.of_head).transpose(1, 2)
-        value = self.value(x).view(batch, tokens, self.n_kv_heads, self.of_head).transpose(1, 2)
+        query = self.query(x).view(batch, tokens, self.n_heads, self.head_width).transpose(1, 2)
+        key = self.key(x).view(batch, tokens, self.n_kv_heads, self.head_width).transpose(1, 2)
+        value = self.value(x).view(batch, tokens, self.n_kv_heads, self.head_width).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 

@@ -1,4 +1,4 @@
-"""Numbered samples, and a net that records each rank's batches: so runs on other numbers of ranks can be compared."""
+"""Numbered samples, a small net and global batches, to compare runs on different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils.data import TensorDataset
 
 
 def numbered_samples(count: int) -> TensorDataset:
-    """Triples (x of 6 numbers, class of 3, number of the sample)."""
+    """Returns triples: 6 inputs, one of 3 classes, the number of the sample."""
     generator = torch.Generator().manual_seed(2)
     x, y = torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
     return TensorDataset(x, y, torch.arange(count))
 
 
 class Block(nn.Module):
-    """What a sharded net is wrapped by.
+    """A residual block, the unit that FSDP wraps.
 
     Args:
         inner: width between the two layers; an odd one puts the border of two shards inside a row.
@@ -33,15 +33,15 @@ class Block(nn.Module):
 
 
 def blocks(inner: int) -> nn.Sequential:
-    """A net from x to y."""
+    """Returns a net from the inputs to the classes."""
     return nn.Sequential(nn.Linear(6, 16), Block(inner), Block(inner), nn.Linear(16, 3))
 
 
 def global_batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
-    """Of each global batch, in the order of steps: the numbers of its samples, and its mean loss.
+    """Returns the sample numbers and the mean loss of each global batch, in the order of steps.
 
     Args:
-        ranks: of each, under "seen", its batches: (numbers of the samples, loss of each).
+        ranks: result of each rank, whose "seen" lists its batches as (numbers of the samples, loss of each).
     """
     found = []
     for parts in zip(*(rank["seen"] for rank in ranks), strict=True):

@@ -1,4 +1,4 @@
-"""What a rank reads, holds and sends."""
+"""Measures the bytes that a rank reads and holds, and the collectives that it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leyden.trainer.format import safefile
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within it held at one time."""
+    """Measures the most bytes held at once by tensors created inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Peak(TorchDispatchMode):
 
 
 class Messages(TorchDispatchMode):
-    """How often each collective ran within it, whichever library called it."""
+    """Counts how often each collective runs inside it, whichever library calls it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # It comes back here with the tensors of this rank.
+            # DTensor dispatches here again, with the tensors of this rank.
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
             name = func._opname.strip("_").replace("_into_tensor", "").replace("_base", "").rstrip("_")
@@ -60,7 +60,7 @@ class Messages(TorchDispatchMode):
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """Bytes read from files of tensors."""
+    """Counts the bytes read from safetensors files."""
     plain, count = safefile.CheckedFile._read_exactly, {"bytes": 0}
 
     def exactly(self: Any, views: list[memoryview], offset: int) -> None:

@@ -32,14 +32,14 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def plain(tensors: Any) -> list[Any]:
-    """As numbers, which a rank can send to the test."""
+    """Returns the tensors as lists of numbers, which a rank can send to the test."""
     return [tensor.detach().tolist() for tensor in tensors]
 
 
 def by_accelerator(
     precision: str, accumulation: int, strategy: str = "auto", init_scale: float = 2.0**16
 ) -> tuple[list[Any], int]:
-    """The weights, and how many steps the scaler skipped."""
+    """Returns the weights, and how many steps the scaler skipped."""
     from leyden import Accelerator, GradScalerKwargs
 
     accelerator = Accelerator(
@@ -70,15 +70,15 @@ def by_accelerator(
 def train_by_hand(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sends: Callable[[bool], None],
+    set_sync: Callable[[bool], None],
     precision: str,
     accumulation: int,
     init_scale: float = 2.0**16,
 ) -> None:
-    """The loop that a user writes, on this rank.
+    """Trains on this rank as a user's own loop would.
 
     Args:
-        sends: decides whether the next backward of the model sends gradients.
+        set_sync: turns gradient synchronization on or off for the next backward.
     """
     rank, dtype = dist.get_rank(), DTYPES[precision]
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
@@ -88,7 +88,7 @@ def train_by_hand(
             x, y = data[4 * index + 2 * rank : 4 * index + 2 * rank + 2]
             length = min(accumulation, 4 - index // accumulation * accumulation)
             closes = (index + 1) % accumulation == 0 or index == 3
-            sends(closes)
+            set_sync(closes)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 loss = F.mse_loss(model(x), y)
             scaler.scale(loss / length if length > 1 else loss).backward()
@@ -104,15 +104,15 @@ def by_ddp(precision: str, accumulation: int) -> list[Any]:
     dist.init_process_group("gloo")
     model, optimizer = build()
     wrapped = DistributedDataParallel(model)
-    sends = partial(setattr, wrapped, "require_backward_grad_sync")
-    train_by_hand(wrapped, optimizer, sends, precision, accumulation)
-    del wrapped, sends
+    set_sync = partial(setattr, wrapped, "require_backward_grad_sync")
+    train_by_hand(wrapped, optimizer, set_sync, precision, accumulation)
+    del wrapped, set_sync
     dist.destroy_process_group()
     return plain(model.parameters())
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 3), ("bf16", 2), ("fp16", 3)])
-def test_weights_are_those_of_hand_written_ddp(precision: str, accumulation: int) -> None:
+def test_weights_match_hand_written_ddp(precision: str, accumulation: int) -> None:
     ours, theirs = run_world(2, by_accelerator, precision, accumulation), run_world(2, by_ddp, precision, accumulation)
     assert [weights for weights, _ in ours] == theirs
 
@@ -153,11 +153,11 @@ def gathered(even: bool, split: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["batches", "split batches"])
 def nine(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of two ranks saw of nine samples, in batches that are made even."""
+    """Returns the results of two ranks that read nine samples in even batches."""
     return run_world(2, gathered, True, request.param)
 
 
-def test_nine_samples_on_two_ranks_are_nine_in_order(nine: list[dict[str, Any]]) -> None:
+def test_gather_for_metrics_drops_duplicates_and_keeps_the_order(nine: list[dict[str, Any]]) -> None:
     for seen in nine:
         assert seen["sizes"] == [4, 4]
         assert seen["x"] == [float(number) for number in range(9)]
@@ -166,13 +166,13 @@ def test_nine_samples_on_two_ranks_are_nine_in_order(nine: list[dict[str, Any]])
         assert seen["losses"] == [0.0, 1.0]
 
 
-def test_a_scheduler_steps_once_per_optimizer_step_with_a_warning(nine: list[dict[str, Any]]) -> None:
+def test_a_scheduler_steps_once_per_optimizer_step_and_warns(nine: list[dict[str, Any]]) -> None:
     for seen in nine:
         assert seen["rate"] == pytest.approx(0.01 / 4)
         assert [text for text in seen["warnings"] if "count optimizer steps" in text]
 
 
-def test_uneven_ranks_read_their_own_samples_alone() -> None:
+def test_uneven_batches_repeat_no_samples() -> None:
     first, second = run_world(2, gathered, False, False)
     assert (first["sizes"], second["sizes"]) == ([4, 1], [4])
     assert first["x"] == second["x"] == [float(number) for number in range(8)]
@@ -195,7 +195,7 @@ def joined_inputs() -> list[Any]:
     return plain(accelerator.unwrap_model(model).parameters())
 
 
-def test_uneven_inputs_are_joined() -> None:
+def test_join_uneven_inputs_keeps_weights_equal() -> None:
     first, second = run_world(2, joined_inputs)
     assert first == second
 
@@ -232,7 +232,7 @@ def exchanges() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exchanged() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Returns the results of the collectives on two ranks."""
     return run_world(2, exchanges)
 
 
@@ -250,21 +250,21 @@ EXCHANGED = {
 
 
 @pytest.mark.parametrize("name", EXCHANGED)
-def test_collectives_and_ranks_give_each_rank_its_values(exchanged: list[dict[str, Any]], name: str) -> None:
+def test_collectives_return_the_expected_values_on_each_rank(exchanged: list[dict[str, Any]], name: str) -> None:
     assert [found[name] for found in exchanged] == EXCHANGED[name]
 
 
-def test_a_trigger_of_one_rank_is_seen_once_by_all(exchanged: list[dict[str, Any]]) -> None:
+def test_a_trigger_set_on_one_rank_fires_once_on_all(exchanged: list[dict[str, Any]]) -> None:
     assert [found["triggered"] for found in exchanged] == [(True, False)] * 2
 
 
-def test_a_collective_inside_on_main_process_is_refused(exchanged: list[dict[str, Any]]) -> None:
+def test_a_collective_inside_on_main_process_raises(exchanged: list[dict[str, Any]]) -> None:
     first, second = (found["refusal"] for found in exchanged)
     assert "which other ranks skip" in first and second == ""
 
 
 def resumed(folder: str, stop: int | None) -> tuple[list[float], list[Any]]:
-    """Two epochs of shuffled samples; with `stop`, the second begins by taking back what was saved after that step."""
+    """Trains two epochs and saves after each step; with `stop`, resumes from the state saved after that step."""
     from leyden import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -290,7 +290,7 @@ def resumed(folder: str, stop: int | None) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.parametrize("stop", [3, 5, 8])
-def test_a_run_on_ranks_resumes_exactly(tmp_path: Path, stop: int) -> None:
+def test_a_distributed_run_resumes_exactly(tmp_path: Path, stop: int) -> None:
     whole = run_world(2, resumed, str(tmp_path), None)
     for rank, (seen, weights) in enumerate(run_world(2, resumed, str(tmp_path), stop)):
         assert seen == whole[rank][0][2 * stop :]
@@ -298,7 +298,7 @@ def test_a_run_on_ranks_resumes_exactly(tmp_path: Path, stop: int) -> None:
 
 
 def by_fully_shard(precision: str, accumulation: int, init_scale: float) -> list[Any]:
-    """As torch's own recipe: whole-precision shards, gathered in half precision, autocast, one scaler."""
+    """Trains by torch's own recipe: float32 shards, gathered in half precision, autocast, one scaler."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -310,10 +310,10 @@ def by_fully_shard(precision: str, accumulation: int, init_scale: float) -> list
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sends: Any = model.set_requires_gradient_sync
-    train_by_hand(model, optimizer, sends, precision, accumulation, init_scale)
+    set_sync: Any = model.set_requires_gradient_sync
+    train_by_hand(model, optimizer, set_sync, precision, accumulation, init_scale)
     found = plain(p.full_tensor() for p in model.parameters())
-    del model, optimizer, sends
+    del model, optimizer, set_sync
     dist.destroy_process_group()
     return found
 
@@ -322,7 +322,7 @@ def by_fully_shard(precision: str, accumulation: int, init_scale: float) -> list
     ("precision", "accumulation", "init_scale"),
     [("no", 1, 1.0), ("no", 3, 1.0), ("bf16", 1, 1.0), ("bf16", 3, 1.0), ("fp16", 3, 2.0**10), ("fp16", 1, 2.0**30)],
 )
-def test_weights_are_those_of_hand_written_fsdp(precision: str, accumulation: int, init_scale: float) -> None:
+def test_weights_match_hand_written_fsdp(precision: str, accumulation: int, init_scale: float) -> None:
     ours = run_world(2, by_accelerator, precision, accumulation, "fsdp", init_scale)
     theirs = run_world(2, by_fully_shard, precision, accumulation, init_scale)
     assert [weights for weights, _ in ours] == theirs
@@ -337,7 +337,7 @@ def fsdp_state(folder: str) -> tuple[list[Any], list[Any], list[str]]:
         accelerator = Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin)
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-        # The optimizer comes first, and gets the parameters that replace its own.
+        # Prepared before the model, the optimizer gets the sharded parameters once they exist.
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
         model = accelerator.prepare(model)
         if seed:
@@ -363,7 +363,7 @@ def fsdp_state(folder: str) -> tuple[list[Any], list[Any], list[str]]:
     return plain(one.values()), plain(two.values()), list(one)
 
 
-def test_fsdp_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_an_fsdp_model_saves_and_resumes(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     for straight, resumed_, names in run_world(2, fsdp_state, str(tmp_path)):
@@ -373,7 +373,7 @@ def test_fsdp_is_saved_and_resumed(tmp_path: Path) -> None:
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Numbers, some of them, without a length."""
+    """A stream of `count` numbers, without a length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -383,7 +383,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 class SplitStream(Stream):
-    """As torch asks for it: each worker process reads its own part."""
+    """A stream of which each worker process reads its own part, as torch asks."""
 
     def __iter__(self) -> Any:
         worker = torch.utils.data.get_worker_info()
@@ -427,8 +427,8 @@ def streamed() -> dict[str, Any]:
     return found
 
 
-def apart() -> tuple[list[Any], Any]:
-    """The weights after each of three steps that are averaged in pairs, and at the end."""
+def train_with_local_sgd() -> tuple[list[Any], Any]:
+    """Returns the weights after each of three steps, averaged every second step, and at the end."""
     from leyden import Accelerator, LocalSGD
 
     accelerator = Accelerator(cpu=True)
@@ -447,14 +447,14 @@ def apart() -> tuple[list[Any], Any]:
 
 
 def test_local_sgd_averages_the_weights_every_second_step_and_at_the_end() -> None:
-    (first, first_end), (second, second_end) = run_world(2, apart)
+    (first, first_end), (second, second_end) = run_world(2, train_with_local_sgd)
     assert [a != b for a, b in zip(first, second, strict=True)] == [True, False, True]
     assert first_end == second_end
 
 
 @pytest.fixture(scope="module")
-def read() -> list[dict[str, Any]]:
-    """Of each of two ranks: each loader's batches, and the samples that gather_for_metrics makes of them."""
+def streams() -> list[dict[str, Any]]:
+    """Returns each loader's batches on two ranks, and the samples that gather_for_metrics returns for them."""
     return run_world(2, streamed)
 
 
@@ -471,34 +471,34 @@ FIRST, SECOND = [[0.0, 1.0], [4.0, 5.0], [8.0, 0.0]], [[2.0, 3.0], [6.0, 7.0], [
         ("list", [[0.0], [2.0], [4.0]], [[1.0], [3.0], [0.0]]),
     ],
 )
-def test_batches_of_a_stream_or_a_list_go_to_the_ranks_in_turn(
-    read: list[dict[str, Any]], name: str, first: Any, second: Any
+def test_batches_of_a_stream_or_list_are_dealt_round_robin(
+    streams: list[dict[str, Any]], name: str, first: Any, second: Any
 ) -> None:
-    assert [found[name][0] for found in read] == [first, second]
+    assert [found[name][0] for found in streams] == [first, second]
 
 
 @pytest.mark.parametrize(
     ("name", "samples"),
     [
         *((name, list(range(9))) for name in ("stream", "batches", "dispatched", "split")),
-        # Each worker's part of the stream has an end of its own.
+        # Each worker's part of the stream ends separately.
         ("workers", [0, 2, 4, 6, 1, 3, 5, 7, 8]),
         ("list", list(range(5))),
     ],
 )
 def test_gather_for_metrics_returns_each_sample_of_a_stream_once(
-    read: list[dict[str, Any]], name: str, samples: list[int]
+    streams: list[dict[str, Any]], name: str, samples: list[int]
 ) -> None:
-    for found in read:
+    for found in streams:
         assert found[name][1] == samples
 
 
-def test_a_seedable_sampler_gives_all_ranks_one_order(read: list[dict[str, Any]]) -> None:
-    first, second = (found["seeded"][1] for found in read)
+def test_a_seedable_sampler_gives_all_ranks_the_same_order(streams: list[dict[str, Any]]) -> None:
+    first, second = (found["seeded"][1] for found in streams)
     assert first == second and sorted(first) == list(range(8))
 
 
-def generative(by_leyden: bool) -> list[Any]:
+def train_gan(by_leyden: bool) -> list[Any]:
     """WGAN-GP: the critic is run three times and differentiated twice before one backward."""
     from leyden import Accelerator
 
@@ -509,38 +509,42 @@ def generative(by_leyden: bool) -> list[Any]:
     backward: Any = torch.Tensor.backward
     if by_leyden:
         accelerator = Accelerator(cpu=True)
-        made, judged, *optimizers = accelerator.prepare(generator, critic, *optimizers)
+        ddp_generator, ddp_critic, *optimizers = accelerator.prepare(generator, critic, *optimizers)
         backward, rank = accelerator.backward, accelerator.process_index
     else:
         dist.init_process_group("gloo")
-        made, judged, rank = DistributedDataParallel(generator), DistributedDataParallel(critic), dist.get_rank()
+        ddp_generator, ddp_critic, rank = (
+            DistributedDataParallel(generator),
+            DistributedDataParallel(critic),
+            dist.get_rank(),
+        )
     torch.manual_seed(10 + rank)
     for _ in range(3):
-        real, fake = torch.randn(3, 4), made(torch.randn(3, 3))
+        real, fake = torch.randn(3, 4), ddp_generator(torch.randn(3, 3))
         between = (0.5 * real + 0.5 * fake.detach()).requires_grad_()
-        [gradient] = torch.autograd.grad(judged(between).sum(), between, create_graph=True)
+        [gradient] = torch.autograd.grad(ddp_critic(between).sum(), between, create_graph=True)
         penalty = ((gradient.norm(dim=1) - 1) ** 2).mean()
-        backward(judged(fake.detach()).mean() - judged(real).mean() + 10 * penalty)
+        backward(ddp_critic(fake.detach()).mean() - ddp_critic(real).mean() + 10 * penalty)
         optimizers[1].step()
         optimizers[1].zero_grad()
-        backward(-judged(fake).mean())
+        backward(-ddp_critic(fake).mean())
         optimizers[0].step()
         optimizers[0].zero_grad()
         optimizers[1].zero_grad()
     found = plain([*generator.parameters(), *critic.parameters()])
     if not by_leyden:
-        del made, judged
+        del ddp_generator, ddp_critic
         dist.destroy_process_group()
     return found
 
 
-def test_a_gan_with_gradient_penalty_has_the_weights_of_hand_written_ddp() -> None:
-    ours, theirs = run_world(2, generative, True), run_world(2, generative, False)
+def test_a_gan_with_gradient_penalty_matches_hand_written_ddp() -> None:
+    ours, theirs = run_world(2, train_gan, True), run_world(2, train_gan, False)
     assert ours == theirs and ours[0] == ours[1]
 
 
-def test_a_method_of_a_model_on_ranks_is_refused_where_it_would_train(tmp_path: Path) -> None:
-    assert run_world(2, asked_for_methods) == [(True, [1.0], "accelerator.unwrap_model(model).loss")] * 2
+def test_a_custom_method_of_a_ddp_model_raises_while_gradients_are_enabled(tmp_path: Path) -> None:
+    assert run_world(2, call_custom_method) == [(True, [1.0], "accelerator.unwrap_model(model).loss")] * 2
 
 
 class WithLoss(nn.Linear):
@@ -550,7 +554,7 @@ class WithLoss(nn.Linear):
         return self(x).sum()
 
 
-def asked_for_methods() -> tuple[bool, list[float], str]:
+def call_custom_method() -> tuple[bool, list[float], str]:
     from leyden import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -586,7 +590,7 @@ def compressed(hook: str) -> tuple[list[Any], str]:
     return plain(accelerator.unwrap_model(model).parameters()), str(model.gradient_as_bucket_view)
 
 
-def test_communication_hooks_change_the_sum_and_keep_ranks_equal() -> None:
+def test_communication_hooks_change_the_result_and_keep_ranks_equal() -> None:
     results = {hook: run_world(2, compressed, hook) for hook in ("no", "fp16", "bf16", "power_sgd")}
     for first, second in results.values():
         assert first == second
@@ -602,7 +606,7 @@ def in_a_notebook(value: int) -> tuple[int, str, float]:
     return accelerator.num_processes, accelerator.mixed_precision, total.item()
 
 
-def test_a_notebook_starts_its_ranks() -> None:
+def test_notebook_launcher_starts_the_ranks() -> None:
     from leyden import ConfigurationError, debug_launcher, notebook_launcher
 
     found = notebook_launcher(in_a_notebook, (2,), num_processes=2, mixed_precision="bf16")
@@ -626,7 +630,7 @@ def printed() -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def test_a_print_of_every_rank_is_followed_by_one_hint() -> None:
+def test_printing_on_every_rank_shows_one_hint() -> None:
     (first, no_hint), (second, hint) = run_world(2, printed)
     assert first == "everywhere 0\nonce 0\neverywhere 1\nonce 1\n" and second == "everywhere 0\neverywhere 1\n"
     assert no_hint == "" and hint.count("accelerator.print(...) prints once") == 1

@@ -1,4 +1,4 @@
-"""On several ranks, a checkpoint that is written beside the training holds the step that it was asked for."""
+"""Asynchronous saves on two ranks: a checkpoint holds the step at which it was requested."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "mesh": lambda: MeshStrategy(dp_shard=2),
 }
 CASES = {"ddp": "ddp", "fsdp": "fsdp", "mesh": "mesh", "ddp-validated": "ddp", "fsdp-validated": "fsdp"}
-"""Strategies by the folder that is saved in; with a validation, at its end."""
+"""Strategies by the name of the folder; "-validated" cases save at the end of a validation."""
 
 
 class Net(Squares):
-    """Dropout, and batch norm's statistics that differ by rank under DDP."""
+    """A net with dropout, and under DDP with batch norm, whose statistics differ by rank."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ def fit(
     checkpoint = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, asynchronous=asynchronous, **monitor
     )
-    given = {"max_steps": 7, "precision": "bf16-mixed", **arguments}
-    trainer = Trainer(**ARGUMENTS, strategy=STRATEGIES[strategy](), callbacks=[checkpoint, *callbacks], **given)
+    settings = {"max_steps": 7, "precision": "bf16-mixed", **arguments}
+    trainer = Trainer(**ARGUMENTS, strategy=STRATEGIES[strategy](), callbacks=[checkpoint, *callbacks], **settings)
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:16], batch_size=4) if validates else None)
     return trainer
 
 
-class Told(Logger):
-    """Notes of which checkpoints it is told, once they are whole."""
+class SaveRecorder(Logger):
+    """Records the checkpoints that it is notified of, and checks that they are complete."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -83,33 +83,33 @@ class Told(Logger):
         self.names.append(Path(checkpoint_callback.last_model_path).name)
 
 
-def both(folder: Path) -> None:
+def save_both_ways(folder: Path) -> None:
     for case, strategy in CASES.items():
         validates: dict[str, Any] = {"validates": True, "val_check_interval": 2} if case != strategy else {}
-        told = [Told(), Told(), Told()]
-        fit(folder / case / "sync", strategy, False, told[2], **validates)
+        loggers = [SaveRecorder(), SaveRecorder(), SaveRecorder()]
+        fit(folder / case / "sync", strategy, False, loggers[2], **validates)
         for begun in (0, 1):
             with pytest.MonkeyPatch.context() as patch:
                 delay_copies(patch, begun)
-                trainer = fit(folder / case / f"async-{begun}", strategy, True, told[begun], **validates)
+                trainer = fit(folder / case / f"async-{begun}", strategy, True, loggers[begun], **validates)
             assert trainer.pending_save is None
         expected = ["step=2", "step=4", "step=6"] if trainer.is_global_zero else []
-        assert [logger.names for logger in told] == [expected] * 3
+        assert [logger.names for logger in loggers] == [expected] * 3
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """The bytes of every file, without those that hold a time or a path."""
+    """Returns the bytes of every file, without values that hold a time or a path."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
     del found["manifest.json"], found["progress.json"]
     found["callbacks.json"] = [
-        {key: value for key, value in books.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
-        for books in json.loads(found["callbacks.json"])["tree"].values()
+        {key: value for key, value in state.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
+        for state in json.loads(found["callbacks.json"])["tree"].values()
     ]
     return found
 
 
-def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path) -> None:
-    run_world(2, both, tmp_path)
+def test_asynchronous_saves_write_the_same_files_as_synchronous_ones(tmp_path: Path) -> None:
+    run_world(2, save_both_ways, tmp_path)
     for case, strategy in CASES.items():
         names = ["step=2", "step=4", "step=6"]
         for kind in ("sync", "async-0", "async-1"):
@@ -147,7 +147,7 @@ def end(folder: Path, how: str) -> str:
     return "ended"
 
 
-def test_a_preempted_run_commits_what_is_pending(tmp_path: Path) -> None:
+def test_a_preempted_run_commits_its_pending_save(tmp_path: Path) -> None:
     found = run_world(2, end, tmp_path, "signal")
     assert found == ["SystemExit: 75"] * 2
     assert not [name for name in os.listdir(tmp_path) if is_staging(name)]
@@ -171,7 +171,7 @@ def fail(folder: Path) -> None:
     fit(folder, "fsdp", True, max_steps=40)
 
 
-def test_a_shard_that_cannot_be_written_ends_the_run_by_name(tmp_path: Path) -> None:
+def test_a_failed_shard_write_ends_the_run_with_its_error(tmp_path: Path) -> None:
     found = run_world(2, fail, tmp_path, may_fail=True)
     assert [text for text in found if "No space left on device" in str(text)], found
     assert sorted(name for name in os.listdir(tmp_path) if not is_staging(name)) == ["step=2"]

@@ -1,4 +1,4 @@
-"""`accumulate_grad_batches="auto"` on two ranks: one of them runs out of memory, and all go on together."""
+"""`accumulate_grad_batches="auto"` on two ranks: when one runs out of memory, both use smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from leyden import Trainer
 from leyden.callbacks import AutoAccumulation
 from leyden.strategies import FSDPStrategy
 
-# Of each case: where the two ranks run out of memory, and into how many parts each step's batch is cut then.
+# By case: where each of the two ranks runs out of memory, and each step's number of micro-batches.
 CASES: dict[str, tuple[dict[Any, int], dict[Any, int], list[int]]] = {
     "never": ({}, {}, [1, 1, 1]),
     "the second rank, forward": ({}, {(1, "forward"): 2}, [1, 2, 2]),
     "the first rank, backward": ({(1, "backward"): 2}, {}, [1, 2, 2]),
-    "both, each in its own place": ({(0, "forward"): 2}, {(0, "backward"): 2}, [2, 2, 2]),
+    "both, in different places": ({(0, "forward"): 2}, {(0, "backward"): 2}, [2, 2, 2]),
     "one after the other": ({(0, "backward"): 2}, {(1, "forward"): 1}, [2, 4, 4]),
     "the second micro-batch": ({(2, "forward"): 1}, {(1, "backward"): 2}, [1, 2, 2]),
 }
@@ -65,8 +65,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     for case, most in (("tried", 100 if rank else 1000), ("plain", 1000)):
         long = Long(most)
         data = DataLoader(series(16, 40), SIZE, shuffle=True, collate_fn=padded)
-        begun = AutoAccumulation(try_largest=True) if case == "tried" else AutoAccumulation(micro_batches=2)
-        more: dict[str, Any] = {"accumulate_grad_batches": 1, "callbacks": [begun]}
+        callback = AutoAccumulation(try_largest=True) if case == "tried" else AutoAccumulation(micro_batches=2)
+        more: dict[str, Any] = {"accumulate_grad_batches": 1, "callbacks": [callback]}
         torch.manual_seed(5)
         found[case] = (trained(name, long, 16, data=data, **more)[1], long.lengths)
     # DDP has nothing to broadcast for a module without buffers.
@@ -85,12 +85,12 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def ranks(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
-    """What each of two ranks found, under each strategy."""
+    """Returns the results of two ranks, under each strategy."""
     return run_world(2, run, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def windows(count: int, parts: list[int]) -> Any:
-    """The micro-batches of a plain loop, by step and rank."""
+    """Returns the micro-batches of a plain loop, by step and rank."""
     x, y = samples(count)
     found = []
     for start, number in zip(range(0, count, 2 * SIZE), parts, strict=True):
@@ -100,13 +100,13 @@ def windows(count: int, parts: list[int]) -> Any:
 
 
 def weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """By the names of the net; without its buffer, which each rank has for itself."""
+    """Returns the weights by their names in the net, without its buffer, which differs by rank."""
     numbers = ((name.removeprefix("net."), torch.tensor(value, dtype=torch.float64)) for name, value in state.items())
     return {name: value for name, value in numbers if name != "seen"}
 
 
 def whole_batches(count: int, items: bool = False) -> tuple[dict[str, Tensor], float]:
-    """What the plain loop of one process comes to: weights, and the mean loss over the samples."""
+    """Trains a plain loop on one process; returns the weights, and the mean loss over the samples."""
     module, total = Hungry(), 0.0
     optimizer = torch.optim.AdamW(module.net.parameters(), lr=0.01)
     for x, y in zip(*(data.split(2 * SIZE) for data in samples(count)), strict=True):
@@ -120,7 +120,7 @@ def whole_batches(count: int, items: bool = False) -> tuple[dict[str, Tensor], f
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_bit_for_bit_those_of_a_plain_loop_with_these_cuts(ranks: Any, case: str) -> None:
+def test_weights_are_bit_identical_to_a_plain_loop_with_the_same_micro_batches(ranks: Any, case: str) -> None:
     plain, (whole, mean) = Hungry(), whole_batches(20)
     plain_loop(plain, windows(20, CASES[case][2]))
     expected = plain.net.state_dict()
@@ -134,14 +134,14 @@ def test_weights_are_bit_for_bit_those_of_a_plain_loop_with_these_cuts(ranks: An
 
 
 @pytest.mark.parametrize("items", [False, True])
-def test_uneven_batches_and_items_count_as_in_one_process(ranks: Any, items: bool) -> None:
+def test_uneven_batches_train_as_one_process(ranks: Any, items: bool) -> None:
     expected, _ = whole_batches(17, items)
     for rank in ranks:
         for name, value in weights(rank[f"uneven {items}"]).items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
-def test_a_resume_begins_with_the_number_and_ends_with_the_same_bits(ranks: Any) -> None:
+def test_a_resumed_run_keeps_its_micro_batches_and_is_bit_identical(ranks: Any) -> None:
     for rank in ranks:
         (state, rows, parts), (whole,) = rank["resumed"], rank["whole"]
         assert rows == [2, 2] and parts == 2
@@ -149,13 +149,13 @@ def test_a_resume_begins_with_the_number_and_ends_with_the_same_bits(ranks: Any)
         assert all(torch.equal(value, expected[name]) for name, value in weights(state).items())
 
 
-def test_a_module_needs_no_buffers(ranks: Any) -> None:
+def test_a_module_without_buffers_trains(ranks: Any) -> None:
     for rank in ranks:
         for name, value in weights(rank["bare"][0]).items():
             torch.testing.assert_close(value, whole_batches(20)[0][name], rtol=0, atol=1e-12)
 
 
-def test_a_large_batch_is_tried_on_all_ranks_before_the_first_one(ranks: Any) -> None:
+def test_try_largest_runs_the_largest_batch_first_on_all_ranks(ranks: Any) -> None:
     for number, rank in enumerate(ranks):
         (tried, lengths), (plain, _) = rank["tried"], rank["plain"]
         assert tried == plain
@@ -167,7 +167,7 @@ def fail(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_one_sample_that_does_not_fit_ends_all_ranks_by_the_error_of_its_rank(name: str) -> None:
+def test_a_single_sample_that_does_not_fit_ends_all_ranks_and_the_error_names_its_rank(name: str) -> None:
     first, second = run_world(2, fail, name, may_fail=True)
     assert str(second).startswith(
         "OutOfMemory: out of memory on rank 1 (cpu) in backward with 1 of the batch's 4 samples"

@@ -19,7 +19,7 @@ from leyden.strategies import MeshStrategy
 
 CASES: list[tuple[set[int], dict[str, Any]]] = [
     ({2, 9, 15}, {}),
-    # Nothing is left on rank 1; on any rank; where a window opens; where it closes.
+    # No good sample on rank 1; on any rank; in the first batch of a window; in its last batch.
     ({4, 5, 6, 7, 9}, {}),
     (set(range(8, 16)), {}),
     (set(range(8)), {"accumulate_grad_batches": 2}),
@@ -63,7 +63,7 @@ def on_ranks(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_two_ranks_train_as_one_process_on_what_is_left(strategy: str) -> None:
+def test_two_ranks_train_as_one_process_on_the_good_samples(strategy: str) -> None:
     alone = [trained(bad, 8, **arguments) for bad, arguments in CASES] + [trained(MANUAL[0], 8, Manual)]
     for found in run_world(2, on_ranks, strategy):
         for (weights, counts), (expected, expected_counts) in zip(found, alone, strict=True):
@@ -76,7 +76,7 @@ def tensor64(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def refused(own_loaders: bool) -> None:
+def fit_unsupported(own_loaders: bool) -> None:
     if own_loaders:
         trained({1}, 4, strategy="ddp", use_distributed_sampler=False)
     trained({1}, 4, strategy=MeshStrategy(tp=2, plan={"net.0": "colwise", "net.2": "rowwise"}))
@@ -85,8 +85,8 @@ def refused(own_loaders: bool) -> None:
 @pytest.mark.parametrize(
     ("own_loaders", "match"),
     [(False, "in which several ranks load the same samples"), (True, "not work with use_distributed_sampler=False on")],
-    ids=["the same samples", "loaders of their own"],
+    ids=["shared samples", "own loaders"],
 )
-def test_ranks_that_could_come_to_different_batches_are_refused(own_loaders: bool, match: str) -> None:
-    found = run_world(2, refused, own_loaders, may_fail=True)
+def test_skipping_raises_where_ranks_could_get_different_batches(own_loaders: bool, match: str) -> None:
+    found = run_world(2, fit_unsupported, own_loaders, may_fail=True)
     assert any(match in str(error) for error in found), found

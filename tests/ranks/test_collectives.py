@@ -24,8 +24,8 @@ class Contrast(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy, rank = self.trainer.strategy, self.trainer.global_rank
         mine = self.net(batch)
-        everyone = strategy.ranks.all_gather(mine, sync_grads=True)
-        assert everyone.shape == (2, *mine.shape) and everyone.requires_grad
+        gathered = strategy.ranks.all_gather(mine, sync_grads=True)
+        assert gathered.shape == (2, *mine.shape) and gathered.requires_grad
         assert not strategy.ranks.all_gather(mine).requires_grad
         number = torch.tensor([1.0 + rank, -3.0 * rank])
         self.found = {
@@ -40,7 +40,7 @@ class Contrast(TrainModule):
             strategy.ranks.reduce(number, reduction="medium")
         except ConfigurationError as error:
             self.found["unknown"] = str(error)
-        return everyone.flatten(0, 1).pow(3).sum()  # type: ignore[no-any-return]
+        return gathered.flatten(0, 1).pow(3).sum()  # type: ignore[no-any-return]
 
     def on_after_backward(self) -> None:
         assert self.net.weight.grad is not None
@@ -54,7 +54,7 @@ def batch(rank: int) -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
 
 
-def talk() -> dict[str, Any]:
+def run_collectives() -> dict[str, Any]:
     trainer = Trainer(**QUIET, strategy="ddp", max_epochs=1, use_distributed_sampler=False)
     torch.manual_seed(0)
     module = Contrast()
@@ -66,8 +66,8 @@ def talk() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
-    return run_world(2, talk)
+    """Returns the results of the collectives on two ranks."""
+    return run_world(2, run_collectives)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_an_unknown_reduction_is_refused(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_all_gather_sends_gradients_back_to_each_rank(ranks: list[dict[str, Any]]) -> None:
-    # Each rank's loss is the whole one: each part gets the gradient twice, and DDP takes the mean over two.
+    # Each rank computes the whole loss: each part gets its gradient twice, and DDP averages over two ranks.
     torch.manual_seed(0)
     net = Contrast().net
     net(torch.cat([batch(0), batch(1)])).pow(3).sum().backward()

@@ -32,7 +32,7 @@ SAMPLES = 103
 
 
 class Regression(TrainModule):
-    """A small network in float64; remembers the indices of the samples that it was trained on, epoch by epoch."""
+    """A small network in float64; records the indices of the samples that it trains on, by epoch."""
 
     def __init__(self, optimizer: str = "sgd", items: bool = False) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def fitted(module: TrainModule, loader: Any, strategy: Any, **arguments: Any) ->
 
 @contextmanager
 def one_group() -> Iterator[None]:
-    """One process group for many fits: to join and leave one takes longer than they do."""
+    """Shares one process group among many fits, since joining and leaving one takes longer than a fit."""
     dist.init_process_group("gloo")
     yield
     gc.collect()
@@ -89,13 +89,13 @@ def weights(module: nn.Module) -> list[float]:
     return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()  # type: ignore[no-any-return]
 
 
-# one process with the batch multiplied -------------------------------------------------------------------------------
+# one process with a larger batch --------------------------------------------------------------------------------------
 CASES: list[dict[str, Any]] = [
     {"batch_size": 8, "shuffle": True},
     {"batch_size": 8, "shuffle": True, "optimizer": "adamw", "accumulate_grad_batches": 3},
     {"batch_size": 5, "shuffle": False, "accumulate_grad_batches": 3, "max_epochs": 1},
     {"batch_size": 17, "shuffle": True, "drop_last": True, "optimizer": "adamw"},
-    # 103 = 17 · 6 + 1 = 8 · 12 + 7 = 4 · 25 + 3: on four ranks a rank or three have nothing at the end.
+    # 103 = 17 · 6 + 1 = 8 · 12 + 7 = 4 · 25 + 3: on four ranks, one or three have no sample in the last batch.
     {"batch_size": 1, "shuffle": True, "max_epochs": 1, "samples": 23},
     {"batch_size": 1, "shuffle": True, "max_epochs": 1, "samples": 25, "items": True, "accumulate_grad_batches": 2},
     {"batch_size": 17, "shuffle": True, "items": True},
@@ -126,14 +126,14 @@ def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], list[list[
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_weights_equal_one_process_with_the_batch_multiplied(ranks: int) -> None:
+def test_weights_match_one_process_with_a_larger_batch(ranks: int) -> None:
     results = run_world(ranks, train_all, CASES)
     for number, case in enumerate(CASES):
         expected, order, counters = trained(case, ranks, "auto")
         for rank in range(ranks):
             found, _, counted = results[rank][number]
             assert found == pytest.approx(expected, rel=0, abs=1e-9), (case, rank)
-            # Each rank's own random numbers stand where those of one process do.
+            # Each rank's random generator is in the state of that of one process.
             assert counted == counters, (case, rank)
         for epoch in range(len(order)):
             seen = [index for rank in range(ranks) for index in results[rank][number][1][epoch]]
@@ -143,7 +143,7 @@ def test_weights_equal_one_process_with_the_batch_multiplied(ranks: int) -> None
 
 # loaders of every kind ------------------------------------------------------------------------------------------------
 class Streamed(IterableDataset[Any]):
-    """The samples in order; of several workers each gives whole batches of eight in its turn."""
+    """The samples in order; several workers take turns with whole batches of eight."""
 
     def __init__(self) -> None:
         self.data = samples()
@@ -164,7 +164,7 @@ def in_batches() -> list[Any]:
 
 
 def own_share(sized: bool) -> Any:
-    """What a user who shards his data himself gives each rank: every second batch, so one rank has one more."""
+    """Returns this rank's share of data sharded by hand: every n-th batch, so some ranks have one more."""
     share = in_batches()[dist.get_rank() :: dist.get_world_size()]
     return share if sized else Unsized(share)
 
@@ -177,7 +177,7 @@ LOADERS: dict[str, Any] = {
     "own batch sampler": lambda: DataLoader(
         samples(), batch_sampler=list(BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
     ),
-    "own batch sampler, workers that stay": lambda: DataLoader(
+    "own batch sampler, persistent workers": lambda: DataLoader(
         samples(),
         batch_sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, False),
         num_workers=2,
@@ -208,7 +208,7 @@ def train_on_every_kind() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_any_loader_gives_each_sample_once_and_the_weights_of_one_process(ranks: int) -> None:
+def test_any_loader_yields_each_sample_once_and_trains_as_one_process(ranks: int) -> None:
     results = run_world(ranks, train_on_every_kind)
     module = Regression()
     fitted(module, DataLoader(samples(), 8 * ranks), "auto", max_epochs=1)
@@ -221,13 +221,13 @@ def test_any_loader_gives_each_sample_once_and_the_weights_of_one_process(ranks:
             assert count == SAMPLES, (name, rank)
             assert found == pytest.approx(expected, rel=0, abs=1e-9), (name, rank)
             assert batches == -(-SAMPLES // (8 * ranks)), (name, rank)
-    # The user's own DistributedSampler is left alone: it repeats samples to be even.
+    # A user's own DistributedSampler is kept: it repeats samples to make the ranks even.
     own = [index for rank in range(ranks) for index in results[rank]["DistributedSampler"][0]]
     assert set(own) == set(range(SAMPLES)) and len(own) == 104
     assert {results[rank]["DistributedSampler"][1] for rank in range(ranks)} == {104}
 
 
-# steps that a rank without a sample has to take part in ---------------------------------------------------------------
+# steps in which a rank has no sample ----------------------------------------------------------------------------------
 class TwoHeads(Regression):
     """Uses one of two heads in each batch, so that DDP must find out which."""
 
@@ -251,7 +251,7 @@ def skip_with_unused_parameters() -> Any:
         return weights(module), trainer.global_step
 
 
-def test_a_rank_without_a_sample_uses_the_parameters_that_the_others_use() -> None:
+def test_a_rank_without_samples_uses_the_same_parameters_as_the_others() -> None:
     results = run_world(4, skip_with_unused_parameters)
     module = TwoHeads()
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""A run killed in the middle of an epoch resumes with the next sample, on as many ranks as it had or on others."""
+"""A run killed in the middle of an epoch resumes at the next sample, on the same or another number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES, SAVED = 103, 5
 
 
 class Saving(TrainModule):
-    """Saves itself in the middle of its first epoch; notes what it was trained on before and after."""
+    """Saves a checkpoint in the middle of its first epoch; records the samples that follow the save or the resume."""
 
     def __init__(self, path: str | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Saving(TrainModule):
 
 
 def loader(workers: int | None) -> DataLoader[Any]:
-    """Torch's own loader, or with a number of workers torchdata's."""
+    """Returns torch's own loader, or torchdata's if a number of workers is passed."""
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
     data = TensorDataset(torch.arange(SAMPLES), x, x.sum(1).sin())
     if workers is None:
@@ -55,7 +55,7 @@ def loader(workers: int | None) -> DataLoader[Any]:
 
 
 def run(ranks: int, path: str | None, resume: str | None, workers: int | None, arguments: dict[str, Any]) -> Any:
-    """The weights, the samples that follow the save or the resume, and the number of steps."""
+    """Returns the weights, the samples that follow the save or the resume, and the number of steps."""
     torch.manual_seed(5)
     module = Saving(path)
     strategy = "ddp" if ranks > 1 else "single_device"
@@ -69,8 +69,8 @@ def run(ranks: int, path: str | None, resume: str | None, workers: int | None, a
 def results_of(
     ranks: int, path: str | None, resume: str | None, workers: int | None = None, **arguments: Any
 ) -> list[Any]:
-    given = (ranks, path, resume, workers, arguments)
-    return [run(*given)] if ranks == 1 else run_world(ranks, run, *given)
+    run_arguments = (ranks, path, resume, workers, arguments)
+    return [run(*run_arguments)] if ranks == 1 else run_world(ranks, run, *run_arguments)
 
 
 def samples_of(results: list[Any]) -> Counter[tuple[int, int]]:
@@ -78,7 +78,7 @@ def samples_of(results: list[Any]) -> Counter[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("saved", [1, 2])
-def test_a_run_resumes_with_the_next_sample(saved: int, tmp_path: Path) -> None:
+def test_a_run_resumes_at_the_next_sample(saved: int, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     straight = results_of(saved, path, None, global_batch_size=12)
     left = samples_of(straight)
@@ -94,7 +94,7 @@ def test_a_run_resumes_with_the_next_sample(saved: int, tmp_path: Path) -> None:
                 assert found == pytest.approx(straight[0][0], rel=0, abs=1e-9), ranks
 
 
-def test_steps_follow_the_new_global_batch_unless_it_is_kept(tmp_path: Path) -> None:
+def test_steps_follow_the_new_global_batch_size(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     left = samples_of(results_of(2, path, None))
     resumed = results_of(4, None, path)
@@ -104,13 +104,13 @@ def test_steps_follow_the_new_global_batch_unless_it_is_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_torchdatas_stateful_loader_resumes_with_the_next_sample(workers: int, tmp_path: Path) -> None:
+def test_torchdatas_stateful_loader_resumes_at_the_next_sample(workers: int, tmp_path: Path) -> None:
     pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
     path = str(tmp_path / "saved")
     straight = results_of(2, path, None, workers)
     left = samples_of(straight)
     assert sorted(left.values()) == [1] * (2 * SAMPLES - 12 * SAVED)
     assert results_of(2, None, path, workers) == straight
-    # On other numbers of ranks, too: the position is that of the stream that all of them read.
+    # On other numbers of ranks, too: the position is that of the global stream.
     for ranks in (1, 4):
         assert samples_of(results_of(ranks, None, path, workers)) == left, ranks

@@ -1,4 +1,4 @@
-"""Debug mode on two ranks: what they bring to a collective is compared, and a mismatch is an error that names it."""
+"""Debug mode on two ranks: the arguments of each collective are compared, and the error names a mismatch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_debug_mode_names_a_mismatch(kind: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("missing", "gather"), ("backward", "backward")])
-def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
+def test_debug_mode_names_a_missing_rank(kind: str, name: str) -> None:
     environ = {"ACCELERATE_DEBUG_MODE": "true", "LEYDEN_DEBUG_TIMEOUT": "3"}
     first, second = run_world(2, mismatched, kind, environ=environ, timeout=30)
     assert f"rank 0 reached {name} at " in first and "rank 1 did not within 3 s" in first
@@ -66,7 +66,7 @@ def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
 
 
 class Gathering(Line):
-    """Gathers in its step what has another shape on rank 1."""
+    """Gathers a tensor whose shape differs on rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.all_gather(torch.ones(2 + batch_idx * self.global_rank))
@@ -81,7 +81,7 @@ def debugged_fit(folder: str) -> None:
     trainer.fit(Gathering(inputs=4), DataLoader(rows(), 4))
 
 
-def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
+def test_debug_mode_works_with_a_trainer(tmp_path: Path) -> None:
     found = run_world(2, debugged_fit, str(tmp_path), environ=DEBUG, timeout=30, may_fail=True)
     for rank in range(2):
         printed = (tmp_path / f"{rank}.txt").read_text()
@@ -96,7 +96,7 @@ def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
 
 
 class Growing(Line):
-    """Gathers other shapes in each batch, and in each run."""
+    """Gathers a different shape in each batch and in each run."""
 
     def __init__(self, width: int) -> None:
         super().__init__(inputs=4)
@@ -104,7 +104,7 @@ class Growing(Line):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1:
-            # Comes later than rank 0, which finds what there is.
+            # Arrives after rank 0, which would find the entries of an earlier run.
             torch.randn(200, 200) @ torch.randn(200, 200)
         self.all_gather(torch.ones(self.width + batch_idx))
         return super().training_step(batch, batch_idx)
@@ -121,5 +121,5 @@ def debugged_twice() -> list[int]:
     return steps
 
 
-def test_debug_mode_forgets_a_run_that_is_over() -> None:
+def test_debug_mode_ignores_an_earlier_run() -> None:
     assert run_world(2, debugged_twice, environ=DEBUG, timeout=60) == [[8, 8, 8]] * 2

@@ -1,4 +1,4 @@
-"""Ranks decide alike: a wish or a signal of one ends all of them at the same step."""
+"""Ranks decide alike: a stop request or a signal on one ends all of them at the same step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batches(count: int) -> list[Tensor]:
 
 
 class Model(TrainModule):
-    """A sum of inputs; its validation logs the numbers that it is given, one for each epoch."""
+    """A sum of inputs; its validation logs the given scores, one per epoch."""
 
     def __init__(self, scores: tuple[float, ...] = (1.0,)) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class Model(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class At(Callback):
-    """Does something on one rank when a hook comes by for the n-th time."""
+class ActAt(Callback):
+    """Runs an action on one rank at the n-th call of a hook."""
 
     def __init__(self, hook: str, rank: int, number: int, action: Any) -> None:
         self.left, self.action = number, action
         if rank in (RANK, -1):
-            setattr(self, hook, self._come_by)
+            setattr(self, hook, self._count_call)
 
-    def _come_by(self, trainer: Trainer, module: TrainModule, *_: Any) -> Any:
+    def _count_call(self, trainer: Trainer, module: TrainModule, *_: Any) -> Any:
         self.left -= 1
         return self.action(trainer) if self.left == 0 else None
 
@@ -94,8 +94,8 @@ def skip(trainer: Trainer) -> int:
 
 
 def fitted(at: tuple[Any, ...], train: int = 6, val: int = 0, **arguments: Any) -> dict[str, Any]:
-    """Fits with a callback `At`, and returns how far this rank came and how it ended."""
-    trainer, module = Trainer(**SETTINGS | arguments, callbacks=[At(*at)]), Model()
+    """Fits with a callback `ActAt`, and returns this rank's progress and how the fit ended."""
+    trainer, module = Trainer(**SETTINGS | arguments, callbacks=[ActAt(*at)]), Model()
     ended = ""
     try:
         trainer.fit(module, batches(train), batches(val) if val else None)
@@ -111,38 +111,38 @@ def fitted(at: tuple[Any, ...], train: int = 6, val: int = 0, **arguments: Any) 
     }
 
 
-def found_by_all(function: Any, *cases: tuple[Any, ...]) -> Any:
-    """What a function returns for each case, which must be the same on every rank."""
-    first, second = run_world(2, each, function.__name__, cases)
+def agreed_results(function: Any, *cases: tuple[Any, ...]) -> Any:
+    """Returns a function's result for each case, and asserts that both ranks agree on it."""
+    first, second = run_world(2, run_cases, function.__name__, cases)
     assert first == second
     return first
 
 
-def each(name: str, cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """All cases in one world, and so in one process group: to start ranks takes longer than most of them."""
+def run_cases(name: str, cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """Runs all cases in one process group, since starting ranks takes longer than most cases."""
     dist.init_process_group("gloo")
     found = [globals()[name](*case) for case in cases]
     dist.destroy_process_group()
     return found
 
 
-def test_a_wish_of_one_rank_stops_all_one_window_later() -> None:
-    for found in found_by_all(fitted, *[(("on_train_batch_end", rank, 3, stop),) for rank in (0, 1)]):
+def test_a_stop_request_on_one_rank_stops_all_one_window_later() -> None:
+    for found in agreed_results(fitted, *[(("on_train_batch_end", rank, 3, stop),) for rank in (0, 1)]):
         assert (found["step"], found["stops"]) == (4, True)
 
 
-def test_a_wish_in_the_last_window_or_epoch_hook_takes_effect_at_once() -> None:
-    for found in found_by_all(fitted, (("on_train_batch_end", 1, 6, stop),), (("on_train_epoch_end", 1, 1, stop),)):
+def test_a_stop_request_in_the_last_window_or_at_epoch_end_takes_effect_at_once() -> None:
+    for found in agreed_results(fitted, (("on_train_batch_end", 1, 6, stop),), (("on_train_epoch_end", 1, 1, stop),)):
         assert (found["step"], found["epoch"]) == (6, 1)
 
 
-def test_a_wish_in_a_validation_stops_all_before_the_next_step() -> None:
-    [found] = found_by_all(fitted_with_validation, (("on_validation_end", 1, 1, stop),))
+def test_a_stop_request_in_a_validation_stops_all_before_the_next_step() -> None:
+    [found] = agreed_results(fitted_with_validation, (("on_validation_end", 1, 1, stop),))
     assert (found["step"], found["validated"]) == (3, [3])
 
 
-def test_a_run_that_is_asked_to_stop_inside_an_epoch_is_validated_on_all_ranks() -> None:
-    for found in found_by_all(fitted_with_a_last_validation, ("on_train_batch_end", 1, 3, stop)):
+def test_a_run_stopped_mid_epoch_validates_on_all_ranks() -> None:
+    for found in agreed_results(fitted_with_a_last_validation, ("on_train_batch_end", 1, 3, stop)):
         assert (found["step"], found["validated"]) == (4, [4])
 
 
@@ -155,18 +155,18 @@ def fitted_with_validation(at: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def test_a_signal_ends_all_ranks_at_the_same_step() -> None:
-    """To one rank, and to all of them."""
+    """Whether sent to one rank or to all of them."""
     ends = {terminate: "SystemExit(143)", interrupt: "KeyboardInterrupt()"}
     cases = [(rank, action) for rank in (1, -1) for action in ends]
-    found = found_by_all(fitted, *[(("on_train_batch_end", rank, 3, action),) for rank, action in cases])
-    assert [(each["step"], each["ended"]) for each in found] == [(4, ends[action]) for _, action in cases]
+    found = agreed_results(fitted, *[(("on_train_batch_end", rank, 3, action),) for rank, action in cases])
+    assert [(result["step"], result["ended"]) for result in found] == [(4, ends[action]) for _, action in cases]
 
 
 def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
-    """One rank gets the signal; both write the checkpoint of the interruption, at the step that they agree on."""
+    """Signals one rank; both save a checkpoint at the step that they agree on, from which the run resumes."""
     checkpoint = ModelCheckpoint(f"{folder}/{rank}", every_n_train_steps=100, save_on_exception=True)
     settings = SETTINGS | {"enable_checkpointing": True}
-    trainer = Trainer(**settings, callbacks=[At("on_train_batch_end", rank, 2, terminate), checkpoint])
+    trainer = Trainer(**settings, callbacks=[ActAt("on_train_batch_end", rank, 2, terminate), checkpoint])
     ended = ""
     models = []
     for _ in range(3):
@@ -190,9 +190,9 @@ def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_a_signal_to_one_rank_is_saved_by_all_and_resumed_exactly(tmp_path: Path) -> None:
-    for found in found_by_all(saved_when_stopped, (0, str(tmp_path)), (1, str(tmp_path))):
-        # Told at step 2, done by all at step 3.
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(tmp_path: Path) -> None:
+    for found in agreed_results(saved_when_stopped, (0, str(tmp_path)), (1, str(tmp_path))):
+        # Signaled at step 2; all ranks stop at step 3.
         assert found == {
             "ended": "SystemExit(143)",
             "saved": "epoch=0-step=3",
@@ -202,16 +202,16 @@ def test_a_signal_to_one_rank_is_saved_by_all_and_resumed_exactly(tmp_path: Path
         }
 
 
-def test_a_signal_during_a_validation_breaks_it_off_everywhere() -> None:
-    [found] = found_by_all(fitted_with_validation, (("on_validation_batch_start", 1, 2, terminate),))
+def test_a_signal_during_validation_ends_it_on_all_ranks() -> None:
+    [found] = agreed_results(fitted_with_validation, (("on_validation_batch_start", 1, 2, terminate),))
     assert (found["step"], found["validated"], found["ended"]) == (3, [], "SystemExit(143)")
 
 
-def validated_unevenly(signalled: int) -> tuple[str, int]:
-    """Validates on 9 batches of rank 0 and 2 of rank 1; returns how it ended and the batches seen."""
+def validated_unevenly(signaled: int) -> tuple[str, int]:
+    """Validates on 9 batches of rank 0 and 2 of rank 1; returns how the validation ended and the batches seen."""
     seen = []
     count = Count(seen)
-    trainer = Trainer(**SETTINGS, callbacks=[count, At("on_validation_batch_start", signalled, 2, terminate)])
+    trainer = Trainer(**SETTINGS, callbacks=[count, ActAt("on_validation_batch_start", signaled, 2, terminate)])
     try:
         trainer.validate(Model(), batches(2 if RANK else 9), verbose=False)
     except SystemExit as error:
@@ -229,52 +229,52 @@ class Count(Callback):
         self.seen.append(batch_idx)
 
 
-def test_ranks_with_different_numbers_of_batches_hear_of_a_signal() -> None:
-    """Rank 7, of which there is none, shows that all is seen if no signal comes."""
-    first, second = run_world(2, each, "validated_unevenly", ((7,), (0,), (1,)))
+def test_a_signal_reaches_ranks_with_different_numbers_of_batches() -> None:
+    """A signal to rank 7, which does not exist, shows that all batches are seen without a signal."""
+    first, second = run_world(2, run_cases, "validated_unevenly", ((7,), (0,), (1,)))
     assert (first[0], second[0]) == (("", 9), ("", 2))
     for (end, of_first), (other, of_second) in zip(first[1:], second[1:], strict=True):
         assert end == other == "SystemExit(143)"
         assert of_first < 9 and of_second <= 2
 
 
-def test_minus_one_of_one_rank_ends_the_epoch_on_all() -> None:
-    """Each epoch has 6 batches; the first ends with the window after the one in which -1 was given."""
-    for found in found_by_all(fitted, *[(("on_train_batch_start", rank, 2, skip),) for rank in (0, 1)]):
+def test_returning_minus_one_on_one_rank_ends_the_epoch_on_all() -> None:
+    """Each epoch has 6 batches; the first ends with the window after the one in which -1 was returned."""
+    for found in agreed_results(fitted, *[(("on_train_batch_start", rank, 2, skip),) for rank in (0, 1)]):
         assert (found["step"], found["epoch"]) == (3 + 6, 2)
 
 
-def fitted_late(rank: int) -> dict[str, Any]:
-    """From the third step on the clock of one rank says that the time is over."""
+def fitted_past_max_time(rank: int) -> dict[str, Any]:
+    """Fits with a clock that exceeds the time limit on one rank from the third step on."""
 
-    def late(trainer: Trainer) -> None:
+    def expire(trainer: Trainer) -> None:
         assert trainer._fit is not None
         trainer._fit.clock.elapsed = lambda: 1e9  # type: ignore[method-assign]
 
-    return fitted(("on_train_batch_end", rank, 3, late), max_time={"hours": 9})
+    return fitted(("on_train_batch_end", rank, 3, expire), max_time={"hours": 9})
 
 
-def test_the_first_ranks_clock_ends_a_run() -> None:
-    assert [found["step"] for found in found_by_all(fitted_late, (0,), (1,))] == [4, 12]
+def test_rank_0s_clock_ends_a_run() -> None:
+    assert [found["step"] for found in agreed_results(fitted_past_max_time, (0,), (1,))] == [4, 12]
 
 
 def fitted_with_timer(rank: int) -> int:
     timer = Timer({"hours": 9}, verbose=False)
 
-    def late(trainer: Trainer) -> None:
+    def expire(trainer: Trainer) -> None:
         timer._deadline = 0.0
 
-    trainer = Trainer(**SETTINGS, callbacks=[At("on_train_batch_start", rank, 3, late), timer])
+    trainer = Trainer(**SETTINGS, callbacks=[ActAt("on_train_batch_start", rank, 3, expire), timer])
     trainer.fit(Model(), batches(6))
     return trainer.global_step
 
 
-def test_the_first_ranks_timer_ends_a_run() -> None:
-    assert found_by_all(fitted_with_timer, (0,), (1,)) == [4, 12]
+def test_rank_0s_timer_ends_a_run() -> None:
+    assert agreed_results(fitted_with_timer, (0,), (1,)) == [4, 12]
 
 
 def validated_by_time(rank: int) -> list[int]:
-    """Validations of a fit whose clock jumps on one rank by an hour at the second step, where one is due each hour."""
+    """Returns the steps validated by a fit that validates hourly, if one rank's clock jumps an hour at step 2."""
     module = Model()
 
     def jump(trainer: Trainer) -> None:
@@ -283,19 +283,19 @@ def validated_by_time(rank: int) -> list[int]:
 
     trainer = Trainer(
         **SETTINGS | {"max_epochs": 1, "val_check_interval": "00:01:00:00"},
-        callbacks=[At("on_train_batch_end", rank, 2, jump)],
+        callbacks=[ActAt("on_train_batch_end", rank, 2, jump)],
     )
     trainer.fit(module, batches(6), batches(1))
     return module.validated
 
 
-def test_the_first_ranks_clock_validates() -> None:
-    assert found_by_all(validated_by_time, (0,), (1,)) == [[3], []]
+def test_rank_0s_clock_triggers_validation() -> None:
+    assert agreed_results(validated_by_time, (0,), (1,)) == [[3], []]
 
 
 def saved_by_time(rank: int, folder: str) -> list[int]:
-    """The steps at which a checkpoint is asked for, where one is due each hour and one rank's clock jumps at step 2."""
-    asked: list[int] = []
+    """Returns the steps saved by a fit that saves hourly, if one rank's clock jumps an hour at step 2."""
+    saved: list[int] = []
     checkpoint = ModelCheckpoint(folder, train_time_interval="00:01:00:00", save_top_k=-1)
 
     def jump(trainer: Trainer) -> None:
@@ -304,39 +304,39 @@ def saved_by_time(rank: int, folder: str) -> list[int]:
 
     trainer = Trainer(
         **SETTINGS | {"max_epochs": 1, "enable_checkpointing": True},
-        callbacks=[At("on_train_batch_end", rank, 2, jump), checkpoint],
+        callbacks=[ActAt("on_train_batch_end", rank, 2, jump), checkpoint],
     )
 
     def save(path: str, weights_only: bool = False, **_: Any) -> str:
-        asked.append(trainer.global_step)
+        saved.append(trainer.global_step)
         return path
 
     trainer.save_checkpoint = save  # type: ignore[method-assign, assignment]
     trainer.fit(Model(), batches(6))
-    return asked
+    return saved
 
 
-def test_the_first_ranks_clock_saves(tmp_path: Path) -> None:
-    assert found_by_all(saved_by_time, (0, str(tmp_path)), (1, str(tmp_path))) == [[3], []]
+def test_rank_0s_clock_triggers_checkpoints(tmp_path: Path) -> None:
+    assert agreed_results(saved_by_time, (0, str(tmp_path)), (1, str(tmp_path))) == [[3], []]
 
 
-def signalled_too_late() -> str:
-    """A signal after the last word between the ranks does what it would have done without a Trainer."""
+def signaled_after_the_last_exchange() -> str:
+    """Signals rank 1 after the ranks' last exchange, when the handler from before the fit is back in place."""
     caught: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
     found = fitted(("on_fit_end", 1, 1, terminate))
     return f"{found['ended']}{caught}"
 
 
-def test_a_signal_that_comes_too_late_is_not_lost() -> None:
-    assert run_world(2, signalled_too_late) == ["[]", "[15]"]
+def test_a_signal_after_the_last_exchange_reaches_the_previous_handler() -> None:
+    assert run_world(2, signaled_after_the_last_exchange) == ["[]", "[15]"]
 
 
 SCORES = (3.0, 2.0, 2.5, 2.5, 1.0)
 
 
 def stopped_early(folder: str) -> dict[str, Any]:
-    """A fit that early stopping ends in its fourth epoch."""
+    """Fits until early stopping ends the run in its fourth epoch."""
     stopping = EarlyStopping("score", patience=2)
     best = ModelCheckpoint(monitor="score", filename="{epoch}-{score:.1f}")
     arguments = {"max_epochs": 9, "default_root_dir": folder, "log_every_n_steps": 2, "num_sanity_val_steps": 1}
@@ -358,18 +358,18 @@ def stopped_early(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder, and what each of two ranks ended with."""
+    """Returns the folder, and the results of two ranks."""
     folder = tmp_path_factory.mktemp("early")
     return folder, run_world(2, stopped_early, str(folder))
 
 
-def test_early_stopping_ends_all_ranks_at_once(early: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_early_stopping_ends_all_ranks_at_the_same_step(early: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (first, second) = early
     assert first == second
     assert (first["step"], first["best"], first["score"]) == (16, 2.0, 2.5)
 
 
-def test_ranks_know_and_keep_the_one_best_checkpoint(early: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_all_ranks_know_and_keep_the_same_best_checkpoint(early: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, ranks = early
     best = str(folder / "checkpoints" / "epoch=1-score=2.0")
     assert [str(path) for path in (folder / "checkpoints").iterdir()] == [best]
@@ -377,7 +377,7 @@ def test_ranks_know_and_keep_the_one_best_checkpoint(early: tuple[Path, list[dic
         assert found["best path"] == best and found["kept"] == [best]
 
 
-def test_loggers_of_two_ranks_write_once(early: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_loggers_write_once_on_two_ranks(early: tuple[Path, list[dict[str, Any]]]) -> None:
     folder = Path(early[1][0]["log_dir"])
     assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
     with (folder / "metrics.csv").open() as file:
@@ -388,6 +388,6 @@ def test_loggers_of_two_ranks_write_once(early: tuple[Path, list[dict[str, Any]]
     [events] = folder.glob("events*")
     read = scalars_in(events)
     assert read["score"] == scores
-    # Epoch means are the ranks' together, step values the first rank's own.
+    # Epoch means are over all ranks, step values rank 0's own.
     assert [step for step, _ in read["loss_step"]] == [*range(2, 17, 2)]
     assert [step for step, _ in read["loss_epoch"]] == [4, 8, 12, 16]

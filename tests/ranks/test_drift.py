@@ -1,4 +1,4 @@
-"""What would let the ranks' weights or buffers drift apart in silence, and Ctrl-C in the workers of a loader."""
+"""Cases in which the ranks' weights or buffers could silently drift apart, and Ctrl-C in a loader's workers."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def fit_on_a_plateau() -> tuple[list[float], float]:
     return module.first.weight.flatten().tolist(), trainer.optimizers[0].param_groups[0]["lr"]
 
 
-def test_a_plateau_of_step_values_is_one_for_all_ranks() -> None:
+def test_reduce_lr_on_plateau_by_step_values_keeps_ranks_equal() -> None:
     one, other = run_world(2, fit_on_a_plateau)
     assert one == other and one[1] < 0.1
 
 
 class Unfreezing(Net):
-    """Trains its first layer in the second of three epochs, and before or after it only as a test wants."""
+    """Trains its first layer only in the second of three epochs, or only after the given batch."""
 
     def __init__(self, unfreezes_in_batch: int | None = None, manual: bool = False) -> None:
         super().__init__(freezes=True)
@@ -118,7 +118,7 @@ def fit_and_unfreeze_in(arguments: dict[str, Any], batch: int | None) -> None:
     Trainer(strategy=DDPStrategy(**arguments), max_epochs=epochs, **QUIET).fit(kind(batch), loader())
 
 
-def test_parameters_that_are_unfrozen_and_frozen_again_train_as_in_one_process() -> None:
+def test_unfrozen_and_refrozen_parameters_train_as_on_one_process() -> None:
     one = fit_unfreezing("single_device", 4)
     strategies: list[Any] = ["ddp", "fsdp", {"ddp_comm_hook": "fp16", "find_unused_parameters": True}]
     both = run_world(2, fit_each_unfreezing, strategies)
@@ -148,13 +148,13 @@ def test_parameters_that_are_unfrozen_and_frozen_again_train_as_in_one_process()
     ],
     ids=["within an epoch", "static graph", "PowerSGD"],
 )
-def test_a_parameter_whose_gradients_cannot_be_sent_is_named(
+def test_the_error_names_a_parameter_whose_gradients_are_not_exchanged(
     arguments: dict[str, Any], batch: int | None, message: str
 ) -> None:
     found = run_world(2, fit_and_unfreeze_in, arguments, batch, may_fail=True)
-    # One rank raises it, and the other leaves in silence.
-    [said] = [text for text in found if isinstance(text, str)]
-    assert said.startswith(f"ConfigurationError: {message}")
+    # One rank raises the error, and the other exits silently.
+    [error] = [text for text in found if isinstance(text, str)]
+    assert error.startswith(f"ConfigurationError: {message}")
 
 
 def test_one_process_may_unfreeze_a_parameter() -> None:
@@ -166,7 +166,7 @@ def test_one_process_may_unfreeze_a_parameter() -> None:
 
 # manual optimization --------------------------------------------------------------------------------------------------
 class Manual(Net):
-    """Its own optimization, with a plain backward in some batches."""
+    """Manual optimization, with a plain backward in some batches."""
 
     def __init__(self, plain: set[int]) -> None:
         super().__init__()
@@ -194,10 +194,10 @@ def fit_twice_by_hand() -> list[tuple[list[float], list[str]]]:
     return [fit_by_hand(set(), "ddp"), fit_by_hand({2, 3, 4}, "ddp")]
 
 
-def test_a_plain_backward_warns_once() -> None:
+def test_a_plain_backward_warns_once_per_rank() -> None:
     one, other = run_world(2, fit_twice_by_hand)
     assert one[0][0] == other[0][0] and one[0][1] == other[0][1] == []
-    # As many times as ranks, for whom it is as wrong.
+    # Each rank warns, since the gradients of each are wrong.
     for found in (one, other):
         assert found[1][0] != found[0][0]
         [message] = found[1][1]
@@ -209,7 +209,7 @@ def test_a_plain_backward_warns_once() -> None:
 
 # buffers --------------------------------------------------------------------------------------------------------------
 class Normalized(Net):
-    """Batch norm, whose statistics each rank gathers from its own samples; notes them in a validation."""
+    """A net with batch norm, whose statistics differ by rank; records them in training and validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,19 +239,19 @@ def validate_with_buffers(strategy: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_validation_in_fit_goes_by_the_buffers_of_rank_0(strategy: str) -> None:
+def test_validation_in_fit_uses_the_buffers_of_rank_0(strategy: str) -> None:
     (trained, validated), (other, validated_there) = run_world(2, validate_with_buffers, strategy)
     assert trained != other
     assert validated == validated_there == trained
 
 
-def test_a_forked_worker_outlives_ctrl_c() -> None:
+def test_a_forked_worker_survives_ctrl_c() -> None:
     reader, writer = os.pipe()
     with Signals() as signals:
         child = os.fork()
         if child == 0:
             os.write(writer, b"1")
-            # Ended by the signal itself, or by this.
+            # Killed by the signal while waiting, or exits below.
             signal.sigtimedwait([signal.SIGUSR1], 60) if signals.received is None else None
             os._exit(7)
         os.read(reader, 1)
@@ -259,5 +259,5 @@ def test_a_forked_worker_outlives_ctrl_c() -> None:
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         assert signals.received is None
-    # Not by Ctrl-C, which a terminal sends to everyone, but by the signal meant for it.
+    # Killed not by Ctrl-C, which a terminal sends to every process, but by the signal sent to this one alone.
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM

@@ -1,4 +1,4 @@
-"""When a rank fails: its error once, with rank and step; all ranks gone within seconds; the last checkpoint whole."""
+"""When a rank fails: its error shown once, with rank and step; all ranks gone in seconds; the last checkpoint whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.callbacks import EarlyStopping
 from leyden.trainer.checkpoint.folder import newest
 
 DEADLINE = 15.0
-"""Seconds after which nobody may be left; a hang ends here, and nothing is measured."""
+"""Seconds after which no process may be left; only a hang takes that long."""
 
 SCRIPT = """
 import multiprocessing, os, signal, sys, threading, time
@@ -79,8 +79,8 @@ print("after fit")
 """
 
 
-def members(token: str) -> list[int]:
-    """Processes that were started with this token in their environment."""
+def processes(token: str) -> list[int]:
+    """Returns the processes that were started with this token in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -95,7 +95,7 @@ def members(token: str) -> list[int]:
 
 
 def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the script, in which one rank fails at step 5.
+    """Runs the script, in which one rank fails at step 5; returns its exit code, stdout and stderr.
 
     Asserts that no process is left and that the newest checkpoint was written by the step before the failure.
     """
@@ -110,9 +110,9 @@ def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
         timeout=200,
     )
     deadline = time.monotonic() + DEADLINE
-    while members(token) and time.monotonic() < deadline:
+    while processes(token) and time.monotonic() < deadline:
         os.sched_yield()
-    assert not members(token), "somebody is left behind"
+    assert not processes(token), "a process is still running"
     found = newest(folder / "checkpoints")
     assert found is not None and "step=5" in found.name
     return done.returncode, done.stdout, done.stderr
@@ -126,7 +126,7 @@ def in_full(*case: Any) -> Any:
 
 
 @READS_PROC
-def test_an_error_of_one_rank_is_shown_once_with_its_place(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_shown_once_with_rank_and_step(tmp_path: Path) -> None:
     code, out, err = run_script("raise", tmp_path)
     assert code == 1 and "after fit" not in out
     assert err.count("ZeroDivisionError: of this rank") == 1
@@ -149,7 +149,7 @@ def test_an_error_of_one_rank_is_shown_once_with_its_place(tmp_path: Path) -> No
         in_full("vanish", 1, 1, "rank 1 exited with code 0 while the others"),
     ],
 )
-def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, message: str, tmp_path: Path) -> None:
+def test_the_error_names_a_rank_that_exits_early(how: str, rank: int, code: int, message: str, tmp_path: Path) -> None:
     found, _, err = run_script(how, tmp_path, rank)
     assert found == code
     assert err.count(f"leyden: {message}") == 1 and "Traceback" not in err, err
@@ -165,7 +165,7 @@ def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, mes
         in_full("sleep", 1, "in training_step: threading.Event().wait()"),
     ],
 )
-def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int, message: str, tmp_path: Path) -> None:
+def test_the_timeout_error_names_the_rank_that_hangs(how: str, rank: int, message: str, tmp_path: Path) -> None:
     code, _, err = run_script(how, tmp_path, rank)
     assert code == 1
     place = f"raised on rank {1 - rank}, step 5 (epoch 0, batch 5) in fit"
@@ -174,7 +174,7 @@ def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int
 
 
 @READS_PROC
-def test_a_worker_of_a_loader_that_is_killed_is_named_once_with_its_rank(tmp_path: Path) -> None:
+def test_a_killed_loader_worker_is_reported_once_with_its_rank(tmp_path: Path) -> None:
     code, _, err = run_script("worker", tmp_path)
     assert code == 1 and err.count("was killed by SIGKILL") == 1, err
     assert "WorkerDied: worker 0 of 1 of a DataLoader" in err and "raised on rank 1, step " in err, err
@@ -186,7 +186,7 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
     assert code == -signal.SIGKILL
 
 
-# what is found at setup ----------------------------------------------------------------------------------------------
+# checks at setup ------------------------------------------------------------------------------------------------------
 class Module(TrainModule):
     def __init__(
         self, width: int = 3, bias: bool = True, dtype: Any = None, optimizer: str = "SGD", lr: float = 0.1
@@ -206,8 +206,8 @@ def trainer(**arguments: Any) -> Trainer:
     return Trainer(**{**QUIET, "max_epochs": 1, "strategy": "ddp", "use_distributed_sampler": False, **arguments})
 
 
-def fit_apart(module: dict[str, Any], arguments: dict[str, Any], batches: int) -> None:
-    """Rank 1 has another module, other arguments, or fewer batches in the loader that Leyden shards."""
+def fit_with_differences(module: dict[str, Any], arguments: dict[str, Any], batches: int) -> None:
+    """Fits with another module, other arguments, or fewer batches in the loader that Leyden shards, on rank 1."""
     other = os.environ["RANK"] == "1"
     fitted = trainer(**{"use_distributed_sampler": batches < 6, **(arguments if other else {})})
     fitted.fit(Module(**module if other else {}), [torch.ones(2, 4)] * (batches if other else 6))
@@ -243,26 +243,26 @@ BATCHES = "rank 0 has 3 training batches, and rank 1 has 2 training batches"
         pytest.param({}, {}, 4, BATCHES, id="batches"),
     ],
 )
-def test_ranks_that_differ_are_refused_once(
+def test_differing_ranks_raise_one_error(
     module: dict[str, Any], arguments: dict[str, Any], batches: int, message: str
 ) -> None:
-    found = run_world(2, fit_apart, module, arguments, batches, may_fail=True)
+    found = run_world(2, fit_with_differences, module, arguments, batches, may_fail=True)
     reported = [text for text in found if isinstance(text, str)]
-    # Once: the other rank leaves with 1 and without a word.
+    # Once: the other rank exits silently with code 1.
     assert len(reported) == 1 and found.count(1) == 1
     assert reported[0].startswith("ConfigurationError: the ranks differ") and message in reported[0]
 
 
-def fit_with_free_arguments() -> int:
-    """What only one rank shows may differ."""
+def fit_with_different_displays() -> int:
+    """Fits with a progress bar and a folder that differ by rank."""
     first = os.environ["RANK"] == "0"
     fitted = trainer(enable_progress_bar=first, default_root_dir="." if first else "elsewhere")
     fitted.fit(Module(), [torch.ones(2, 4)] * 3)
     return fitted.global_step
 
 
-def test_arguments_for_what_is_shown_may_differ() -> None:
-    assert run_world(2, fit_with_free_arguments) == [3, 3]
+def test_display_and_folder_arguments_may_differ_by_rank() -> None:
+    assert run_world(2, fit_with_different_displays) == [3, 3]
 
 
 def raise_outside_of_a_run() -> None:
@@ -274,5 +274,5 @@ def raise_outside_of_a_run() -> None:
     fitted.fit(Module(), [torch.ones(2, 4)] * 3)
 
 
-def test_an_error_between_two_runs_ends_the_others_too() -> None:
+def test_an_error_between_two_runs_ends_all_ranks() -> None:
     assert run_world(2, raise_outside_of_a_run, may_fail=True) == [1, "ValueError: between two runs"]

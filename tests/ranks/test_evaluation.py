@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
 
 
 class Counting(TrainModule):
-    """Notes the samples that hooks and steps see, in each stage."""
+    """Records the samples that hooks and steps see, in each stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Counting(TrainModule):
         self.seen: list[int] = []
         self.stepped: list[int] = []
 
-    def _note(self, batch: list[Tensor]) -> Tensor:
+    def _record(self, batch: list[Tensor]) -> Tensor:
         index = batch[0]
         self.forwards += 1
         self.stepped.append(len(index))
@@ -42,13 +42,13 @@ class Counting(TrainModule):
         return self.net(batch[0][:, None].float()).mean()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("mean", self._note(batch).mean())
+        self.log("mean", self._record(batch).mean())
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("mean", self._note(batch).mean())
+        self.log("mean", self._record(batch).mean())
 
     def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        self._note(batch)
+        self._record(batch)
         return batch[0]
 
     def on_validation_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
@@ -93,7 +93,7 @@ def evaluate_all() -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_each_sample_is_seen_once(ranks: int) -> None:
+def test_evaluation_sees_each_sample_once(ranks: int) -> None:
     results = run_world(ranks, evaluate_all)
     alone = Trainer(**SETTINGS).test(Counting(), numbers(10), verbose=False)[0]["mean"]
     for case in zip(*results, strict=True):
@@ -115,18 +115,18 @@ def predict_variants() -> Any:
         several = trainer.predict(Counting(), [numbers(4, 10), numbers(3, 2), numbers(5, 31)])
         assert several is not None
         main = trainer.predict(Counting(), numbers(8, 21), gather="main")
-        left = trainer.predict(Counting(), numbers(8, 21), return_predictions=False)
+        dropped = trainer.predict(Counting(), numbers(8, 21), return_predictions=False)
         flat = [[index for batch in outputs for index in batch.tolist()] for outputs in several]
-        return flat, main if main is None else [batch.tolist() for batch in main], left
+        return flat, main if main is None else [batch.tolist() for batch in main], dropped
 
     return in_group(run)
 
 
-def test_predictions_of_several_loaders_and_on_the_main_rank_alone() -> None:
+def test_predictions_are_gathered_by_loader_on_all_ranks_or_the_main_one() -> None:
     results = run_world(4, predict_variants)
-    for rank, (several, main, left) in enumerate(results):
+    for rank, (several, main, dropped) in enumerate(results):
         assert several == [list(range(10)), list(range(2)), list(range(31))]
-        assert left is None
+        assert dropped is None
         if rank:
             assert main is None
         else:
@@ -134,8 +134,8 @@ def test_predictions_of_several_loaders_and_on_the_main_rank_alone() -> None:
 
 
 # strategies whose forward passes wait for each other ------------------------------------------------------------------
-class InStep(DDPStrategy):
-    """Every forward pass of an evaluation needs all ranks, as FSDP's does."""
+class Lockstep(DDPStrategy):
+    """A strategy whose every forward pass in evaluation needs all ranks, as FSDP's does."""
 
     replicates = False
 
@@ -146,13 +146,13 @@ class InStep(DDPStrategy):
         return super().evaluate(step_fn, batch, extra)
 
 
-def evaluate_in_step() -> list[Any]:
+def evaluate_in_lockstep() -> list[Any]:
     def run() -> list[Any]:
         found = []
         for size, samples in ((1, 103), (8, 35), (40, 103), (2, 3), (2, 1)):
             module = Counting()
             before = torch.get_rng_state()
-            values = Trainer(strategy=InStep(), **SETTINGS).validate(module, numbers(size, samples), verbose=False)
+            values = Trainer(strategy=Lockstep(), **SETTINGS).validate(module, numbers(size, samples), verbose=False)
             same_rng = bool((before == torch.get_rng_state()).all())
             calls = len(module.stepped)
             found.append((samples, module.seen, calls, float(module.forwards), values[0]["mean"], same_rng))
@@ -161,13 +161,13 @@ def evaluate_in_step() -> list[Any]:
     return in_group(run)  # type: ignore[no-any-return]
 
 
-def test_ranks_that_must_keep_in_step_run_batches_that_leave_no_trace() -> None:
-    results = run_world(4, evaluate_in_step)
+def test_filler_batches_of_lockstep_strategies_leave_no_trace() -> None:
+    results = run_world(4, evaluate_in_lockstep)
     fillers = 0
     for case in zip(*results, strict=True):
         samples = case[0][0]
         assert sorted(index for part in case for index in part[1]) == list(range(samples))
-        # Every rank ran as many steps; those of fillers left the buffer, and the epoch's value, as they were.
+        # Every rank ran the same number of steps; fillers changed neither the buffer nor the epoch's value.
         assert len({calls for _, _, calls, _, _, _ in case}) == 1
         fillers += sum(calls - int(forwards) for _, _, calls, forwards, _, _ in case)
         alone = Trainer(**SETTINGS).validate(Counting(), numbers(samples, samples), verbose=False)[0]["mean"]
@@ -178,7 +178,7 @@ def test_ranks_that_must_keep_in_step_run_batches_that_leave_no_trace() -> None:
 
 # a signal -------------------------------------------------------------------------------------------------------------
 class Interrupted(Counting):
-    """Rank 1 gets a signal at its third batch. How soon the others hear of it is tested in test_decisions.py."""
+    """Raises a signal on rank 1 at its third batch. test_decisions.py tests how soon the other ranks stop."""
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -198,7 +198,7 @@ def interrupted() -> Any:
     return in_group(run)
 
 
-def test_a_signal_on_one_rank_ends_the_pass_on_all_at_the_same_batch() -> None:
+def test_a_signal_on_one_rank_ends_evaluation_on_all_at_the_same_batch() -> None:
     results = run_world(2, interrupted)
     assert {error for error, _ in results} == {"SystemExit"}
     assert len({batches for _, batches in results}) == 1 and results[0][1] < 200

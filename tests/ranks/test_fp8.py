@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import QUIET
-from ranks.test_fsdp_features import Sent
+from ranks.test_fsdp_features import SentBytes
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -57,13 +57,13 @@ class Regression(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
     """This rank's batches, of 7 samples."""
-    rank, size = place()
+    rank, size = rank_and_size()
     generator = torch.Generator().manual_seed(5)
     found = [
         (torch.randn(7, 16, generator=generator), torch.randn(7, 8, generator=generator)) for _ in range(count * size)
@@ -96,12 +96,12 @@ def precision_of(kind: str) -> Float8Precision:
 def trainer_of(kind: str, strategy: Any = None, **arguments: Any) -> Trainer:
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2, **SETTINGS, **arguments}
     settings.setdefault("precision", precision_of(kind))
-    return Trainer(strategy=strategy or strategy_of(kind), devices=place()[1], **settings)
+    return Trainer(strategy=strategy or strategy_of(kind), devices=rank_and_size()[1], **settings)
 
 
 # by hand --------------------------------------------------------------------------------------------------------------
 def by_hand(kind: str) -> dict[str, Any]:
-    """A script of torchao and torch alone. Its layer knows no autocast but CUDA's, so inputs are cast here."""
+    """Trains with torchao and torch alone; torchao's layer supports only CUDA's autocast, so inputs are cast here."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     module = build()
@@ -139,7 +139,7 @@ def by_hand(kind: str) -> dict[str, Any]:
 
 
 def compared(kind: str) -> tuple[list[str], list[str], bool]:
-    """Weights that differ from the script's, the layers that were converted, and whether something was learned."""
+    """Returns the weights that differ from the script's, the converted layers, and whether all weights changed."""
     module = build()
     trainer_of(kind).fit(module, batches(), batches(1))
     before = weights(build())
@@ -167,7 +167,7 @@ class StopAt(Callback):
 
 
 def resumed(kind: str, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
-    """What differs from the run that was not stopped; keys that a plain module lacks; the weights at the stop."""
+    """Returns differences from an uninterrupted run, keys that a plain module lacks, and the weights at the stop."""
     path = Path(folder) / kind
     full, part, again = build(), build(), build()
     trainer_of(kind).fit(full, batches(), batches(1))
@@ -183,14 +183,14 @@ def resumed(kind: str, folder: str) -> tuple[list[str], list[str], dict[str, Any
     )
 
 
-# what FSDP sends, and other ways through it ---------------------------------------------------------------------------
+# FSDP: bytes, late builds, recomputation, graphs ----------------------------------------------------------------------
 def gathered_bytes(kind: str) -> int:
-    """Bytes that go into all-gathers on this rank and come out, in one training step."""
+    """Returns the bytes that enter and leave all-gathers on this rank, in one training step."""
     found = []
 
     class Counting(FSDPStrategy):
         def forward_backward(self, step_fn: Any, batch: Any, extra: Any, window: Any, hooks: Any) -> Any:
-            with Sent() as sent:
+            with SentBytes() as sent:
                 outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
             found.append(sum(count for name, count in sent.bytes.items() if "gather" in name))
             return outputs
@@ -202,7 +202,7 @@ def gathered_bytes(kind: str) -> int:
 
 
 def built_late(kind: str) -> list[str]:
-    """What differs where configure_model builds on the meta device."""
+    """Returns the weights that differ if configure_model builds on the meta device."""
     plain, late = build(), build(late=True)
     trainer_of(kind).fit(plain, batches())
     torch.manual_seed(0)
@@ -211,7 +211,7 @@ def built_late(kind: str) -> list[str]:
 
 
 def recomputed(kind: str) -> list[str]:
-    """What differs where blocks compute their activations again."""
+    """Returns the weights that differ if blocks recompute their activations."""
     plain, again = build(), build()
     trainer_of(kind).fit(plain, batches())
     trainer_of(kind, strategy_of(kind, activation_checkpointing_policy={Block})).fit(again, batches())
@@ -227,7 +227,7 @@ def compiled(kind: str) -> tuple[bool, float]:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, max(abs(a - b).max() for a, b in pairs)
 
 
-def in_another_precision() -> str:
+def fit_in_another_precision() -> str:
     module = build()
     trainer_of("fsdp").fit(module, batches())
     trainer_of("fsdp").validate(module, batches(1), verbose=False)
@@ -245,10 +245,10 @@ RUNS: list[tuple[Any, ...]] = [
     *(("built_late", kind) for kind in ("fsdp", "gather")),
     *(("recomputed", kind) for kind in ("fsdp", "gather")),
 ]
-Answers = Callable[..., list[Any]]
+ResultsOf = Callable[..., list[Any]]
 
 
-def everything(folder: str) -> list[Any]:
+def run_all(folder: str) -> list[Any]:
     found = []
     for name, *args in RUNS:
         found.append(globals()[name](*args, *([folder] if name == "resumed" else [])))
@@ -261,9 +261,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path) -> Answers:
-    """What each rank found in one of the runs, all of which share a world."""
-    found = run_world(2, everything, str(folder))
+def results_of(folder: Path) -> ResultsOf:
+    """Returns a function from a run to its results on each rank; all runs share a world."""
+    found = run_world(2, run_all, str(folder))
 
     def of(*run: Any) -> list[Any]:
         return [own[RUNS.index(run)] for own in found]
@@ -272,25 +272,25 @@ def answers(folder: Path) -> Answers:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "gather"])
-def test_weights_equal_those_of_a_hand_written_script(answers: Answers, kind: str) -> None:
-    for wrong, converted, learned in answers("compared", kind):
+def test_weights_match_a_hand_written_script(results_of: ResultsOf, kind: str) -> None:
+    for wrong, converted, learned in results_of("compared", kind):
         assert wrong == [] and converted == CONVERTED and learned
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "gather"])
-def test_a_resumed_run_is_the_whole_one(answers: Answers, folder: Path, kind: str) -> None:
-    for wrong, keys, _ in answers("resumed", kind):
+def test_a_resumed_run_matches_an_uninterrupted_one(results_of: ResultsOf, folder: Path, kind: str) -> None:
+    for wrong, keys, _ in results_of("resumed", kind):
         assert wrong == [] and keys == []
-    # One process, in any precision, reads what the ranks wrote.
+    # One process, in any precision, reads the ranks' checkpoint.
     module = build()
     trainer = Trainer(**SETTINGS, default_root_dir=folder)
-    [_, _, at_stop] = answers("resumed", kind)[0]
+    [_, _, at_stop] = results_of("resumed", kind)[0]
     trainer.validate(module, [(torch.ones(2, 16), torch.ones(2, 8))], ckpt_path=folder / kind, verbose=False)
     assert differ(weights(module), at_stop) == []
 
 
-def test_fsdp_gathers_half_of_the_bytes(answers: Answers) -> None:
-    [bf16, fsdp, gather] = [answers("gathered_bytes", kind)[0] for kind in ("bf16", "fsdp", "gather")]
+def test_fp8_all_gathers_halve_the_bytes(results_of: ResultsOf) -> None:
+    [bf16, fsdp, gather] = [results_of("gathered_bytes", kind)[0] for kind in ("bf16", "fsdp", "gather")]
     assert fsdp == bf16
     # The matrices of two blocks: one byte less for each value, in forward and in backward.
     values = 2 * (2 * 32 * 64)
@@ -298,13 +298,13 @@ def test_fsdp_gathers_half_of_the_bytes(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "gather"])
-def test_a_module_built_on_the_meta_device_trains_the_same(answers: Answers, kind: str) -> None:
-    assert answers("built_late", kind) == [[], []]
+def test_a_module_built_on_the_meta_device_trains_the_same(results_of: ResultsOf, kind: str) -> None:
+    assert results_of("built_late", kind) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "gather"])
-def test_recomputed_activations_train_the_same(answers: Answers, kind: str) -> None:
-    assert answers("recomputed", kind) == [[], []]
+def test_recomputed_activations_train_the_same(results_of: ResultsOf, kind: str) -> None:
+    assert results_of("recomputed", kind) == [[], []]
 
 
 @pytest.mark.full
@@ -313,6 +313,6 @@ def test_compiled_blocks_train_as_plain_ones() -> None:
         assert made_graphs and error < 5e-3
 
 
-def test_sharded_layers_stay_in_fp8() -> None:
-    for said in run_world(1, in_another_precision):
-        assert "was sharded by an earlier run with" in said and "fp8 tensorwise" in said
+def test_layers_sharded_in_fp8_reject_another_precision() -> None:
+    for message in run_world(1, fit_in_another_precision):
+        assert "was sharded by an earlier run with" in message and "fp8 tensorwise" in message

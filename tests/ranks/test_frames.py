@@ -14,8 +14,8 @@ from ranks.world import run_world
 from leyden import Trainer
 
 
-class Looking(Squares):
-    """Notes the frames of Leyden's that stand above its step."""
+class FrameRecorder(Squares):
+    """Records Leyden's stack frames above its training step."""
 
     def __init__(self, manual: bool) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class Looking(Squares):
 CASES = [(strategy, manual) for strategy in ("ddp", "fsdp") for manual in (False, True)]
 
 
-def look() -> dict[tuple[str, bool], list[str]]:
+def record_frames() -> dict[tuple[str, bool], list[str]]:
     found = {}
     for strategy, manual in CASES:
-        module = Looking(manual)
+        module = FrameRecorder(manual)
         trainer = Trainer(**QUIET, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
         trainer.fit(module, [torch.ones(2, 2)])
         found[strategy, manual] = module.frames
@@ -44,8 +44,8 @@ def look() -> dict[tuple[str, bool], list[str]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[tuple[str, bool], list[str]]]:
-    """What each of two ranks found."""
-    return run_world(2, look)
+    """Returns the frames recorded on two ranks."""
+    return run_world(2, record_frames)
 
 
 @pytest.mark.parametrize(("strategy", "manual"), CASES)

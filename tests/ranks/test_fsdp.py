@@ -72,7 +72,7 @@ class Regression(TrainModule):
 
 
 def batches(count: int, rank: int, size: int, seed: int = 5) -> list[tuple[Tensor, Tensor]]:
-    """This rank's batches."""
+    """Returns this rank's batches."""
     generator = torch.Generator().manual_seed(seed)
     found = [
         (torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count * size)
@@ -86,7 +86,7 @@ def full_weights(module: nn.Module) -> dict[str, Any]:
 
 @dataclass
 class Case:
-    """How a script and a Trainer train, one beside the other."""
+    """The settings with which a script and a Trainer both train."""
 
     accumulate: int = 1
     clip: tuple[float, str] | None = None
@@ -108,14 +108,14 @@ def by_hand(case: Case) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     torch.manual_seed(0)
     net = Net()
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": case.policy, "reshard_after_forward": case.reshard}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": case.policy, "reshard_after_forward": case.reshard}
     if case.offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for block in net.blocks:
         if case.checkpoint:
             checkpoint(block)
-        fully_shard(block, **how)
-    fully_shard(net, **how)
+        fully_shard(block, **options)
+    fully_shard(net, **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     own = batches(case.count, rank, size)
@@ -162,7 +162,7 @@ def by_trainer(case: Case) -> dict[str, Any]:
 
 
 def compare(cases: dict[str, Case]) -> dict[str, list[str]]:
-    """For each case the names of the parameters in which the Trainer's weights are not the script's."""
+    """Returns, for each case, the parameters whose values differ between the Trainer and the script."""
     dist.init_process_group("gloo")
     differ = {}
     for name, case in cases.items():
@@ -175,7 +175,7 @@ def compare(cases: dict[str, Case]) -> dict[str, list[str]]:
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-# As torch's examples have it: no autocast, and each group converts what it is given.
+# As in torch's examples: no autocast, and each group casts its inputs.
 ALONE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "plain": Case(),
@@ -212,13 +212,13 @@ def fit_by_name(name: str) -> dict[str, Any]:
     module = Regression()
     seen: dict[str, Any] = {}
 
-    class Look(Callback):
+    class Inspect(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
             seen["weights"] = full_weights(module)
             seen["sharded"] = all(isinstance(p, DTensor) for p in module.parameters())
             seen["device_mesh"] = tuple(module.device_mesh.shape)
 
-    trainer = Trainer(strategy=name, max_epochs=1, callbacks=Look(), **SETTINGS)
+    trainer = Trainer(strategy=name, max_epochs=1, callbacks=Inspect(), **SETTINGS)
     place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trainer.fit(module, batches(3, *place), batches(2, *place))
     assert "val_loss" in trainer.callback_metrics
@@ -228,7 +228,7 @@ def fit_by_name(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "mesh"), [("fsdp", (2,)), ("hsdp", (2, 2))])
 def test_strategies_by_name_shard_rank_0s_weights_over_their_mesh(name: str, mesh: tuple[int, ...]) -> None:
-    """Ranks that are seeded differently begin with rank 0's weights; validation goes before and between the steps."""
+    """Ranks seeded differently start from rank 0's weights; validation runs before and between the steps."""
     first, *others = run_world(mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0], fit_by_name, name)
     assert first["sharded"] and first["device_mesh"] == mesh
     for other in others:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks.test_fsdp import Block, Regression, batches
-from ranks.test_fsdp_features import differences, place, trainer
+from ranks.test_fsdp_features import differences, rank_and_size, trainer
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +22,7 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 
 
 def count_forwards(again: bool) -> Counter[str]:
-    """How often blocks were run, in training and in validation."""
+    """Returns how often blocks ran, in training and in validation."""
     counts: Counter[str] = Counter()
     module = Regression()
     forward = Block.forward
@@ -34,7 +34,7 @@ def count_forwards(again: bool) -> Counter[str]:
     Block.forward = counted  # type: ignore[method-assign]
     policy = {Block} if again else None
     trainer(FSDPStrategy(activation_checkpointing_policy=policy)).fit(
-        module, batches(2, *place()), batches(1, *place())
+        module, batches(2, *rank_and_size()), batches(1, *rank_and_size())
     )
     Block.forward = forward  # type: ignore[method-assign]
     assert list(module.state_dict())[2] == "net.out.weight"
@@ -52,17 +52,17 @@ def test_activation_checkpointing_recomputes_activations() -> None:
 
 
 def compile_the_blocks(backend: str) -> tuple[list[str], int, float]:
-    """How far compiled blocks train from those of a script that compiles them, and from plain ones."""
+    """Returns differences from a script that compiles blocks, the number of graphs, the distance from plain blocks."""
     import torch._dynamo
 
-    data = batches(3, *place())
+    data = batches(3, *rank_and_size())
     modules = []
-    for wanted in (True, False):
+    for compiled in (True, False):
         torch.manual_seed(0)
         module = Regression()
-        trainer(FSDPStrategy(compile={"backend": backend} if wanted else False)).fit(module, data)
+        trainer(FSDPStrategy(compile={"backend": backend} if compiled else False)).fit(module, data)
         modules.append(module)
-        if wanted:
+        if compiled:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch.manual_seed(0)
     script, mesh = Regression(), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -77,44 +77,44 @@ def compile_the_blocks(backend: str) -> tuple[list[str], int, float]:
         F.mse_loss(script.net(x), y).backward()
         optimizer.step()
         scheduler.step()
-    return differences(modules[0], script), graphs, most_apart(*modules)
+    return differences(modules[0], script), graphs, largest_difference(*modules)
 
 
-def most_apart(one: nn.Module, other: nn.Module) -> float:
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((whole(a.detach()) - whole(b.detach())).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_are_compiled(backend: str) -> None:
-    for differ, graphs, apart in run_world(2, compile_the_blocks, backend):
-        assert differ == [] and graphs > 0 and apart < 1e-5
+def test_compiled_blocks_match_a_script_and_plain_blocks(backend: str) -> None:
+    for differ, graphs, distance in run_world(2, compile_the_blocks, backend):
+        assert differ == [] and graphs > 0 and distance < 1e-5
 
 
 def compile_the_module(backend: str) -> tuple[int, float, dict[str, Any]]:
-    """What a module that was compiled as a whole trains otherwise than a plain one, at the most; and what it logs."""
+    """Returns the number of graphs, and the distance of a compiled module's weights and metrics from a plain one's."""
     import torch._dynamo
 
-    data, held = batches(3, *place()), batches(1, *place(), seed=6)
+    data, held_out = batches(3, *rank_and_size()), batches(1, *rank_and_size(), seed=6)
     modules, logged = [], []
-    for wanted in (True, False):
+    for compiled in (True, False):
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
         module = Regression()
-        given: Any = torch.compile(module, backend=backend) if wanted else module
+        model: Any = torch.compile(module, backend=backend) if compiled else module
         fitted = trainer(FSDPStrategy())
-        fitted.fit(given, data, held)
+        fitted.fit(model, data, held_out)
         modules.append(module)
         logged.append({name: float(value) for name, value in fitted.callback_metrics.items()})
-        if wanted:
+        if compiled:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert logged[0].keys() == logged[1].keys()
-    return graphs, most_apart(*modules), {name: abs(logged[0][name] - logged[1][name]) for name in logged[0]}
+    return graphs, largest_difference(*modules), {name: abs(logged[0][name] - logged[1][name]) for name in logged[0]}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_whole_module_is_compiled(backend: str) -> None:
-    for graphs, apart, logged in run_world(2, compile_the_module, backend):
-        assert graphs > 0 and apart < 1e-5
+def test_a_compiled_module_matches_a_plain_one(backend: str) -> None:
+    for graphs, distance, logged in run_world(2, compile_the_module, backend):
+        assert graphs > 0 and distance < 1e-5
         assert set(logged) == {"loss", "val_loss"} and max(logged.values()) < 1e-5

@@ -1,4 +1,4 @@
-"""What FSDPStrategy does beside plain training, each on two real ranks."""
+"""Features of FSDPStrategy beside plain training, on two real ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from leyden.strategies.precision import MixedPrecision
 from leyden.strategies.window import Window
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -43,14 +43,14 @@ def differences(found: nn.Module, expected: nn.Module) -> list[str]:
     return [name for (name, a), b in pairs if not torch.equal(whole(a), whole(b))]
 
 
-# One world for all of them: each of its own would cost more than what it does.
+# All runs share one world, since starting a world takes longer than a run.
 RUNS: list[tuple[Any, ...]] = [
     ("count_bytes", 4),
-    ("run_again",),
+    ("fit_twice",),
     ("scalars",),
     ("fail_midway", 1),
     ("fail_midway", 2),
-    ("save_by_mistake",),
+    ("save_shards",),
     ("ignore_a_module", None, "norm"),
     ("ignore_a_module", 0.05, "norm"),
     ("ignore_a_module", 0.002, "value"),
@@ -60,35 +60,35 @@ RUNS: list[tuple[Any, ...]] = [
     ("true_dtypes", "64-true"),
     ("true_dtypes", "bf16-mixed"),
     ("repoint",),
-    ("refusals",),
+    ("error_messages",),
     ("step_by_each_optimizer",),
     ("styles",),
     ("tied",),
     ("uneven", 1, 17),
     ("uneven", 2, 9),
 ]
-Answers = Callable[..., list[Any]]
+ResultsOf = Callable[..., list[Any]]
 
 
-def everything() -> list[Any]:
+def run_all() -> list[Any]:
     return [globals()[name](*args) for name, *args in RUNS]
 
 
 @pytest.fixture(scope="module")
-def answers() -> Answers:
-    """What each rank found in one of the runs."""
-    found = run_world(2, everything)
+def results_of() -> ResultsOf:
+    """Returns a function from a run to its results on each rank."""
+    found = run_world(2, run_all)
 
     def of(*run: Any) -> list[Any]:
-        place = RUNS.index(run)
-        return [own[place] for own in found]
+        number = RUNS.index(run)
+        return [own[number] for own in found]
 
     return of
 
 
-# bytes that are sent --------------------------------------------------------------------------------------------------
-class Sent(TorchDispatchMode):
-    """Counts the bytes that collectives are given, by their kind."""
+# bytes sent -----------------------------------------------------------------------------------------------------------
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors passed to collectives, by kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,31 +104,31 @@ class Sent(TorchDispatchMode):
 
 
 def count_bytes(accumulate: int) -> list[tuple[bool, int, int]]:
-    """For each batch whether it closes its window, the bytes of gradients sent, and those of parameters gathered."""
+    """Returns, for each batch, whether it closes its window, bytes of gradients sent, and of parameters gathered."""
     found = []
 
     class Counting(FSDPStrategy):
         def forward_backward(self, step_fn: Any, batch: Any, extra: Any, window: Any, hooks: Any) -> Any:
-            with Sent() as sent:
+            with SentBytes() as sent:
                 outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
             reduced = sum(count for name, count in sent.bytes.items() if "reduce" in name)
             found.append((window.closes, reduced, sum(sent.bytes.values()) - reduced))
             return outputs
 
-    trainer(Counting(), accumulate_grad_batches=accumulate).fit(Regression(), batches(6, *place()))
+    trainer(Counting(), accumulate_grad_batches=accumulate).fit(Regression(), batches(6, *rank_and_size()))
     return found
 
 
-def test_no_gradient_bytes_inside_a_window(answers: Answers) -> None:
-    for found in answers("count_bytes", 4):
+def test_gradients_are_sent_only_at_the_end_of_a_window(results_of: ResultsOf) -> None:
+    for found in results_of("count_bytes", 4):
         assert [closes for closes, _, _ in found] == [False, False, False, True, False, True]
         assert all((reduced > 0) == closes for closes, reduced, _ in found)
         assert all(gathered > 0 for _, _, gathered in found)
 
 
-# runs one after the other ---------------------------------------------------------------------------------------------
-def run_again() -> tuple[list[str], bool]:
-    data = batches(3, *place())
+# consecutive runs -----------------------------------------------------------------------------------------------------
+def fit_twice() -> tuple[list[str], bool]:
+    data = batches(3, *rank_and_size())
     torch.manual_seed(0)
     once, twice = Regression(), Regression()
     twice.load_state_dict(once.state_dict())
@@ -142,15 +142,15 @@ def run_again() -> tuple[list[str], bool]:
     return differences(twice, once), sharded
 
 
-def test_a_module_runs_again(answers: Answers) -> None:
-    """Trained, validated and trained on it equals one run; validation leaves shards behind, not gathered parameters."""
-    assert answers("run_again") == [([], True)] * 2
+def test_fitting_twice_equals_one_run(results_of: ResultsOf) -> None:
+    """A validation between the fits leaves shards behind, not gathered parameters."""
+    assert results_of("fit_twice") == [([], True)] * 2
 
 
 def fail_midway(accumulate: int) -> list[str]:
     """Fails between a block's forward and backward in a window's last batch, then fits the module again.
 
-    Returns what differs from a module that never failed.
+    Returns the parameters that differ from those of a module that never failed.
     """
     modules = []
     for fails in (True, False):
@@ -160,7 +160,7 @@ def fail_midway(accumulate: int) -> list[str]:
         strategy.setup_modules([module])
         if fails:
             step = strategy.setup_step(module.training_step, module)
-            own = batches(accumulate, *place())
+            own = batches(accumulate, *rank_and_size())
             for batch in own[:-1]:
                 strategy._follow_window(Window(0, accumulate, False))
                 step(batch, 0).backward()
@@ -169,23 +169,23 @@ def fail_midway(accumulate: int) -> list[str]:
                 step(own[-1], 0)
             handle.remove()
             strategy.teardown()
-        trainer().fit(module, batches(3, *place()))
+        trainer().fit(module, batches(3, *rank_and_size()))
         modules.append(module)
     return differences(*modules)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_module_whose_run_failed_starts_anew(answers: Answers, accumulate: int) -> None:
-    assert answers("fail_midway", accumulate) == [[], []]
+def test_a_module_trains_normally_after_a_failed_run(results_of: ResultsOf, accumulate: int) -> None:
+    assert results_of("fail_midway", accumulate) == [[], []]
 
 
-# saving by mistake ----------------------------------------------------------------------------------------------------
-def save_by_mistake() -> list[Any]:
+# torch.save of shards -------------------------------------------------------------------------------------------------
+def save_shards() -> list[Any]:
     torch.manual_seed(0)
     module, run = Regression(), trainer()
-    run.fit(module, batches(2, *place()))
+    run.fit(module, batches(2, *rank_and_size()))
     optimizer = run.optimizers[0]
-    words = []
+    messages = []
     for state in (
         module.state_dict(),
         {name: tensor.cpu().clone() for name, tensor in module.net.state_dict().items()},
@@ -195,31 +195,33 @@ def save_by_mistake() -> list[Any]:
         try:
             torch.save(state, io.BytesIO())
         except RuntimeError as error:
-            words.append(str(error))
+            messages.append(str(error))
     full = run.strategy.full_state_dict(module)
     assert len(full) == (22 if run.is_global_zero else 0)
     for name, tensor in full.items():
         assert not isinstance(tensor, DTensor) and tensor.shape == module.get_parameter(name).shape
-    shapes = sum(whole(p.detach()).double().sum() for p in module.parameters())
+    total = sum(whole(p.detach()).double().sum() for p in module.parameters())
     buffer = io.BytesIO()
     torch.save(full, buffer)
     if run.is_global_zero:
         plain = Regression()
         plain.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
-        assert float(sum(p.detach().double().sum() for p in plain.parameters())) == float(shapes)
-    return words
+        assert float(sum(p.detach().double().sum() for p in plain.parameters())) == float(total)
+    return messages
 
 
-def test_shards_are_not_saved_by_mistake(answers: Answers) -> None:
-    for words in answers("save_by_mistake"):
-        assert len(words) == 4
-        assert all("trainer.save_checkpoint(path)" in word and "full_state_dict(module)" in word for word in words)
+def test_torch_save_of_shards_raises(results_of: ResultsOf) -> None:
+    for messages in results_of("save_shards"):
+        assert len(messages) == 4
+        assert all(
+            "trainer.save_checkpoint(path)" in message and "full_state_dict(module)" in message for message in messages
+        )
 
 
-# parameters that stay whole, and norms over both kinds ----------------------------------------------------------------
+# unsharded parameters, and norms over both kinds ----------------------------------------------------------------------
 def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
-    """Trains with a whole module beside the shards, and by hand with every gradient averaged; returns what differs."""
-    rank, size = place()
+    """Trains with an unsharded module beside the shards, and by hand; returns the parameters that differ."""
+    rank, size = rank_and_size()
     torch.manual_seed(0)
     module, plain = Regression(), Regression()
     plain.load_state_dict(module.state_dict())
@@ -250,13 +252,13 @@ def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
 
 @pytest.mark.parametrize(("clip", "algorithm"), [(None, "norm"), (0.05, "norm"), (0.002, "value")])
 def test_ignored_modules_are_averaged_and_clipped_with_the_shards(
-    answers: Answers, clip: float | None, algorithm: str
+    results_of: ResultsOf, clip: float | None, algorithm: str
 ) -> None:
-    assert answers("ignore_a_module", clip, algorithm) == [[], []]
+    assert results_of("ignore_a_module", clip, algorithm) == [[], []]
 
 
 class Scaled(Net):
-    """A scale as CLIP has it, and one in every block; built where there is no memory."""
+    """A net with a logit scale, as in CLIP, and a scalar gate in every block; built on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,12 +285,12 @@ class Late(Regression):
 
 
 def scalars() -> list[str]:
-    """Trains a model with parameters without dimensions, one frozen until training starts, twice, and by hand.
+    """Trains a model with scalar parameters, one frozen until training starts, twice, and by hand.
 
     Returns:
         The names of the parameters that differ.
     """
-    rank, size = place()
+    rank, size = rank_and_size()
     torch.manual_seed(0)
     plain = Regression(Scaled())
     torch.manual_seed(0)
@@ -312,13 +314,13 @@ def scalars() -> list[str]:
     return [name for name, value in plain.state_dict().items() if not torch.allclose(value, state[name], atol=1e-4)]
 
 
-def test_parameters_without_dimensions_stay_whole(answers: Answers) -> None:
-    assert answers("scalars") == [[], []]
+def test_scalar_parameters_stay_unsharded(results_of: ResultsOf) -> None:
+    assert results_of("scalars") == [[], []]
 
 
 # manual optimization --------------------------------------------------------------------------------------------------
-class Two(Regression):
-    """Two networks, an optimizer each, as a GAN has them."""
+class TwoNets(Regression):
+    """Two networks with an optimizer each, as in a GAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,9 +342,9 @@ class Two(Regression):
         return [torch.optim.AdamW(net.parameters(), lr=0.05) for net in (self.net, self.other)]
 
 
-def by_hand_twice(data: Any) -> Two:
+def by_hand_twice(data: Any) -> TwoNets:
     torch.manual_seed(0)
-    module = Two()
+    module = TwoNets()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for net in (module.net, module.other):
         for block in net.blocks:
@@ -361,21 +363,21 @@ def by_hand_twice(data: Any) -> Two:
 
 
 def manual() -> list[str]:
-    data = batches(5, *place())
+    data = batches(5, *rank_and_size())
     torch.manual_seed(0)
-    module = Two()
+    module = TwoNets()
     trainer().fit(module, data)
     return differences(module, by_hand_twice(data))
 
 
 def manual_with_a_parameter() -> None:
-    module = Two()
+    module = TwoNets()
     module.scale = nn.Parameter(torch.ones(1))
-    trainer().fit(module, batches(1, *place()))
+    trainer().fit(module, batches(1, *rank_and_size()))
 
 
-def test_manual_optimization_steps_two_optimizers(answers: Answers) -> None:
-    assert answers("manual") == [[], []]
+def test_manual_optimization_steps_two_optimizers(results_of: ResultsOf) -> None:
+    assert results_of("manual") == [[], []]
     with pytest.raises(
         AssertionError, match="'scale' belongs to the module itself, and in manual optimization FSDP shards each child"
     ):
@@ -384,8 +386,8 @@ def test_manual_optimization_steps_two_optimizers(answers: Answers) -> None:
 
 # dtypes ---------------------------------------------------------------------------------------------------------------
 def overflow_on_one_rank() -> tuple[float, list[int], str]:
-    """fp16: the second batch of rank 1 alone overflows; both ranks skip that step and halve the scale."""
-    rank, size = place()
+    """Trains in fp16; rank 1's second batch overflows, and both ranks skip that step and halve the scale."""
+    rank, size = rank_and_size()
     data = batches(3, rank, size)
     if rank == 1:
         data[1] = (data[1][0], torch.full_like(data[1][1], 1e30))
@@ -402,8 +404,8 @@ def overflow_on_one_rank() -> tuple[float, list[int], str]:
     return plugin.scaler.get_scale(), [sum(moved), sum(later)], run.strategy.details
 
 
-def test_a_scaler_agrees_over_the_shards(answers: Answers) -> None:
-    for scale, (moved, later), details in answers("overflow_on_one_rank"):
+def test_all_shards_skip_a_step_that_overflows_on_one_rank(results_of: ResultsOf) -> None:
+    for scale, (moved, later), details in results_of("overflow_on_one_rank"):
         assert scale == 32.0 and moved == 0 and later == 22
         assert details == "3 Block + root over 2 ranks, fp32 shards, gathered in fp16, reduced in fp32"
 
@@ -412,16 +414,16 @@ def true_dtypes(precision: str) -> list[Any]:
     torch.manual_seed(0)
     module = Regression()
     run = trainer(precision=precision)
-    run.fit(module, batches(3, *place()), batches(1, *place()))
+    run.fit(module, batches(3, *rank_and_size()), batches(1, *rank_and_size()))
     assert run.strategy.details.startswith("3 Block + root over 2 ranks")
     finite = all(bool(torch.isfinite(whole(p)).all()) for p in module.parameters())
     return [str(module.dtype), finite, str(next(iter(run.optimizers[0].state.values()))["exp_avg"].dtype)]
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
-def test_parameters_have_the_precisions_dtype(answers: Answers, precision: str) -> None:
+def test_parameters_have_the_precisions_dtype(results_of: ResultsOf, precision: str) -> None:
     dtype = {"bf16-true": "torch.bfloat16", "64-true": "torch.float64", "bf16-mixed": "torch.float32"}[precision]
-    assert answers("true_dtypes", precision) == [[dtype, True, dtype]] * 2
+    assert results_of("true_dtypes", precision) == [[dtype, True, dtype]] * 2
 
 
 # ways to write a module -----------------------------------------------------------------------------------------------
@@ -446,17 +448,17 @@ def styles() -> list[list[str]]:
     for kind in (Regression, ByForward, ByParts):
         torch.manual_seed(0)
         modules.append(kind())
-        trainer(accumulate_grad_batches=2, precision="bf16-mixed").fit(modules[-1], batches(5, *place()))
+        trainer(accumulate_grad_batches=2, precision="bf16-mixed").fit(modules[-1], batches(5, *rank_and_size()))
     return [differences(module, modules[0]) for module in modules[1:]]
 
 
-def test_a_step_may_use_the_module_as_it_likes(answers: Answers) -> None:
-    assert answers("styles") == [[[], []]] * 2
+def test_a_step_may_call_forward_or_single_parts_of_the_module(results_of: ResultsOf) -> None:
+    assert results_of("styles") == [[[], []]] * 2
 
 
 def tied() -> tuple[list[str], bool, str]:
-    """Blocks that share a weight: trained as in one process with the doubled batch, and still one weight."""
-    rank, size = place()
+    """Trains blocks that share a weight; returns differences from one process, whether still shared, and details."""
+    rank, size = rank_and_size()
     modules = []
     for strategy in (FSDPStrategy(), "single_device"):
         torch.manual_seed(0)
@@ -474,8 +476,8 @@ def tied() -> tuple[list[str], bool, str]:
     return [name for (name, a), b in pairs if not torch.allclose(a, whole(b), atol=1e-5)], still, details
 
 
-def test_tied_blocks_stay_tied(answers: Answers) -> None:
-    for differ, still, details in answers("tied"):
+def test_tied_blocks_stay_tied(results_of: ResultsOf) -> None:
+    for differ, still, details in results_of("tied"):
         assert differ == [] and still
         assert details.startswith("1 Block + root") and "2 tied, kept in the root" in details
 
@@ -490,7 +492,7 @@ class Summed(Regression):
 
 
 def uneven(accumulate: int, count: int) -> tuple[list[str], float]:
-    """What differs from one process with the doubled batch, over samples that leave a rank with none at the end."""
+    """Returns the differences from one process with the doubled batch, if one rank has no sample at the end."""
     x = torch.randn(count, 3, generator=torch.Generator().manual_seed(2))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     modules, losses = [], []
@@ -506,13 +508,13 @@ def uneven(accumulate: int, count: int) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize(("accumulate", "count"), [(1, 17), (2, 9)])
-def test_a_rank_without_samples_stays_in_step(answers: Answers, accumulate: int, count: int) -> None:
-    for differ, apart in answers("uneven", accumulate, count):
-        assert differ == [] and apart < 1e-6
+def test_a_rank_without_samples_stays_in_step(results_of: ResultsOf, accumulate: int, count: int) -> None:
+    for differ, distance in results_of("uneven", accumulate, count):
+        assert differ == [] and distance < 1e-6
 
 
-# what is refused ------------------------------------------------------------------------------------------------------
-REFUSED = {
+# unsupported settings -------------------------------------------------------------------------------------------------
+UNSUPPORTED = {
     "Adafactor": "Adafactor takes means over whole rows and columns",
     "Muon": "Muon orthogonalizes whole matrices",
     "Rprop": "Rprop writes to single elements",
@@ -526,12 +528,12 @@ REFUSED = {
 }
 
 
-def refusals() -> dict[str, str]:
-    return {kind: refuse(kind) for kind in REFUSED}
+def error_messages() -> dict[str, str]:
+    return {kind: error_message(kind) for kind in UNSUPPORTED}
 
 
-def refuse(kind: str) -> str:
-    """The error of a strategy that is asked for what it cannot do."""
+def error_message(kind: str) -> str:
+    """Returns the error of a strategy with an unsupported setting."""
     module, plugin = Regression(), None
     mesh: Any = {"mesh": (2, 2), "hsdp": "auto"}.get(kind)
     if kind == "dtypes":
@@ -555,18 +557,18 @@ def refuse(kind: str) -> str:
             strategy.shadow_batch(module.training_step, None, (), Window())
     except LeydenError as error:
         return str(error)
-    return "nothing was refused"
+    return "no error"
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_settings_that_fsdp_cannot_do_are_refused(answers: Answers, kind: str) -> None:
-    for found in answers("refusals"):
-        assert REFUSED[kind] in found[kind]
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_settings_raise(results_of: ResultsOf, kind: str) -> None:
+    for found in results_of("error_messages"):
+        assert UNSUPPORTED[kind] in found[kind]
 
 
 def step_by_each_optimizer() -> dict[str, float]:
-    """How far the shards are from whole parameters after three steps of each of torch's optimizers."""
-    apart = {}
+    """Returns how far shards are from whole parameters after three steps of each of torch's optimizers."""
+    distance = {}
     for name in OPTIMIZERS:
         torch.manual_seed(0)
         module, plain = Regression(), Regression()
@@ -583,22 +585,22 @@ def step_by_each_optimizer() -> dict[str, float]:
                 function(batch, number).backward()
                 stepper.step()
         pairs = zip(module.parameters(), plain.parameters(), strict=True)
-        apart[name] = max(float((whole(a.detach()) - b.detach()).abs().max()) for a, b in pairs)
-    return apart
+        distance[name] = max(float((whole(a.detach()) - b.detach()).abs().max()) for a, b in pairs)
+    return distance
 
 
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
-def test_torchs_optimizers_step_on_shards_as_on_whole_tensors(answers: Answers) -> None:
-    for apart in answers("step_by_each_optimizer"):
-        assert apart == dict.fromkeys(OPTIMIZERS, 0.0)
+def test_torchs_optimizers_step_on_shards_as_on_whole_tensors(results_of: ResultsOf) -> None:
+    for distance in results_of("step_by_each_optimizer"):
+        assert distance == dict.fromkeys(OPTIMIZERS, 0.0)
 
 
-# optimizers made before -----------------------------------------------------------------------------------------------
+# optimizers created before sharding -----------------------------------------------------------------------------------
 def repoint() -> list[str]:
-    """An optimizer that was made, and stepped, before the module is sharded goes on with the shards."""
-    rank, size = place()
+    """Trains with an optimizer created, and stepped, before sharding; returns the differences from one process."""
+    rank, size = rank_and_size()
     data = batches(2, rank, size)
     modules = []
     for early in (True, False):
@@ -631,5 +633,5 @@ def repoint() -> list[str]:
     return [name for name, value in modules[0].items() if not torch.allclose(value, modules[1][name], atol=1e-5)]
 
 
-def test_optimizers_made_before_are_pointed_to_the_shards(answers: Answers) -> None:
-    assert answers("repoint") == [[], []]
+def test_optimizers_created_before_sharding_step_the_shards(results_of: ResultsOf) -> None:
+    assert results_of("repoint") == [[], []]

@@ -1,4 +1,4 @@
-"""A part of a sharded model that runs without a backward pass: the next pass uses its new weights and flags."""
+"""Parts of a sharded model run without a backward pass: the next pass uses the new weights and flags."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Automatic(TrainModule):
 
 
 class Adversaries(TrainModule):
-    """Two networks that take gradients in turns, by toggles or by hand."""
+    """Two networks trained alternately, by toggling optimizers or setting requires_grad."""
 
     def __init__(self, toggles: bool) -> None:
         super().__init__()
@@ -50,21 +50,21 @@ class Adversaries(TrainModule):
 
     def training_step(self, batch: Tensor) -> None:
         first, second = self.optimizers()
-        self.turn(first, self.second, False)
+        self.switch(first, self.second, False)
         first.zero_grad()
         self.manual_backward((self.second(batch * self.first(batch)) - 1).square().mean())
         first.step()
-        self.turn(second, self.second, True)
-        # The first one's output is not used in backward.
+        self.switch(second, self.second, True)
+        # The first network's output is not used in backward.
         loss = self.second(batch * self.first(batch).detach()).square().mean() + self.second(batch).square().mean()
         self.manual_backward(loss)
         second.step()
-        # Here, so that what the first one's backward pass adds to it would be seen.
+        # Zeroed only here, so that gradients added by the first network's backward pass would show.
         second.zero_grad()
         if self.toggles:
             self.untoggle_optimizer(second)
 
-    def turn(self, optimizer: Any, part: nn.Module, trains: bool) -> None:
+    def switch(self, optimizer: Any, part: nn.Module, trains: bool) -> None:
         if self.toggles:
             self.toggle_optimizer(optimizer)
         else:
@@ -75,7 +75,7 @@ class Adversaries(TrainModule):
 
 
 class Student(TrainModule):
-    """Learns from a teacher, which follows it as a moving average."""
+    """Learns from a teacher that is a moving average of the student."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,21 +86,21 @@ class Student(TrainModule):
     def training_step(self, batch: Tensor) -> None:
         optimizer = self.optimizers()
         with torch.no_grad():
-            wanted = self.teacher(batch) + 0.1
+            target = self.teacher(batch) + 0.1
         optimizer.zero_grad()
-        self.manual_backward((self.student(batch * 0.9) - wanted).square().mean())
+        self.manual_backward((self.student(batch * 0.9) - target).square().mean())
         optimizer.step()
         with torch.no_grad():
             self.student(batch)
-            for own, follows in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
-                follows.lerp_(own, 0.1)
+            for own, average in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+                average.lerp_(own, 0.1)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.student.parameters(), lr=0.01, momentum=0.9)
 
 
-class Swaps(Automatic):
-    """Validates with averages of its own, which it exchanges for the weights in hooks."""
+class SwapsAverages(Automatic):
+    """Validates with its own weight averages, which hooks swap with the weights."""
 
     def on_fit_start(self) -> None:
         self.averages = [p.detach().clone() for p in self.parameters()]
@@ -121,7 +121,7 @@ class Swaps(Automatic):
         self.on_validation_epoch_start()
 
 
-class Looks(Callback):
+class ForwardInHooks(Callback):
     """Runs the model without gradients between the backward pass and the step."""
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
@@ -136,14 +136,14 @@ KINDS: dict[str, Any] = {
     "toggles": lambda: (Adversaries(toggles=True), []),
     "flags": lambda: (Adversaries(toggles=False), []),
     "teacher": lambda: (Student(), []),
-    "looks": lambda: (Automatic(), [Looks()]),
-    "swaps": lambda: (Swaps(), []),
+    "forward in hooks": lambda: (Automatic(), [ForwardInHooks()]),
+    "swaps": lambda: (SwapsAverages(), []),
     "averages": lambda: (Automatic(), [EMAWeightAveraging(decay=0.5)]),
 }
 
 
 def weights(kind: str, data: list[Tensor], strategy: Any) -> list[float]:
-    """The weights after an epoch, with a validation after every second batch."""
+    """Returns the weights after an epoch with a validation after every second batch."""
     torch.manual_seed(0)
     module, callbacks = KINDS[kind]()
     settings = {**SETTINGS, "max_epochs": 1, "val_check_interval": 2, "callbacks": callbacks}
@@ -161,16 +161,16 @@ def all_weights() -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Any]:
+def results() -> list[Any]:
     return run_world(2, all_weights)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_without_backward_leaves_no_old_weights_behind(kind: str, answers: list[Any]) -> None:
+def test_a_forward_without_backward_leaves_no_stale_weights(kind: str, results: list[Any]) -> None:
     expected = pytest.approx(weights(kind, list(X), "auto"), rel=1e-12, abs=1e-12)
     first = 2 * list(KINDS).index(kind)
-    assert answers[first] == expected, "reshard_after_forward=None"
-    assert answers[first + 1] == expected, "reshard_after_forward=False"
+    assert results[first] == expected, "reshard_after_forward=None"
+    assert results[first + 1] == expected, "reshard_after_forward=False"
 
 
 class Penalty(Adversaries):
@@ -184,6 +184,6 @@ def penalize() -> None:
     Trainer(strategy="fsdp", **SETTINGS).fit(Penalty(toggles=False), list(X))
 
 
-def test_a_gradient_of_a_gradient_is_refused_by_name() -> None:
+def test_a_gradient_of_a_gradient_raises() -> None:
     with pytest.raises(AssertionError, match="the gradient of a gradient .* Use strategy='ddp'"):
         run_world(2, penalize)

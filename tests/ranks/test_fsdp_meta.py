@@ -1,4 +1,4 @@
-"""Modules that are built on the meta device: the values of a plain build, and never whole in one rank's memory."""
+"""Modules built on the meta device: they have the values of a plain build, and no rank ever holds a whole one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Built as many are: each part draws, and at the end everything is drawn anew."""
+    """Initialized twice, as many models are: by each part, and at the end by `apply`."""
 
     def __init__(self, width: int = 6, depth: int = 3) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def tokens(count: int = 3) -> list[Tensor]:
 
 
 def built(late: bool, precision: str) -> tuple[bool, list[str], list[str]]:
-    """Whether it was on meta; what differs from a plain build, and from a model built whole after training."""
+    """Returns whether the build was on meta, and what differs from a plain build before and after training."""
     dist.init_process_group("gloo")
     torch.manual_seed(4)
     whole_one = Language(late=False)
@@ -114,15 +114,15 @@ def built(late: bool, precision: str) -> tuple[bool, list[str], list[str]]:
 
 
 @pytest.mark.parametrize(("late", "precision"), [(True, "64-true"), (False, "bf16-mixed")])
-def test_a_sharded_build_has_the_values_of_a_plain_build(late: bool, precision: str) -> None:
-    """With draws that depend on values (trunc_normal_), everything drawn anew at the end, buffers and a tied weight."""
+def test_a_meta_device_build_matches_a_plain_build(late: bool, precision: str) -> None:
+    """With draws that depend on values (trunc_normal_), repeated initialization, buffers and a tied weight."""
     assert run_world(2, built, late, precision) == [(True, [], [])] * 2
 
 
 def peak_above(build: str) -> tuple[float, float]:
-    """The peak of resident memory above the start, and the size of the whole model, in MB, after the setup."""
+    """Returns the peak of resident memory above the start, and the size of the whole model, in MB."""
     torch.manual_seed(0)
-    # Memory that is freed goes back at once, and does not stay with the allocator (M_MMAP_THRESHOLD).
+    # Freed memory returns to the system at once instead of staying with the allocator (M_MMAP_THRESHOLD).
     assert ctypes.CDLL(None).mallopt(-3, 1 << 20) == 1
     module = Language(width=1024, depth=24)
     strategy = FSDPStrategy(auto_wrap_policy={"Block"})
@@ -130,7 +130,7 @@ def peak_above(build: str) -> tuple[float, float]:
     small = Language()
     with strategy.model_context():
         small.configure_model()
-    strategy.setup_modules([small])  # what torch loads for the first one is not the model's
+    strategy.setup_modules([small])  # so that what torch loads lazily is not counted
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     if build == "late":
@@ -152,8 +152,8 @@ def _resident(kind: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_a_model_is_never_whole_on_a_rank() -> None:
-    """Counted: at the peak a rank holds its half and little more than one block; built plainly it holds all of it."""
+def test_a_rank_never_holds_the_whole_model() -> None:
+    """At its peak, a rank holds half of the model and little more than one block; a plain build holds all of it."""
     for peak, size in run_world(2, peak_above, "late"):
         assert 90 < size < 110 and peak < 0.5 * size + 25
     for peak, size in run_world(2, peak_above, "plain"):
@@ -167,7 +167,7 @@ class Bare(nn.Module):
 
 
 def by_hand_on_meta(kind: str) -> dict[str, Any]:
-    """Modules that the user put on meta: reset_parameters fills them, or rank 0's values do, or nothing can."""
+    """Shards modules that the user put on meta: reset_parameters or rank 0's values fill them, or nothing can."""
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     rank_0_has_it = kind == "first rank" and dist.get_rank() == 0
@@ -196,7 +196,7 @@ def test_modules_on_the_meta_device_are_initialized_on_their_shards() -> None:
 
 
 def resume_on_meta(folder: str) -> list[str]:
-    """Resumes a run in a module that was never whole; returns what differs from a run that was not stopped."""
+    """Resumes in a module built on meta; returns the weights that differ from an uninterrupted run."""
     trainers = [
         Trainer(strategy=FSDPStrategy(), max_epochs=2, max_steps=steps, default_root_dir=folder, **QUIET)
         for steps in (-1, 4, -1)
@@ -217,5 +217,5 @@ def resume_on_meta(folder: str) -> list[str]:
     return [name for (name, a), b in pairs if not torch.equal(whole(a), whole(b))]
 
 
-def test_a_checkpoint_resumes_in_a_module_that_was_never_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_a_module_built_on_meta(tmp_path: Path) -> None:
     assert run_world(2, resume_on_meta, str(tmp_path)) == [[], []]

@@ -1,4 +1,4 @@
-"""FSDP on ranks that the Trainer starts by itself from this process, and what comes back to it."""
+"""FSDP on ranks that the Trainer starts from this process, and the weights that they return."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_spawned_ranks_return_whole_weights(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_forked_ranks_return_whole_weights(tmp_path: Path) -> None:
-    # In a process that has run nothing before.
+    # In a fresh process: forking needs one that has run nothing yet.
     code = (
         f"from pathlib import Path; import test_fsdp_started; test_fsdp_started.check('fork', Path({str(tmp_path)!r}))"
     )

@@ -1,4 +1,4 @@
-"""self.all_gather in a step: right where all ranks hold as much, and an error with the fix where one holds less."""
+"""self.all_gather in a step: correct if all ranks hold the same shapes, an error that names the fix otherwise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.strategies.ddp import DDPStrategy
 
-SECONDS = 60
-"""A deadline for ranks that wait for each other; nothing is measured."""
+TIMEOUT = 60
+"""Timeout for ranks that wait for each other; only a hang takes that long."""
 
 
 class Gathering(TrainModule):
-    """Gathers one thing in one kind of step; counts the rows that came together."""
+    """Gathers `what` in the steps `where`; records the gathered rows."""
 
     def __init__(self, what: str, where: str, manual: bool = False) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class Gathering(TrainModule):
     def gather(self, where: str, x: Tensor) -> None:
         if where != self.where:
             return
-        if self.what == "apart":
-            # As texts that each rank has padded to its own longest.
+        if self.what == "ragged":
+            # Like texts that each rank pads to its own longest.
             x = x.expand(-1, 2 + self.global_rank)
-        tensors = {"one": x.sum(), "rows": x, "nest": [x, {"sum": x.sum()}], "apart": x}[self.what]
+        tensors = {"one": x.sum(), "rows": x, "nest": [x, {"sum": x.sum()}], "ragged": x}[self.what]
         found = self.all_gather(tensors)
         first = found[0] if self.what == "nest" else found
         self.rows.append(first.flatten().tolist())
@@ -112,14 +112,14 @@ RIGHT: list[tuple[dict[str, Any], list[list[float]]]] = [
 ]
 
 
-def test_all_gather_returns_the_values_of_equal_ranks() -> None:
+def test_all_gather_returns_the_values_of_all_ranks() -> None:
     for found in run_world(2, run_all, [case for case, _ in RIGHT]):
         for (case, expected), rows in zip(RIGHT, found, strict=True):
             assert rows == expected, case
 
 
-def run_and_hear(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """What was warned of in each case."""
+def run_with_warnings(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Returns the warnings of each case."""
     messages = []
     for case in cases:
         with warnings.catch_warnings(record=True) as caught:
@@ -129,7 +129,7 @@ def run_and_hear(cases: list[dict[str, Any]]) -> list[list[str]]:
     return messages
 
 
-def test_a_short_last_batch_is_warned_of_when_the_epoch_starts() -> None:
+def test_a_short_last_batch_warns_at_the_start_of_the_epoch() -> None:
     limit = {"limit_train_batches": 2}
     uneven, idle = {"samples": 11, "arguments": limit}, {"samples": 9, "what": "one", "arguments": limit}
     fine = [
@@ -138,7 +138,7 @@ def test_a_short_last_batch_is_warned_of_when_the_epoch_starts() -> None:
         {"samples": 11, "loader": {"drop_last": True}},
         {"samples": 11, "arguments": {"even_batches": True}},
     ]
-    first, other = run_world(2, run_and_hear, [uneven, idle, *fine])
+    first, other = run_world(2, run_with_warnings, [uneven, idle, *fine])
     assert other == [[]] * 6 and first[2:] == [[]] * 4
     for messages, samples in zip(first, (3, 1), strict=False):
         assert len(messages) == 1
@@ -151,7 +151,7 @@ IDLE = "this global batch has 1 sample for 2 ranks, and a rank without a sample 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "uneven": ({"samples": 7}, UNEVEN),
     "idle": ({"samples": 5, "what": "one"}, IDLE),
-    "idle, which parameters are used": ({"samples": 5, "strategy": "unused"}, IDLE),
+    "idle, unused parameters": ({"samples": 5, "strategy": "unused"}, IDLE),
     "idle, manual": ({"samples": 5, "manual": True}, IDLE),
     "idle, fsdp": ({"samples": 5, "strategy": "fsdp"}, IDLE),
     "validation, uneven": ({"samples": 7, "where": "validation"}, UNEVEN),
@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"samples": [4, 2], "where": "validation", "arguments": FOREIGN},
         "this global batch has 2 samples for 2 ranks",
     ),
-    "apart in an even batch": ({"samples": 8, "what": "apart"}, "rank 0 has (2, 2) float32 and rank 1 has (2, 3)"),
+    "ragged in an even batch": ({"samples": 8, "what": "ragged"}, "rank 0 has (2, 2) float32 and rank 1 has (2, 3)"),
 }
 DEFAULT = ("idle", "validation, uneven", "own shares of different lengths")
 
@@ -170,11 +170,11 @@ DEFAULT = ("idle", "validation, uneven", "own shares of different lengths")
 @pytest.mark.parametrize(
     "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in WRONG]
 )
-def test_all_gather_refuses_a_rank_with_fewer_samples(name: str) -> None:
+def test_all_gather_raises_if_shapes_differ_between_ranks(name: str) -> None:
     case, message = WRONG[name]
-    found = run_world(2, run, case, timeout=SECONDS, may_fail=True)
+    found = run_world(2, run, case, timeout=TIMEOUT, may_fail=True)
     messages = [text for text in found if isinstance(text, str)]
-    # One rank reports it; the other ends with 1 in silence.
+    # One rank reports the error; the other exits silently with code 1.
     assert len(messages) == 1 and found.count(1) == 1, found
     assert messages[0].startswith("ConfigurationError: all_gather") and message in messages[0]
     assert "Trainer(even_batches=True)" in messages[0] and "drop_last=True" in messages[0]

@@ -1,4 +1,4 @@
-"""A job that makes no progress: the watchdog ends it, names the odd rank once, and writes all stacks down."""
+"""A job that makes no progress: the watchdog ends it, names the stuck rank once, and reports all stacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET
-from ranks.test_errors import DEADLINE, READS_PROC, in_full, members
+from ranks.test_errors import DEADLINE, READS_PROC, in_full, processes
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback
@@ -27,14 +27,14 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
-how, odd = sys.argv[1], int(sys.argv[2])
+how, stuck = sys.argv[1], int(sys.argv[2])
 
 class Samples(Dataset):
     def __len__(self):
         return 400
 
     def __getitem__(self, index):
-        if how == "loader" and index >= 20 and os.environ.get("RANK", "0") == str(odd):
+        if how == "loader" and index >= 20 and os.environ.get("RANK", "0") == str(stuck):
             threading.Event().wait()
         return torch.ones(4)
 
@@ -44,7 +44,7 @@ class Module(TrainModule):
         self.net = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
-        if batch_idx == 5 and self.trainer.global_rank == odd:
+        if batch_idx == 5 and self.trainer.global_rank == stuck:
             if how == "sleep":
                 threading.Event().wait()
             if how == "stop":
@@ -52,7 +52,7 @@ class Module(TrainModule):
             if how == "debug":
                 breakpoint()
         if how == "suspend" and batch_idx == 5:
-            # All ranks, as Ctrl-Z or a cluster's suspension would; somebody else continues them.
+            # Stops all ranks, as Ctrl-Z or a cluster's suspension would; another process continues them.
             pause = f"kill -STOP {os.getpid()}; sleep 2.5; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", pause], start_new_session=True)
             time.sleep(0.5)
@@ -74,7 +74,7 @@ class Module(TrainModule):
     def val_dataloader(self):
         return [torch.ones(2, 4)] * 2
 
-class Saves(Callback):
+class SlowSave(Callback):
     def on_save_checkpoint(self, trainer, module, checkpoint):
         time.sleep(3)
 
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         devices=int(os.environ.get("DEVICES", "2")), strategy=os.environ.get("STRATEGY", "auto"), accelerator="cpu",
         max_epochs=1, limit_train_batches=20, logger=False, enable_progress_bar=False, hang_timeout=2,
-        default_root_dir="run", callbacks=Saves() if how == "slow" else None,
+        default_root_dir="run", callbacks=SlowSave() if how == "slow" else None,
     )
     trainer.fit(Module())
     print("after fit")
@@ -90,13 +90,13 @@ if __name__ == "__main__":
 
 
 def run_script(
-    how: str, odd: int, folder: Path, command: tuple[str, ...] = (), typed: str | None = None, **environ: str
+    how: str, stuck: int, folder: Path, command: tuple[str, ...] = (), typed: str | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the script, in which one rank does something in its sixth batch; nobody is left of it."""
+    """Runs the script, in which one rank hangs or is held in its sixth batch; asserts that no process is left."""
     (folder / "script.py").write_text(SCRIPT)
     token = uuid.uuid4().hex
     done = subprocess.run(
-        [sys.executable, *command, "script.py", how, str(odd)],
+        [sys.executable, *command, "script.py", how, str(stuck)],
         cwd=folder,
         env={**os.environ, "TOKEN": token, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True,
@@ -106,9 +106,9 @@ def run_script(
         stdin=subprocess.DEVNULL if typed is None else None,
     )
     deadline = time.monotonic() + DEADLINE
-    while members(token) and time.monotonic() < deadline:
+    while processes(token) and time.monotonic() < deadline:
         os.sched_yield()
-    assert not members(token), "somebody is left behind"
+    assert not processes(token), "a process is still running"
     return done
 
 
@@ -118,7 +118,7 @@ def reports(folder: Path) -> list[str]:
 
 @READS_PROC
 @pytest.mark.parametrize(
-    ("how", "odd", "environ", "words"),
+    ("how", "stuck", "environ", "words"),
     [
         ("sleep", 1, {}, "in training_step: threading.Event().wait(); rank 0 waits for it in backward"),
         ("stop", 0, {}, "is stopped (state T (stopped) in /proc"),
@@ -128,23 +128,23 @@ def reports(folder: Path) -> list[str]:
         in_full("loader", 1, {"WORKERS": "1"}, "waits for its loader, whose worker (process"),
     ],
 )
-def test_the_odd_rank_is_named_once_and_all_are_ended(
-    how: str, odd: int, environ: dict[str, str], words: str, tmp_path: Path
+def test_the_watchdog_names_the_stuck_rank_once_and_ends_all(
+    how: str, stuck: int, environ: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    done = run_script(how, odd, tmp_path, **environ)
+    done = run_script(how, stuck, tmp_path, **environ)
     error = done.stderr
     assert done.returncode == 1 and "after fit" not in done.stdout, error
     assert error.count("leyden: no progress for") == 1 and "Traceback" not in error, error
-    assert f"rank {odd}, at step " in error and words in error, error
+    assert f"rank {stuck}, at step " in error and words in error, error
     [report] = reports(tmp_path)
     for rank in range(2):
         assert f"rank {rank} (process" in report
-    # The line of the one that waits, and its source.
+    # The line at which the other rank waits, and the user's line.
     assert "_engine_run_backward" in report and "trainer.fit(Module())" in report
 
 
 @READS_PROC
-def test_a_process_alone_watches_itself(tmp_path: Path) -> None:
+def test_a_single_process_watches_itself(tmp_path: Path) -> None:
     done = run_script("loader", 0, tmp_path, DEVICES="1", WORKERS="1")
     assert done.returncode == 1
     assert "rank 0, at step" in done.stderr and "waits for its loader, whose worker (process" in done.stderr
@@ -153,7 +153,7 @@ def test_a_process_alone_watches_itself(tmp_path: Path) -> None:
 
 @READS_PROC
 @pytest.mark.full
-def test_set_up_validation_and_saving_have_more_time(tmp_path: Path) -> None:
+def test_setup_validation_and_saving_get_more_time(tmp_path: Path) -> None:
     done = run_script("slow", 0, tmp_path, DEVICES="1")
     assert done.returncode == 0 and "after fit" in done.stdout, done.stderr
     assert not reports(tmp_path) and "no progress" not in done.stderr
@@ -167,7 +167,7 @@ def test_set_up_validation_and_saving_have_more_time(tmp_path: Path) -> None:
         pytest.param("suspend", None, marks=pytest.mark.full),
     ],
 )
-def test_a_job_that_somebody_holds_is_not_ended(how: str, typed: str | None, tmp_path: Path) -> None:
+def test_a_job_in_the_debugger_or_suspended_is_not_ended(how: str, typed: str | None, tmp_path: Path) -> None:
     done = run_script(how, 0, tmp_path, typed=typed)
     assert done.returncode == 0 and done.stdout.count("after fit") == 2, done.stderr
     assert not reports(tmp_path) and "no progress" not in done.stderr
@@ -176,11 +176,11 @@ def test_a_job_that_somebody_holds_is_not_ended(how: str, typed: str | None, tmp
 @READS_PROC
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["sleep", "stop"])
-def test_under_torchrun_one_rank_speaks(how: str, tmp_path: Path) -> None:
+def test_under_torchrun_one_rank_reports_a_hang(how: str, tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run_script(how, 1, tmp_path, command)
     assert done.returncode == 1 and done.stderr.count("leyden: no progress for") == 1, done.stderr
-    # A stopped rank says nothing; the other one only knows that it waits.
+    # A stopped rank reports nothing; the other one reports that it waits itself.
     words = "rank 1, at step 5 (epoch 0, batch 5)" if how == "sleep" else "rank 0 waits in backward, at step 5"
     assert words in done.stderr
 
@@ -188,7 +188,7 @@ def test_under_torchrun_one_rank_speaks(how: str, tmp_path: Path) -> None:
 @READS_PROC
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_fit_raises_where_it_starts_its_ranks_itself(strategy: str, tmp_path: Path) -> None:
+def test_fit_raises_if_it_started_the_ranks(strategy: str, tmp_path: Path) -> None:
     done = run_script("sleep", 1, tmp_path, STRATEGY=strategy)
     assert done.returncode == 1 and "after fit" not in done.stdout
     last = done.stderr.splitlines()[-1]
@@ -233,7 +233,7 @@ print("after training")
         pytest.param("slow", ("--cpu", "--num_processes", "1", "--hang_timeout", "1.3"), marks=pytest.mark.full),
     ],
 )
-def test_the_loop_of_an_accelerator_is_watched(how: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_accelerator_loop_is_watched(how: str, options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(OWN_LOOP)
     command = [sys.executable, "-m", "leyden", "launch", *options, "script.py", how]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -248,8 +248,8 @@ def test_the_loop_of_an_accelerator_is_watched(how: str, options: tuple[str, ...
     assert len(reports(tmp_path)) == 1
 
 
-class Waits(TrainModule):
-    """Goes on as soon as the watchdog has reported it."""
+class WaitsForReport(TrainModule):
+    """WaitsForReport in its sixth batch until the watchdog has written a report."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -264,16 +264,16 @@ class Waits(TrainModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def test_a_person_before_the_process_is_only_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_under_pytest_the_watchdog_only_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1, "hang_timeout": 0.2})
-    trainer.fit(Waits(tmp_path), [torch.ones(2, 4)] * 8)
+    trainer.fit(WaitsForReport(tmp_path), [torch.ones(2, 4)] * 8)
     assert trainer.global_step == 8
     first, *_ = tmp_path.glob("hang-*.txt")
     assert "in training_step" in first.read_text()
 
 
-class Trains(Callback):
-    """Fits another module at the end of an epoch, for longer than a hook may take without a sign of life."""
+class FitsInHook(Callback):
+    """Fits another module at the end of an epoch, for longer than a hook may take without progress."""
 
     def __init__(self, folder: Path, limit: float | None) -> None:
         self.settings = {**QUIET, "default_root_dir": folder, "max_epochs": 1, "hang_timeout": limit}
@@ -281,12 +281,12 @@ class Trains(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         inner = Trainer(**self.settings)
-        inner.fit(Paced(), [torch.ones(2, 4)] * 30)
+        inner.fit(SlowStep(), [torch.ones(2, 4)] * 30)
         self.steps = inner.global_step
 
 
-class Paced(TrainModule):
-    """Takes its time in each step."""
+class SlowStep(TrainModule):
+    """Takes 0.2 s in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,21 +301,21 @@ class Paced(TrainModule):
 
 
 @pytest.mark.parametrize("limit", [None, *(pytest.param(limit, marks=pytest.mark.full) for limit in ("auto", 60.0))])
-def test_a_run_within_a_hook_of_another_one_is_progress_of_that_one(tmp_path: Path, limit: Any) -> None:
-    hook = Trains(tmp_path, limit)
+def test_a_fit_inside_a_hook_is_progress_of_the_outer_run(tmp_path: Path, limit: Any) -> None:
+    hook = FitsInHook(tmp_path, limit)
     trainer = Trainer(
         **{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1, "hang_timeout": 1, "callbacks": [hook]}
     )
-    trainer.fit(Waits(tmp_path), [torch.ones(2, 4)] * 4)
+    trainer.fit(WaitsForReport(tmp_path), [torch.ones(2, 4)] * 4)
     assert hook.steps == 30 and HEARTBEATS not in os.environ
     assert not list(tmp_path.glob("hang-*.txt"))
 
 
 @READS_PROC
 @pytest.mark.full
-def test_whatever_happens_all_of_a_job_is_gone_and_the_culprit_is_named_once() -> None:
+def test_every_hang_ends_the_whole_job_and_names_the_culprit_once() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "hangs.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1200)
     rows = done.stdout.splitlines()[2:]
-    # Nobody is left, and one line names it. As root there are two hosts more, whose cable is cut.
+    # No process is left, and one line names the culprit. As root there are more cases: two hosts whose cable is cut.
     assert len(rows) >= 14 and all(row.endswith("| 1 | 0 |") for row in rows), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Beside a process group that is not gloo's, such as NCCL's, ranks have one of gloo: what goes through which."""
+"""Beside a process group of another backend, such as NCCL, ranks have a gloo group: which tensors use which group."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from leyden.strategies.ddp import DDPStrategy
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "barrier", "_all_gather_base", "gather", "reduce_scatter")
 
 
-class Words(TrainModule):
-    """Items that weigh, a buffer, and values of the host that are logged."""
+class HostValues(TrainModule):
+    """Has a buffer, returns a number of items, and logs a value of the host."""
 
     def __init__(self, by_number: bool) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Words(TrainModule):
 
 
 class Recorder:
-    """Which collective was given tensors of which device, and by which group."""
+    """Records the backend and the device of all tensors passed to collectives."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
         for name in COLLECTIVES:
-            setattr(dist, name, self.noting(getattr(dist, name)))
+            setattr(dist, name, self.recording(getattr(dist, name)))
 
-    def noting(self, function: Any) -> Any:
+    def recording(self, function: Any) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
             parts = [part for arg in args for part in (arg if isinstance(arg, list) else [arg])]
@@ -59,14 +59,14 @@ class Recorder:
 
 
 class StopsEarly(Callback):
-    """One rank alone wishes to end."""
+    """Requests a stop on rank 1 alone."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.should_stop or (trainer.global_rank == 1 and trainer.global_step == 2)
 
 
 def keeps_bucket(state: Any, bucket: Any) -> Any:
-    """The backend "fake" gives DDP no answer."""
+    """Returns the bucket as it is, since the backend "fake" gives DDP no answer."""
     sent: Any = torch.futures.Future()
     sent.set_result(bucket.buffer())
     return sent
@@ -80,7 +80,7 @@ def on_a_silent_device(by_number: bool) -> tuple[set[tuple[str, str]], list[str]
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0)
     dist.init_process_group("fake", store=store, rank=rank, world_size=2)
     recorder = Recorder()
-    # DDP itself sends numbers of the host to compare shapes and to order its buckets, unless forbidden.
+    # These arguments keep DDP from sending host tensors of its own, to compare shapes and to order its buckets.
     strategy = DDPStrategy(
         devices=[SILENT] * 2,
         ddp_comm_hook=keeps_bucket,
@@ -96,7 +96,7 @@ def on_a_silent_device(by_number: bool) -> tuple[set[tuple[str, str]], list[str]
         gradient_clip_val=1.0,
         callbacks=[StopsEarly(), Begins(waits)],
     )
-    module = Words(by_number)
+    module = HostValues(by_number)
     # 11 batches on each rank, of which the last is smaller: windows of 3, 3, 3 and 2.
     with waits:
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(86, 3, device=SILENT)), 4, shuffle=True))
@@ -105,15 +105,15 @@ def on_a_silent_device(by_number: bool) -> tuple[set[tuple[str, str]], list[str]
 
 
 @pytest.mark.parametrize("by_number", [True, False])
-def test_tensors_of_the_device_and_words_of_the_host_go_by_groups_of_their_own(by_number: bool) -> None:
+def test_device_tensors_and_host_values_use_separate_groups(by_number: bool) -> None:
     for seen, waits, steps, gathered in run_world(2, on_a_silent_device, by_number, timeout=120):
-        # NCCL refuses tensors of the CPU, and gloo those of a device that it does not know.
+        # NCCL rejects CPU tensors, and gloo rejects tensors of unknown devices.
         assert seen == {("fake", "meta"), ("gloo", "cpu")}
         assert waits == []
         assert steps == 3 and gathered == ["rank 0", "rank 1"]
 
 
-def gathers_unlike(backend: str) -> str:
+def gather_mismatched(backend: str) -> str:
     trainer = Trainer(strategy=DDPStrategy(process_group_backend=backend), accelerator="cpu", logger=False)
     trainer.strategy.setup_environment()
     try:
@@ -123,6 +123,6 @@ def gathers_unlike(backend: str) -> str:
     return ""
 
 
-def test_tensors_of_the_cpu_that_gloo_would_abort_over_are_compared_beside_nccl_too() -> None:
-    for message in run_world(2, gathers_unlike, "cpu:gloo,cuda:gloo", timeout=60):
+def test_mismatched_cpu_tensors_raise_beside_another_backend_too() -> None:
+    for message in run_world(2, gather_mismatched, "cpu:gloo,cuda:gloo", timeout=60):
         assert "rank 0 has (2,) float32 and rank 1 has (3,) float32" in message

@@ -1,4 +1,4 @@
-"""Ranks that end first: streams, and loaders of the ranks' own, of different lengths, under every strategy."""
+"""Ranks that run out of batches first: streams and own loaders of different lengths, under every strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 3
 
 
 class Net(TrainModule):
-    """Notes the samples that it is trained on and evaluated on, a hook for each batch that counts."""
+    """Records the samples that it trains on and validates on; counts backward passes and batches."""
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def batches(sizes: list[int], first: int = 0) -> list[list[Tensor]]:
 
 
 class Stream(IterableDataset[Any]):
-    """Samples in order; of several workers each gives whole batches in its turn."""
+    """Samples in order; several workers take turns with whole batches."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -96,7 +96,7 @@ def strategy_of(name: str) -> Strategy | str:
     return DDPStrategy(find_unused_parameters=True) if name == "unused" else "ddp"
 
 
-def fitted(strategy: Any, manual: bool, train: Any, held: Any, **arguments: Any) -> dict[str, Any]:
+def fitted(strategy: Any, manual: bool, train: Any, val: Any, **arguments: Any) -> dict[str, Any]:
     module = Net(manual)
     trainer = Trainer(
         strategy=strategy,
@@ -106,7 +106,7 @@ def fitted(strategy: Any, manual: bool, train: Any, held: Any, **arguments: Any)
         **QUIET,
         **arguments,
     )
-    trainer.fit(module, train, held)
+    trainer.fit(module, train, val)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     state = {name: whole(value.detach()).flatten().tolist() for name, value in module.net.state_dict().items()}
     progress = trainer.progress
@@ -121,7 +121,7 @@ def fitted(strategy: Any, manual: bool, train: Any, held: Any, **arguments: Any)
     }
 
 
-# how a rank reads: sizes of the batches of each rank's own; or how many samples a stream has, in how many workers
+# the sizes of each rank's own batches, or the length of a stream
 OWN = {"training": ([3, 1], [3, 3, 3, 2]), "validation": ([2], [3, 3, 1])}
 STREAM = {"training": 10, "validation": 4}
 NAMES = ("ddp", "unused", "ddp, manual", "fsdp", "fsdp, manual")
@@ -151,8 +151,8 @@ def train_all() -> list[dict[str, Any]]:
     return found
 
 
-def together(kind: str) -> list[Any]:
-    """The global batches, as one process would be given them."""
+def global_loaders(kind: str) -> list[Any]:
+    """Returns the global batches, as one process would read them."""
     if kind in ("sized", "unsized"):
         loaders = []
         for first, second in OWN.values():
@@ -163,25 +163,25 @@ def together(kind: str) -> list[Any]:
     return [DataLoader(Stream(count), 2 * SIZE) for count in STREAM.values()]
 
 
-def test_each_sample_counts_once_and_the_weights_are_those_of_one_process() -> None:
+def test_each_sample_counts_once_and_ranks_train_as_one_process() -> None:
     results = run_world(2, train_all)
     for number, (name, kind) in enumerate(CASES):
-        expected = fitted("single_device", name.endswith("manual"), *together(kind))
+        expected = fitted("single_device", name.endswith("manual"), *global_loaders(kind))
         ranks = [own[number] for own in results]
         for key in ("seen", "evaluated"):
             assert sorted(ranks[0][key] + ranks[1][key]) == sorted(expected[key]), (name, kind, key)
         for rank, found in enumerate(ranks):
             assert found["progress"] == expected["progress"], (name, kind, rank)
             assert found["idle_backwards"] == 0, (name, kind, rank)
-            # A batch that was run for the others' sake leaves no trace in buffers; all are rank 0's after a validation.
-            assert found["passes"] == len([*firsts(ranks[0]["seen"], kind)]), (name, kind, rank)
+            # A batch run only for the other ranks leaves no trace in buffers; after a validation all are rank 0's.
+            assert found["passes"] == len([*first_samples(ranks[0]["seen"], kind)]), (name, kind, rank)
             for parameter, values in expected["weights"].items():
                 assert found["weights"][parameter] == pytest.approx(values, rel=0, abs=1e-9), (name, kind, rank)
             assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-9), (name, kind, rank)
 
 
-def firsts(seen: list[int], kind: str) -> Iterator[int]:
-    """The first sample of each batch that rank 0 saw."""
+def first_samples(seen: list[int], kind: str) -> Iterator[int]:
+    """Returns the first sample of each batch that rank 0 saw."""
     if kind in ("sized", "unsized"):
         sizes = OWN["training"][0]
         starts = {sum(sizes[:place]) for place in range(len(sizes))}
@@ -190,14 +190,14 @@ def firsts(seen: list[int], kind: str) -> Iterator[int]:
     return (number for number in seen if number in starts)
 
 
-# a rank that has nothing at all ---------------------------------------------------------------------------------------
+# a rank without any batch ---------------------------------------------------------------------------------------------
 def fit_with_an_empty_rank(name: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     loader = Unsized(batches([3, 3] if rank == 0 else [], 0))
     return fitted(strategy_of(name), False, loader, None, use_distributed_sampler=False)
 
 
-def test_a_rank_without_any_batch_takes_part_under_ddp_and_is_refused_under_fsdp() -> None:
+def test_a_rank_without_batches_takes_part_under_ddp_and_raises_under_fsdp() -> None:
     expected = fitted("single_device", False, batches([3, 3]), None)
     for found in run_world(2, fit_with_an_empty_rank, "ddp"):
         assert found["progress"] == expected["progress"]
@@ -207,7 +207,7 @@ def test_a_rank_without_any_batch_takes_part_under_ddp_and_is_refused_under_fsdp
     assert results[0] == 1 and "a rank has no sample of its own, and FSDP needs every rank" in results[1]
 
 
-# lengths that cannot be meant -----------------------------------------------------------------------------------------
+# implausible lengths --------------------------------------------------------------------------------------------------
 def fit_with_lengths(first: int, second: int) -> list[str]:
     import warnings
 
@@ -219,7 +219,7 @@ def fit_with_lengths(first: int, second: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 5), (3, 2)])
-def test_lengths_that_are_far_apart_warn_once(first: int, second: int) -> None:
+def test_very_different_lengths_warn_once(first: int, second: int) -> None:
     messages, other = run_world(2, fit_with_lengths, first, second)
     assert other == []
     assert len(messages) == (second - first > 1)

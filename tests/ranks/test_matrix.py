@@ -1,4 +1,4 @@
-"""A run saved under one strategy goes on under any other: the same samples, and the same losses."""
+"""A run saved under one strategy resumes under any other, with the same samples and losses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader
 from leyden import Trainer, TrainModule
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
-# Ranks, and the batch of each: 8 samples make the global batch everywhere.
+# Number of ranks, and batch size of each; the global batch is always 8 samples.
 LAYOUTS = {"single": (1, 8), "ddp": (2, 4), "fsdp 2": (2, 4), "fsdp 4": (4, 2), "hsdp": (4, 2)}
 QUICK = (("ddp", "ddp"), ("fsdp 2", "fsdp 2"), ("single", "ddp"), ("ddp", "fsdp 2"), ("fsdp 2", "single"))
-# 86 samples are ten batches and one of 6, which divides by none but 2.
+# 86 samples make ten batches and one of 6, which four ranks cannot split evenly.
 SIZE, SAVED_AT, NEXT = 86, 4, 10
 
 
 class Net(TrainModule):
-    """Notes of each batch which samples it had, and each one's loss."""
+    """Records the samples of each batch, and the loss of each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def strategy_of(layout: str) -> Any:
 
 def fit(layout: str, folder: str, path: str | None, accumulate: int) -> dict[str, Any]:
     torch.manual_seed(3)
-    # Within a window of two batches it is time to save all the while; it is done at the window's end.
+    # With windows of two batches a save is always due, and happens at the end of a window.
     when: dict[str, Any] = {"every_n_train_steps": SAVED_AT}
     if accumulate > 1:
         when = {"train_time_interval": timedelta(microseconds=1)}
@@ -85,17 +85,17 @@ def resume(layout: str, folder: str, paths: dict[str, str], accumulate: int) -> 
 
 
 def count(start: int, end: int, accumulate: int) -> int:
-    """Batches of the windows from one step to another; the last window of an epoch is shorter."""
+    """Returns the number of batches between two steps; the last window of an epoch is shorter."""
     epoch = -(-SIZE // 8)
     lengths = [min(accumulate, epoch - first) for first in range(0, epoch, accumulate)]
     return sum(lengths[step % len(lengths)] for step in range(start, end))
 
 
 def check(tmp_path: Path, pairs: dict[str, list[str]], accumulate: int) -> None:
-    """Saves under each layout, and goes on under those wanted.
+    """Saves under some layouts, and resumes under others.
 
     Args:
-        pairs: layout that goes on → those that saved.
+        pairs: the layouts that save, by the layout that resumes.
     """
     straight = {}
     for source in sorted({source for sources in pairs.values() for source in sources}):
@@ -113,13 +113,15 @@ def check(tmp_path: Path, pairs: dict[str, list[str]], accumulate: int) -> None:
             assert [loss for _, loss in rest] == pytest.approx([loss for _, loss in whole], rel=1e-5, abs=1e-6)
             if source == layout:
                 for before, after in zip(straight[source], ranks, strict=True):
-                    assert after["seen"] == before["seen"][-len(rest) :], "bit for bit, on each rank"
+                    assert after["seen"] == before["seen"][-len(rest) :], (
+                        "a rank's samples or losses are not bit-identical"
+                    )
                     assert after["epoch loss"] == before["epoch loss"]
-            # The mean over the epoch counts what was seen before the checkpoint too.
+            # The epoch's mean includes the batches before the checkpoint.
             assert ranks[0]["epoch loss"] == pytest.approx(straight[source][0]["epoch loss"], rel=1e-5)
 
 
-def grouped(pairs: Any) -> dict[str, list[str]]:
+def sources_by_layout(pairs: Any) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for source, layout in pairs:
         found.setdefault(layout, []).append(source)
@@ -127,8 +129,8 @@ def grouped(pairs: Any) -> dict[str, list[str]]:
 
 
 def test_layouts_resume_checkpoints_of_other_layouts(tmp_path: Path) -> None:
-    check(tmp_path, grouped(QUICK), accumulate=1)
-    # A process by itself puts the shards together too, without a Trainer.
+    check(tmp_path, sources_by_layout(QUICK), accumulate=1)
+    # A single process also assembles the shards, without a Trainer.
     path = tmp_path / "fsdp 2" / "checkpoints" / f"step={SAVED_AT}"
     found = Net.load_from_checkpoint(path).state_dict()
     other = Net.load_from_checkpoint(tmp_path / "ddp" / "checkpoints" / f"step={SAVED_AT}").state_dict()
@@ -139,7 +141,7 @@ def test_layouts_resume_checkpoints_of_other_layouts(tmp_path: Path) -> None:
 
 
 def test_layouts_resume_a_checkpoint_requested_inside_an_accumulation_window(tmp_path: Path) -> None:
-    check(tmp_path, grouped([("ddp", "ddp"), ("ddp", "single")]), accumulate=2)
+    check(tmp_path, sources_by_layout([("ddp", "ddp"), ("ddp", "single")]), accumulate=2)
 
 
 @pytest.mark.full

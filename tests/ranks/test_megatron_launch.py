@@ -1,4 +1,4 @@
-"""Megatron-LM's settings, as Accelerate's files have them, lay out a mesh on which one process's numbers hold."""
+"""Megatron-LM settings in Accelerate's files lay out a mesh that trains as one process."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ LAYOUTS: list[tuple[int, dict[str, Any], str]] = [
     ("ranks", "section", "layout"),
     [pytest.param(*row, marks=[] if row[0] == 2 else pytest.mark.full, id=row[2]) for row in LAYOUTS],
 )
-def test_a_file_of_megatrons_settings_trains_as_one_process(ranks: int, section: dict[str, Any], layout: str) -> None:
-    made = launch(ranks, gradient_clipping=1.0, sequence_parallelism=False, **section)
-    variables = {name: value for name, value in made.variables().items() if name.startswith("LEYDEN")}
+def test_megatron_settings_train_as_one_process(ranks: int, section: dict[str, Any], layout: str) -> None:
+    plan = launch(ranks, gradient_clipping=1.0, sequence_parallelism=False, **section)
+    variables = {name: value for name, value in plan.variables().items() if name.startswith("LEYDEN")}
     torch.manual_seed(0)
     module = Planned(depth=4)
     Trainer(strategy="single_device", max_epochs=1, gradient_clip_val=1.0, **QUIET).fit(module, DataLoader(data(40), 8))
@@ -79,13 +79,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("section", "message"), MISTAKES)
-def test_degrees_that_cannot_be_are_refused_before_the_start(section: dict[str, Any], message: str) -> None:
+def test_impossible_degrees_raise_before_the_launch(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         launch(4, **section)
     assert str(error.value).startswith(message)
 
 
-def test_settings_without_a_mesh_are_plain_ddp_and_what_has_no_effect_is_said() -> None:
-    made = launch(2, gradient_clipping=0.5, sequence_parallelism=True)
-    assert (made.launched.strategy, made.launched.gradient_clip_val) == ("ddp", 0.5)
-    assert "megatron_lm_sequence_parallelism: the model's plan says" in made.lines("a.py", reasons=True)
+def test_settings_without_a_mesh_use_ddp_and_ignored_settings_are_reported() -> None:
+    plan = launch(2, gradient_clipping=0.5, sequence_parallelism=True)
+    assert (plan.launched.strategy, plan.launched.gradient_clip_val) == ("ddp", 0.5)
+    assert "megatron_lm_sequence_parallelism: the model's plan says" in plan.lines("a.py", reasons=True)

@@ -1,4 +1,4 @@
-"""The mesh on real ranks: one process's losses and weights, whatever the layout."""
+"""The mesh on real ranks: the losses and weights of one process, whatever the layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLOBAL_BATCH = 4
 
 
 def train(sizes: dict[str, int] | None, plan: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
-    """Trains the GPT for two epochs; None for one process. The last global batch has 3 samples."""
+    """Trains the GPT for two epochs, on one process if `sizes` is None. The last global batch has 3 samples."""
     torch.manual_seed(0)
     module = GPT(counts_items=arguments.pop("counts_items", False), n_kv_heads=arguments.pop("n_kv_heads", 2))
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=plan)
@@ -44,18 +44,18 @@ def check_like_one_process(
 ) -> None:
     readers = {rank["data_rank"]: rank["losses"] for rank in ranks}
     if len(readers) == 1:
-        # A loss that is a sum over items is a hundred times a mean.
+        # A loss summed over items is about a hundred times the mean, hence the relative tolerance.
         assert list(*readers.values()) == pytest.approx(single["losses"], abs=1e-5, rel=1e-5)
     elif not (arguments or {}).get("counts_items"):
-        # The last batch of an epoch has a sample for some readers only.
+        # Only some readers have a sample in the last batch of an epoch.
         columns = zip(*(losses[:9] for losses in readers.values()), strict=True)
         means = [sum(column) / len(column) for column in columns]
         assert means == pytest.approx(single["losses"][:9], abs=1e-5)
     for rank in ranks:
-        assert rank["losses"] == readers[rank["data_rank"]], "ranks of a tp group have one loss"
+        assert rank["losses"] == readers[rank["data_rank"]], "ranks of a tp group have different losses"
         assert rank["epoch loss"] == pytest.approx(single["epoch loss"], abs=1e-5)
         assert not rank["without a gradient"]
-        assert abs(rank["predicted"] - single["predicted"]).max() < 1e-4, "logits that are split come whole"
+        assert abs(rank["predicted"] - single["predicted"]).max() < 1e-4, "predicted logits differ"
         for name, value in single["weights"].items():
             assert abs(rank["weights"][name] - value).max() < 1e-5, name
 
@@ -98,7 +98,7 @@ def call(sizes: dict[str, int], plan: dict[str, str], arguments: dict[str, Any])
 
 
 def recompute() -> list[list[float]]:
-    """Losses under dropout, without activation checkpointing and with it."""
+    """Returns the losses under dropout, without and with activation checkpointing."""
     found = []
     for policy in (None, {"Block"}):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def recompute() -> list[list[float]]:
     return found
 
 
-def test_a_block_that_is_run_again_drops_the_same() -> None:
+def test_recomputed_blocks_repeat_their_dropout() -> None:
     for plain, again in run_world(2, recompute):
         assert len(plain) == 6
         assert again == plain

@@ -1,4 +1,4 @@
-"""The mesh under a loop of the user's own: the Accelerator's model, loader and steps give one process's numbers."""
+"""The mesh under a user's own loop: the Accelerator's model, loader and steps train as one process."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from leyden.utils import ParallelismConfig
 GLOBAL_BATCH = 4
 
 
-class Heard(logging.Handler):
-    """Notes what torch logs of redistributions."""
+class LogRecorder(logging.Handler):
+    """Records what torch logs about redistributions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def train(accelerator: Accelerator, kind: type[GPT]) -> dict[str, Any]:
-    """As `trained`, with what torch warned of meanwhile: views that FSDP gives, and collectives in a row."""
-    heard, logger = Heard(), logging.getLogger("torch.distributed.tensor._redistribute")
-    logger.addHandler(heard)
-    with warnings.catch_warnings(record=True) as warned:
+    """Returns the result of `trained`, and torch's warnings about views from FSDP and consecutive collectives."""
+    recorder, logger = LogRecorder(), logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addHandler(recorder)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = trained(accelerator, kind)
-    logger.removeHandler(heard)
-    views = [str(warning.message) for warning in warned if "view tensor" in str(warning.message)]
-    return {**found, "warnings": heard.said + views}
+    logger.removeHandler(recorder)
+    views = [str(warning.message) for warning in caught if "view tensor" in str(warning.message)]
+    return {**found, "warnings": recorder.messages + views}
 
 
 def trained(accelerator: Accelerator, kind: type[GPT]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def trained(accelerator: Accelerator, kind: type[GPT]) -> dict[str, Any]:
 
 
 class Planned(GPT):
-    """Brings its plan."""
+    """A GPT with its own plan."""
 
     def parallel_plan(self) -> dict[str, str]:
         return PLAN
@@ -92,7 +92,7 @@ def train_on_a_mesh(sizes: dict[str, int], plan: dict[str, str]) -> dict[str, An
 
 
 def train_by_a_config(sizes: dict[str, int]) -> dict[str, Any]:
-    """As Accelerate's documentation writes it."""
+    """Trains as in Accelerate's documentation."""
     config = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config)
     mesh = accelerator.torch_device_mesh
@@ -105,7 +105,7 @@ def train_by_a_config(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def train_both(sizes: dict[str, int], plan: dict[str, str]) -> list[dict[str, Any]]:
-    """By a strategy and by a config, in one launch."""
+    """Trains with a strategy and with a config, in one launch."""
     return [train_on_a_mesh(sizes, plan), train_by_a_config(sizes)]
 
 
@@ -115,7 +115,7 @@ def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) 
     assert losses == pytest.approx(single["losses"], abs=1e-5)
     for rank in ranks:
         assert rank["warnings"] == []
-        assert rank["seen"] == readers[rank["data_rank"]]["seen"], "ranks of a tp group have one batch"
+        assert rank["seen"] == readers[rank["data_rank"]]["seen"], "ranks of a tp group read different batches"
         assert rank["norms"] == pytest.approx(single["norms"], abs=1e-5)
         for name, value in single["weights"].items():
             assert abs(rank["weights"][name] - value).max() < 1e-5, name
@@ -135,7 +135,7 @@ def single() -> dict[str, Any]:
     ],
     ids=["alone", "within fsdp", "within replicas"],
 )
-def test_a_loop_of_ones_own_trains_on_a_mesh_as_one_process(
+def test_a_users_own_loop_trains_on_a_mesh_as_one_process(
     sizes: dict[str, int], plan: dict[str, str], single: dict[str, Any]
 ) -> None:
     copies = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
@@ -157,12 +157,12 @@ def prepared(accelerator: Accelerator) -> Parts:
     module = GPT(dropout=0.1)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     loader = DataLoader(data(), GLOBAL_BATCH // accelerator.strategy.data_size, shuffle=True)
-    made: Parts = accelerator.prepare(module, optimizer, loader)
-    return made
+    parts: Parts = accelerator.prepare(module, optimizer, loader)
+    return parts
 
 
 def losses_of_an_epoch(accelerator: Accelerator, parts: Parts, save: tuple[int, str] | None = None) -> list[float]:
-    """Those after the batch at which a checkpoint is saved, or all."""
+    """Returns the losses of an epoch, or those after the batch at which it saves a checkpoint."""
     model, optimizer, loader = parts
     losses: list[float] = []
     for number, (tokens, labels) in enumerate(loader, 1):
@@ -183,31 +183,31 @@ def resume(folder: str) -> dict[str, Any]:
 
     accelerator = new()
     parts = prepared(accelerator)
-    through = losses_of_an_epoch(accelerator, parts, (4, f"{folder}/state"))
+    uninterrupted = losses_of_an_epoch(accelerator, parts, (4, f"{folder}/state"))
     accelerator.save_model(parts[0], f"{folder}/model")
     weights = {name: tensor.numpy() for name, tensor in accelerator.get_state_dict(parts[0]).items()}
     again = new()
     parts = prepared(again)
     again.load_state(f"{folder}/state")
-    return {"through": through, "resumed": losses_of_an_epoch(again, parts), "weights": weights}
+    return {"uninterrupted": uninterrupted, "resumed": losses_of_an_epoch(again, parts), "weights": weights}
 
 
 @pytest.mark.full
 def test_a_loop_on_a_mesh_resumes_exactly_and_saves_whole_weights(tmp_path: Path) -> None:
     for rank in run_world(2, resume, str(tmp_path)):
-        assert len(rank["through"]) == 6
-        assert rank["resumed"] == rank["through"]
+        assert len(rank["uninterrupted"]) == 6
+        assert rank["resumed"] == rank["uninterrupted"]
     saved = load_file(tmp_path / "model" / "model.safetensors")
     for name, tensor in saved.items():
         assert torch.equal(tensor, torch.from_numpy(rank["weights"][name])), name
     alone = Accelerator(cpu=True)
     loader = prepared(alone)[2]
     alone.load_state(tmp_path / "state")
-    assert sum(1 for _ in loader) == 6, "one process continues with the next sample"
+    assert sum(1 for _ in loader) == 6, "one process does not continue at the next sample"
 
 
 def train_unseeded() -> dict[str, list[float]]:
-    """As scripts that set no seed: every rank has random numbers of its own."""
+    """Trains without a common seed: every rank starts with different random numbers."""
     torch.manual_seed(int(os.environ["RANK"]))
     accelerator = Accelerator(cpu=True, strategy=MeshStrategy(tp=2, plan=SEQUENCE_PLAN))
     module = GPT(dropout=0.1)
@@ -224,14 +224,14 @@ def train_unseeded() -> dict[str, list[float]]:
 
 
 @pytest.mark.full
-def test_ranks_of_a_tp_group_share_batches_and_draws_without_a_seed() -> None:
+def test_ranks_of_a_tp_group_share_batches_and_dropout_without_a_seed() -> None:
     first, second = run_world(2, train_unseeded)
     assert first == second
     assert len(set(first["trainer"])) > 1
 
 
 class OnRank0(Dataset[Any]):
-    """Is nowhere but on rank 0, draws a random number for each sample, and says which those are."""
+    """A dataset that exists only on rank 0; draws a random number for each sample, and returns its index."""
 
     def __init__(self) -> None:
         self.tokens, self.labels = data().tensors
@@ -246,7 +246,7 @@ class OnRank0(Dataset[Any]):
 
 
 def train_dispatched(sizes: dict[str, int] | None) -> dict[str, Any]:
-    """Two epochs of shuffled batches that rank 0 reads for all."""
+    """Trains two epochs of shuffled batches that rank 0 reads for all ranks."""
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=PLAN)
     config = DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
     accelerator = Accelerator(cpu=True, strategy=strategy, dataloader_config=config)
@@ -274,12 +274,12 @@ def train_dispatched(sizes: dict[str, int] | None) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=["alone", "within fsdp"])
-def test_batches_that_rank_0_reads_reach_each_tp_group_once(sizes: dict[str, int]) -> None:
+def test_dispatched_batches_reach_each_tp_group_once(sizes: dict[str, int]) -> None:
     single = train_dispatched(None)
     ranks = run_world(2 * sizes.get("dp_shard", 1), train_dispatched, sizes)
     readers = {rank["data_rank"]: rank for rank in ranks}
     for rank in ranks:
-        assert rank == readers[rank["data_rank"]], "losses, samples and random numbers of a tp group are one"
+        assert rank == readers[rank["data_rank"]], "ranks of a tp group differ in losses, samples or random numbers"
     ordered = [readers[number] for number in sorted(readers)]
     seen = [[index for part in parts for index in part] for parts in zip(*(r["seen"] for r in ordered), strict=True)]
     losses = [sum(column) / len(column) for column in zip(*(r["losses"] for r in ordered), strict=True)]
@@ -288,7 +288,7 @@ def test_batches_that_rank_0_reads_reach_each_tp_group_once(sizes: dict[str, int
 
 
 def train_launched() -> dict[str, Any]:
-    """A script that names no strategy: its Accelerator and its Trainer follow the launch."""
+    """Trains without naming a strategy: the Accelerator and the Trainer follow the launch."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     config = accelerator.parallelism_config
     assert config is not None
@@ -300,7 +300,7 @@ def train_launched() -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_launch_lays_out_the_mesh_of_its_file(single: dict[str, Any]) -> None:
+def test_launch_lays_out_the_mesh_of_its_config_file(single: dict[str, Any]) -> None:
     file = {"num_processes": 2, "use_cpu": True, "parallelism_config": {"parallelism_config_tp_size": 2}}
     plan = resolve(parse(file), ElasticOptions(), Machine(cpus=2), "a file", {})
     variables = {
@@ -314,12 +314,12 @@ def test_a_launch_lays_out_the_mesh_of_its_file(single: dict[str, Any]) -> None:
 
 
 def train_transformers(folder: str, split: bool) -> dict[str, Any]:
-    """A model that transformers has split itself, as Accelerate's documentation loads it, or a whole one."""
+    """Trains a model split by transformers, loaded as in Accelerate's documentation, or a whole one."""
     from transformers import LlamaForCausalLM
 
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2) if split else None)
-    how = {"tp_plan": "auto", "tp_size": 2, "device_mesh": accelerator.torch_device_mesh} if split else {}
-    model = LlamaForCausalLM.from_pretrained(folder, **how)
+    options = {"tp_plan": "auto", "tp_size": 2, "device_mesh": accelerator.torch_device_mesh} if split else {}
+    model = LlamaForCausalLM.from_pretrained(folder, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(24), GLOBAL_BATCH))
     losses, norms = [], []
@@ -335,7 +335,7 @@ def train_transformers(folder: str, split: bool) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_model_that_transformers_has_split_trains_as_a_whole_one(tmp_path: Path) -> None:
+def test_a_model_split_by_transformers_trains_as_a_whole_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY}

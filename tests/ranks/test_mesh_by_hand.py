@@ -1,4 +1,4 @@
-"""The mesh against scripts written by hand with torch's own calls: the same bits, the same messages, the same bytes."""
+"""The mesh against hand-written scripts of torch's own calls: the same bits, collectives and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH, STEPS = 2, 6
 
 
 class Counted(GPT):
-    """Counts the messages of one step."""
+    """Counts the collectives of the second step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Counted(GPT):
         self._messages = Messages()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # The first step checks gradients, once in a run.
+        # Not in the first step, which checks gradients, once per run.
         if batch_idx == 1:
             self._messages.__enter__()
 
@@ -73,7 +73,7 @@ def by_hand(sizes: dict[str, int]) -> dict[str, Any]:
     samples = data()
     messages = Messages()
     for step in range(STEPS):
-        # Each reader has its stretch of a global batch.
+        # Each reader has its slice of a global batch.
         begin = (step * readers + reader) * BATCH
         indices = range(begin, begin + BATCH)
         tokens, labels = (torch.stack(column) for column in zip(*(samples[i] for i in indices), strict=True))
@@ -105,7 +105,7 @@ def split_by_hand(module: GPT, mesh: DeviceMesh) -> None:
         }
         parallelize_module(block, mesh, plan)
     parallelize_module(module.head, mesh, ColwiseParallel(output_layouts=Replicate()))
-    # parallelize_module unties them.
+    # parallelize_module unties the weights.
     module.head.weight = module.tokens.weight
 
 
@@ -119,7 +119,7 @@ def result(module: GPT, losses: list[float], counts: dict[str, int]) -> dict[str
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.full)], ids=str)
-def test_the_trainer_has_the_bits_and_the_messages_of_a_script(sizes: dict[str, int]) -> None:
+def test_the_trainer_matches_a_script_in_bits_and_collectives(sizes: dict[str, int]) -> None:
     world = sizes["tp"] * sizes.get("dp_shard", 1)
     ours, theirs = run_world(world, by_trainer, sizes), run_world(world, by_hand, sizes)
     for rank, script in zip(ours, theirs, strict=True):
@@ -128,4 +128,4 @@ def test_the_trainer_has_the_bits_and_the_messages_of_a_script(sizes: dict[str, 
         for name, value in script["weights"].items():
             assert (rank["weights"][name] == value).all(), name
         assert script["counts"] and rank["counts"] == script["counts"]
-        assert rank["bytes"] <= script["bytes"], "nothing is replicated in secret"
+        assert rank["bytes"] <= script["bytes"], "the Trainer holds more bytes than the script"

@@ -1,4 +1,4 @@
-"""Checkpoints of a mesh: the same layout goes on bit for bit, any other with the same losses and samples."""
+"""Checkpoints of a mesh: the same layout resumes bit for bit, any other with the same losses and samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.tensors import local_part
 
-# The sizes of a mesh, or a strategy; and the ranks. 8 samples make the global batch everywhere.
+# Sizes of each mesh, and ranks of each layout. The global batch is always 8 samples.
 MESHES = {
     "tp 2": {"tp": 2},
     "tp × fsdp 4": {"dp_shard": 2, "tp": 2},
@@ -36,12 +36,12 @@ MESHES = {
 WORLD = {"single": 1, "ddp": 2, "fsdp": 2, **{name: math.prod(sizes.values()) for name, sizes in MESHES.items()}}
 # 44 samples are five batches and one of 4, in each of three epochs; the save lies within the first.
 SAMPLES, GLOBAL_BATCH, SAVED_AT, NEXT = 44, 8, 3, 10
-# A run that is killed saves in the middle of each epoch, and ends in the middle of the third.
+# Runs that are killed save in the middle of each epoch, and end in the middle of the third.
 EVERY, END = 4, 14
 
 
 class Numbered(GPT):
-    """Notes the samples of each batch."""
+    """Records the samples of each batch."""
 
     def __init__(self, **sizes: Any) -> None:
         # A block for each stage of the longest pipeline.
@@ -59,7 +59,7 @@ class Numbered(GPT):
 
 
 class Doomed(Numbered):
-    """Is killed on all ranks within a step, once so many are done."""
+    """Kills all ranks within a step, once `dies_at` steps are done."""
 
     def __init__(self, dies_at: int | None) -> None:
         super().__init__(dropout=0.1)
@@ -85,7 +85,7 @@ def samples_of(strategy: Strategy) -> DataLoader[Any]:
 
 
 def state_of(trainer: Trainer, module: Numbered) -> dict[str, Any]:
-    """What a run leaves on this rank: the epoch's loss, whole weights, the next random number."""
+    """Returns what a run leaves on this rank: the epoch's loss, full weights, the next random number."""
     full = trainer.strategy.full_state_dict(module, rank0_only=False)
     return {
         "epoch loss": float(trainer.callback_metrics["loss_epoch"]),
@@ -95,7 +95,7 @@ def state_of(trainer: Trainer, module: Numbered) -> dict[str, Any]:
 
 
 def fit(layout: str, path: str, resumes: bool, dropout: float = 0.0) -> dict[str, Any]:
-    """Trains from a checkpoint on; or from the start, and saves one on the way. Returns the steps after it."""
+    """Trains from a checkpoint, or from the start, saving one on the way; returns the steps after it."""
     torch.manual_seed(99 if resumes else 3)
     module = Numbered(dropout=dropout)
     trainer = Trainer(strategy=strategy_of(layout), max_epochs=-1, **QUIET)
@@ -112,12 +112,12 @@ def fit(layout: str, path: str, resumes: bool, dropout: float = 0.0) -> dict[str
     }
 
 
-def fits(jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def fit_all(jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return [fit(*job) for job in jobs]
 
 
-def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks of one run did as one process would have; those that share samples did the same."""
+def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merges the ranks' results as of one process; asserts that ranks that share samples agree."""
     readers: dict[int, dict[str, Any]] = {}
     # In a pipeline the last stage has the losses.
     for rank in [rank for rank in ranks if rank["losses"]]:
@@ -135,7 +135,7 @@ def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_same_run(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
-    """The samples of global batches are the same, in their order, and the losses to rounding."""
+    """Asserts that global batches have the same samples in the same order, and losses agree up to rounding."""
     assert resumed["seen"] == whole["seen"]
     assert resumed["losses"] == pytest.approx(whole["losses"], abs=1e-5)
     assert resumed["epoch loss"] == pytest.approx(whole["epoch loss"], abs=1e-5)
@@ -145,17 +145,19 @@ def check_same_run(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
     "layout",
     ["tp 2", "pp 2", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("tp × fsdp 4", "pp × fsdp 4"))],
 )
-def test_a_mesh_resumes_bit_for_bit_and_goes_on_in_one_process(layout: str, tmp_path: Path) -> None:
+def test_a_mesh_resumes_bit_for_bit_and_on_one_process(layout: str, tmp_path: Path) -> None:
     plain, dropped = str(tmp_path / "plain"), str(tmp_path / "dropped")
     jobs = [(layout, plain, False), (layout, dropped, False, 0.1), (layout, dropped, True, 0.1)]
-    ranks = run_world(WORLD[layout], fits, jobs)
+    ranks = run_world(WORLD[layout], fit_all, jobs)
     for whole, uninterrupted, resumed in ranks:
-        assert resumed == uninterrupted, "losses, weights and random numbers, to the last bit"
+        assert resumed == uninterrupted, "losses, weights or random numbers are not bit-identical"
         assert uninterrupted["weights"] != whole["weights"]
-    whole = together([rank[0] for rank in ranks])
+    whole = merged([rank[0] for rank in ranks])
     first = [index for batch in whole["seen"][: 6 - SAVED_AT] for index in batch]
-    assert len(set(first)) == len(first) == SAMPLES - SAVED_AT * GLOBAL_BATCH, "the rest of the epoch, each sample once"
-    check_same_run(together([fit("single", plain, True)]), whole)
+    assert len(set(first)) == len(first) == SAMPLES - SAVED_AT * GLOBAL_BATCH, (
+        "the rest of the epoch misses or repeats a sample"
+    )
+    check_same_run(merged([fit("single", plain, True)]), whole)
     manifest = CheckpointReader(plain).manifest
     groups = {"tp × fsdp 4": (0, 0, 1, 1), "pp × fsdp 4": (0, 1, 0, 1)}
     assert manifest.data_ranks == groups.get(layout, (0, 0)) and manifest.format == 3
@@ -163,7 +165,7 @@ def test_a_mesh_resumes_bit_for_bit_and_goes_on_in_one_process(layout: str, tmp_
 
 
 def run_on(layout: str, folder: str, seed: int, dies_at: int | None = None) -> dict[str, Any]:
-    """Trains in a folder to the end, from its newest checkpoint if there is one; or until it is killed."""
+    """Trains in a folder, from its newest checkpoint if there is one, to the end or until killed."""
     torch.manual_seed(seed)
     module = Doomed(dies_at)
     saves = ModelCheckpoint(every_n_train_steps=EVERY)
@@ -173,11 +175,11 @@ def run_on(layout: str, folder: str, seed: int, dies_at: int | None = None) -> d
     return {"losses": module.losses, "seen": module.seen, **state_of(trainer, module)}
 
 
-def goes_on(layout: str, folder: str) -> list[dict[str, Any]]:
+def resume_and_run_whole(layout: str, folder: str) -> list[dict[str, Any]]:
     return [run_on(layout, f"{folder}/killed", seed=99), run_on(layout, f"{folder}/whole", seed=3)]
 
 
-# Killed in the step after a save, which is repeated; or two steps later, so that two more are.
+# Killed in the step after a save, so that this step is repeated; or two steps later, so that three steps are.
 @pytest.mark.parametrize(
     ("layout", "deaths"),
     [
@@ -188,18 +190,18 @@ def goes_on(layout: str, folder: str) -> list[dict[str, Any]]:
     ],
     ids=["tp 2", "pp 2", "tp × fsdp 4", "pp × tp × fsdp 8"],
 )
-def test_a_mesh_that_is_killed_ends_as_if_it_had_not_been(layout: str, deaths: list[int], tmp_path: Path) -> None:
+def test_a_killed_mesh_run_ends_like_an_uninterrupted_one(layout: str, deaths: list[int], tmp_path: Path) -> None:
     ranks, killed = WORLD[layout], str(tmp_path / "killed")
     for number, step in enumerate(deaths):
         codes = run_world(ranks, run_on, layout, killed, 3 + number, step, may_fail=True)
         assert codes == [-signal.SIGKILL] * ranks
         newest_step = CheckpointReader(newest(tmp_path / "killed" / "checkpoints")).progress()["global_step"]
         assert newest_step == step // EVERY * EVERY
-    for resumed, whole in run_world(ranks, goes_on, layout, str(tmp_path)):
+    for resumed, whole in run_world(ranks, resume_and_run_whole, layout, str(tmp_path)):
         for steps in ("losses", "seen"):
             assert len(whole[steps]) in (END, 0) and (whole[steps] or "pp" in layout)
             assert resumed.pop(steps) == whole.pop(steps)[newest_step:]
-        assert resumed == whole, "weights, the epoch's loss and random numbers, to the last bit"
+        assert resumed == whole, "weights, the epoch's loss or random numbers are not bit-identical"
 
 
 def check_written_once(reader: CheckpointReader) -> None:
@@ -215,7 +217,7 @@ def check_written_once(reader: CheckpointReader) -> None:
 
 
 def read(layout: str, folder: str) -> tuple[float, float]:
-    """The bytes that this rank reads of a checkpoint of its layout, in shares of the parameters that it holds."""
+    """Returns the bytes that this rank reads of a checkpoint of its layout, relative to its share of parameters."""
     torch.manual_seed(3)
     module = Numbered(width=256)
     trainer = Trainer(strategy=strategy_of(layout), max_steps=1, **QUIET)
@@ -230,7 +232,7 @@ def read(layout: str, folder: str) -> tuple[float, float]:
     return weights["bytes"] / share, states["bytes"] / (2 * share)
 
 
-def test_a_rank_of_a_mesh_reads_its_share(tmp_path: Path) -> None:
+def test_a_rank_of_a_mesh_reads_only_its_share(tmp_path: Path) -> None:
     found = run_world(4, read, "tp × fsdp 4", str(tmp_path))
     assert all(1 <= figure < 1.10 for figures in found for figure in figures), found
 
@@ -240,16 +242,16 @@ def test_a_rank_of_a_mesh_reads_its_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", MESHES)
 def test_a_mesh_resumes_on_every_layout(layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
-    whole = together(run_world(WORLD[layout], fit, layout, path, False))
+    whole = merged(run_world(WORLD[layout], fit, layout, path, False))
     longer = ["pp 4"] if "pp" in layout else []
     for other in dict.fromkeys((layout, "single", "ddp", "fsdp", "tp 2", "pp 2", *longer)):
-        check_same_run(together(run_world(WORLD[other], fit, other, path, True)), whole)
+        check_same_run(merged(run_world(WORLD[other], fit, other, path, True)), whole)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "tp 2"])
 def test_a_checkpoint_of_any_layout_resumes_on_a_mesh(layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
-    whole = together(run_world(WORLD[layout], fit, layout, path, False))
+    whole = merged(run_world(WORLD[layout], fit, layout, path, False))
     for other in ("tp 2", "tp × fsdp 4", "pp 2"):
-        check_same_run(together(run_world(WORLD[other], fit, other, path, True)), whole)
+        check_same_run(merged(run_world(WORLD[other], fit, other, path, True)), whole)

@@ -1,4 +1,4 @@
-"""Scripts of Lightning's ModelParallelStrategy, as its documentation writes them, give one process's numbers."""
+"""Scripts for Lightning's ModelParallelStrategy, as in its documentation, train as one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
 
 
 class Net(TrainModule):
-    """Splits nothing."""
+    """A net that splits no layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class LanguageNet(Net):
 
 
 class SplitLanguageNet(LanguageNet):
-    """As Lightning's example of a transformer: on the meta device, with split sequences and a split loss."""
+    """Lightning's transformer example: built on the meta device, with split sequences and a split loss."""
 
     def build(self) -> nn.Module:
         tp_mesh, dp_mesh = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
@@ -191,19 +191,19 @@ def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) 
     losses = [sum(column) / len(column) for column in zip(*readers.values(), strict=True)]
     assert losses == pytest.approx(single["losses"], abs=1e-5)
     for rank in ranks:
-        assert "None" not in rank["placements"], "every parameter is on the mesh, so that one AdamW steps all of them"
+        assert "None" not in rank["placements"], "a parameter is not on the mesh, so one AdamW cannot step them all"
         for name, value in single["weights"].items():
             assert abs(rank["weights"][name] - value).max() < 1e-5, name
 
 
 @pytest.mark.full
-def test_a_module_that_splits_nothing_is_refused() -> None:
+def test_a_module_that_splits_no_layer_raises() -> None:
     found = run_world(2, train_whole, may_fail=True)
     assert any("splits no layer: call parallelize_module" in str(failure) for failure in found)
 
 
 class Mixed(Split):
-    """Multiplies a DTensor by a plain tensor: one of two layers returns its part as it is."""
+    """Multiplies a DTensor, which w1 returns, by a plain tensor, which w3 returns."""
 
     def configure_model(self) -> None:
         tp_mesh = self.device_mesh["tensor_parallel"]
@@ -213,7 +213,7 @@ class Mixed(Split):
 
 
 @pytest.mark.full
-def test_tensors_that_hand_written_code_mixes_are_named_with_the_fix() -> None:
+def test_mixing_dtensors_and_plain_tensors_raises_with_the_fix() -> None:
     found = run_world(2, train_split, Mixed, {}, may_fail=True)
     assert any(
         "An operation mixed a plain tensor and a DTensor. A split layer with use_local_output=False" in str(failure)
@@ -240,7 +240,7 @@ class Planned(GPT):
 @pytest.mark.parametrize(
     ("name", "world", "layout"), [("tp", 2, "tp 2 of 2 ranks"), ("fsdp_tp", 4, "dp_shard 2 × tp 2 of 4 ranks")]
 )
-def test_a_mesh_by_name_is_laid_out_by_the_ranks_there_are(name: str, world: int, layout: str) -> None:
+def test_a_mesh_by_name_fits_the_number_of_ranks(name: str, world: int, layout: str) -> None:
     ranks = run_world(world, train_by_name, name)
     assert all(rank["name"] == "mesh" and rank["details"].startswith(layout) for rank in ranks)
     assert ranks[0]["losses"] == ranks[1]["losses"]

@@ -1,4 +1,4 @@
-"""Mistakes on a mesh: one clear error before the first step, on all ranks alike, with every weight as it was."""
+"""Mistakes on a mesh: one clear error before the first step, the same on all ranks, with every weight unchanged."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {}
 
 
 def mistake(message: str) -> Callable[[Mistake], Mistake]:
-    def noted(function: Mistake) -> Mistake:
+    def register(function: Mistake) -> Mistake:
         MISTAKES[function.__name__] = (message, function)
         return function
 
-    return noted
+    return register
 
 
 @mistake("a mesh of dp_shard=-1, tp=3 does not match 2 ranks: use dp_replicate=1, dp_shard=1, tp=2.")
-def sizes_that_do_not_make_up_the_world(module: GPT) -> MeshStrategy:
+def sizes_that_do_not_match_the_world(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=3, plan=PLAN)
 
 
@@ -40,7 +40,7 @@ def two_sizes_left_open(module: GPT) -> MeshStrategy:
 
 
 @mistake("device_mesh=(1, 2): MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard and tp instead.")
-def a_mesh_of_its_own(module: GPT) -> MeshStrategy:
+def an_explicit_device_mesh(module: GPT) -> MeshStrategy:
     return MeshStrategy(device_mesh=(1, 2), plan=PLAN)
 
 
@@ -72,12 +72,12 @@ def a_pattern_that_matches_nothing(module: GPT) -> MeshStrategy:
 
 
 @mistake("the plan makes 'norm' colwise, but it is a LayerNorm: only Linear and Embedding layers can be split.")
-def a_norm_that_is_split(module: GPT) -> MeshStrategy:
+def a_split_norm(module: GPT) -> MeshStrategy:
     return TP2(plan={**PLAN, "norm": "colwise"})
 
 
 @mistake("blocks.0.up.weight has 33 rows, which tp=2 does not divide: pad the layer")
-def a_dimension_that_does_not_divide(module: GPT) -> MeshStrategy:
+def an_indivisible_dimension(module: GPT) -> MeshStrategy:
     module.blocks[0].up = nn.Linear(32, 33)
     return TP2(plan=PLAN)
 
@@ -89,7 +89,7 @@ def too_few_key_and_value_heads(module: GPT) -> MeshStrategy:
 
 
 @mistake("'blocks.0.attention' has n_heads=4, n_kv_heads=2, and under tp=2 each rank has a share of its heads")
-def heads_that_are_not_counted_down(module: GPT) -> MeshStrategy:
+def heads_missing_from_the_plan(module: GPT) -> MeshStrategy:
     return TP2(plan={name: style for name, style in PLAN.items() if style != "heads"})
 
 
@@ -116,12 +116,12 @@ def layers_that_a_precision_replaces(module: GPT) -> MeshStrategy:
 
 
 @mistake("cpu_offload is for shards, and tp 2 leaves none on 2 ranks: use dp_shard=2 or more")
-def shards_that_wait_on_the_cpu_where_there_are_none(module: GPT) -> MeshStrategy:
+def cpu_offload_without_shards(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, cpu_offload=True)
 
 
 @mistake("mp_policy is for shards, and tp 2 leaves none on 2 ranks")
-def dtypes_of_shards_where_there_are_none(module: GPT) -> MeshStrategy:
+def mp_policy_without_shards(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
@@ -132,14 +132,14 @@ def an_optimizer_of_whole_matrices(module: GPT) -> MeshStrategy:
 
 
 @mistake("the ranks of a tp group received different batches, and they share one model")
-def a_batch_of_its_own_for_each_rank(module: GPT) -> MeshStrategy:
+def a_different_batch_on_each_rank(module: GPT) -> MeshStrategy:
     strategy = TP2(plan=PLAN)
     module.batch = lambda: torch.full((2, 16), strategy.ranks.global_rank)  # type: ignore[assignment]
     return strategy
 
 
 @mistake("needs a sequence length divisible by 2, and this sequence has 15 tokens: pad it")
-def a_sequence_that_does_not_divide(module: GPT) -> MeshStrategy:
+def an_indivisible_sequence(module: GPT) -> MeshStrategy:
     module.batch = lambda: torch.zeros(2, 15, dtype=torch.long)  # type: ignore[assignment]
     return TP2(plan=SEQUENCE_PLAN)
 
@@ -152,7 +152,7 @@ def dropout_that_cannot_be_repeated(module: GPT) -> MeshStrategy:
 
 
 @mistake("the gradients of 'blocks.0.up.1.weight' differ between the ranks of a tp group, although each rank")
-def a_whole_layer_that_works_on_a_part(module: GPT) -> MeshStrategy:
+def an_unsplit_layer_with_a_split_input(module: GPT) -> MeshStrategy:
     plan = {name: style for name, style in PLAN.items() if name != "blocks.*.up"}
     for block in module.blocks:
         block.up = nn.Sequential(block.up, nn.PReLU())  # type: ignore[assignment]
@@ -160,7 +160,7 @@ def a_whole_layer_that_works_on_a_part(module: GPT) -> MeshStrategy:
 
 
 def first_error(make: Mistake) -> tuple[str, bool]:
-    """The error of a run that begins with a mistake, and whether the weights are as they were."""
+    """Returns the error of a run that begins with a mistake, and whether the weights are unchanged."""
     torch.manual_seed(0)
     module = GPT(counts_items=True)
     before: list[torch.Tensor] = []
@@ -170,9 +170,9 @@ def first_error(make: Mistake) -> tuple[str, bool]:
         begin(strategy, module)
     except ConfigurationError as error:
         after = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
-        # A strategy that cannot be made has not seen the module.
+        # A strategy that cannot be created never sees the module.
         return str(error), not before or (len(before) == len(after) and all(map(torch.equal, before, after)))
-    return "nothing was refused", True
+    return "no error", True
 
 
 def begin(strategy: MeshStrategy, module: Any) -> None:
@@ -196,7 +196,7 @@ def errors() -> list[dict[str, tuple[str, bool]]]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_refused_on_every_rank(errors: list[dict[str, tuple[str, bool]]], name: str) -> None:
+def test_a_mistake_raises_the_same_error_on_every_rank(errors: list[dict[str, tuple[str, bool]]], name: str) -> None:
     for found, unchanged in (rank[name] for rank in errors):
         assert MISTAKES[name][0] in found
         assert unchanged

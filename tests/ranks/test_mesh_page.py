@@ -1,4 +1,4 @@
-"""docs/parallel.md runs as it stands, on two ranks."""
+"""docs/parallel.md runs unchanged on two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
 def run_page(folder: str) -> float:
-    """The last loss of the page's first run, after all of its blocks have run."""
+    """Runs all code blocks of the page; returns the last loss of its first run."""
     os.chdir(folder)
     names: dict[str, object] = {"__name__": "page"}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
@@ -22,7 +22,7 @@ def run_page(folder: str) -> float:
 
 
 @pytest.mark.full
-def test_the_page_on_the_mesh_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_code_of_the_parallel_page_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     first, second = run_world(2, run_page, str(tmp_path))
     assert first == second > 0

@@ -1,4 +1,4 @@
-"""On a mesh each sample counts once: ranks of a tp group have the same ones, and speak with one voice."""
+"""On a mesh each sample counts once: ranks of a tp group read the same samples and count as one."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from leyden.strategies import MeshStrategy
 SAMPLES, GLOBAL_BATCH = 21, 4
 
 
-def this_one(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """A way to gather of the user's own: nothing."""
+def gather_nothing(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Gathers nothing, in place of torchmetrics' own function."""
     return [state]
 
 
 class Counting(GPT):
-    """Counts what it sees, in each way that a module can."""
+    """Counts the samples that it sees, in every way that a module can."""
 
     def __init__(self) -> None:
         super().__init__(counts_items=True)
-        self.samples, self.own, self.alone = SumMetric(), SumMetric(), SumMetric(dist_sync_fn=this_one)
+        self.samples, self.own, self.alone = SumMetric(), SumMetric(), SumMetric(dist_sync_fn=gather_nothing)
         self.gathered: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -66,14 +66,16 @@ def numbered() -> TensorDataset:
     return TensorDataset(*data(SAMPLES).tensors, torch.arange(SAMPLES))
 
 
-def work(folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
-    """Trains, evaluates and predicts; None for one process."""
+def train_and_evaluate(folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
+    """Trains, evaluates and predicts, on one process if `sizes` is None."""
     torch.manual_seed(0)
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=SEQUENCE_PLAN)
-    saves = ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=1, filename="{epoch}")
-    stops = EarlyStopping(monitor="val_loss", mode="max", patience=1)
+    checkpoint = ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=1, filename="{epoch}")
+    early_stopping = EarlyStopping(monitor="val_loss", mode="max", patience=1)
     quiet = {**QUIET, "enable_checkpointing": True, "logger": CSVLogger(folder)}
-    trainer = Trainer(strategy=strategy, max_epochs=6, callbacks=[saves, stops], default_root_dir=folder, **quiet)
+    trainer = Trainer(
+        strategy=strategy, max_epochs=6, callbacks=[checkpoint, early_stopping], default_root_dir=folder, **quiet
+    )
     module, readers = Counting(), trainer.strategy.data_size
 
     def loader(shuffle: bool = False) -> Any:
@@ -82,27 +84,27 @@ def work(folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
     trainer.fit(module, loader(shuffle=True), loader())
     trained = float(trainer.callback_metrics["trained"])
     values = trainer.validate(module, loader())
-    everywhere = trainer.predict(module, loader())
+    predictions = trainer.predict(module, loader())
     main = trainer.predict(module, loader(), gather="main")
     return {
         "trained": trained,
         "gathered": module.gathered,
         "epochs": trainer.current_epoch,
-        "best": Path(saves.best_model_path).name,
+        "best": Path(checkpoint.best_model_path).name,
         "values": values,
         "computed": module.computed,
-        "keeps": module.alone.dist_sync_fn is this_one,
-        "order": [number for index, _ in everywhere for number in index.tolist()],
-        "logits": torch.cat([logits for _, logits in everywhere]).numpy(),
-        "kinds": {type(logits) for _, logits in everywhere},
+        "keeps": module.alone.dist_sync_fn is gather_nothing,
+        "order": [number for index, _ in predictions for number in index.tolist()],
+        "logits": torch.cat([logits for _, logits in predictions]).numpy(),
+        "kinds": {type(logits) for _, logits in predictions},
         "main": main is not None,
     }
 
 
 def test_samples_count_once_on_a_mesh(tmp_path: Path) -> None:
-    single = work(str(tmp_path / "single"), None)
-    ranks = run_world(4, work, str(tmp_path / "mesh"), {"dp_shard": 2, "tp": 2})
-    assert single["epochs"] == 2 and single["best"] == "epoch=0", "the loss falls, so the run stops early"
+    single = train_and_evaluate(str(tmp_path / "single"), None)
+    ranks = run_world(4, train_and_evaluate, str(tmp_path / "mesh"), {"dp_shard": 2, "tp": 2})
+    assert single["epochs"] == 2 and single["best"] == "epoch=0", "the run did not stop early, although the loss falls"
     for number, rank in enumerate(ranks):
         assert (rank["epochs"], rank["best"]) == (single["epochs"], single["best"])
         assert rank["trained"] == rank["values"][0]["samples"] == SAMPLES
@@ -111,13 +113,13 @@ def test_samples_count_once_on_a_mesh(tmp_path: Path) -> None:
         assert rank["values"][0] == pytest.approx(single["values"][0], abs=1e-5)
         assert rank["gathered"] == [[0, 1]] * 2
         assert rank["order"] == single["order"] == list(range(SAMPLES))
-        # Logits are as large as 20, which is where 12 steps of rounding errors show.
+        # Logits are as large as 20, where the rounding errors of 12 steps show.
         assert abs(rank["logits"] - single["logits"]).max() < 1e-4
         assert rank["kinds"] == {torch.Tensor}
         assert rank["main"] is (number == 0)
     [table] = (tmp_path / "mesh").rglob("metrics.csv")
-    [of_one] = (tmp_path / "single").rglob("metrics.csv")
-    assert len(table.read_text().splitlines()) == len(of_one.read_text().splitlines())
+    [single_table] = (tmp_path / "single").rglob("metrics.csv")
+    assert len(table.read_text().splitlines()) == len(single_table.read_text().splitlines())
 
 
 def own_loop() -> dict[str, Any]:
@@ -138,7 +140,7 @@ def own_loop() -> dict[str, Any]:
         }
 
 
-def test_the_accelerator_gathers_one_rank_of_each_group() -> None:
+def test_the_accelerator_gathers_from_one_rank_of_each_tp_group() -> None:
     ranks = run_world(4, own_loop)
     for number, rank in enumerate(ranks):
         assert rank["seen"] == list(range(SAMPLES))

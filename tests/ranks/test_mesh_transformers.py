@@ -1,4 +1,4 @@
-"""Models of `transformers` on the mesh, split by their own plans: one process's losses and weights."""
+"""Models of `transformers` on the mesh, split by their own plans, train as on one process."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def mixtral(**changes: Any) -> nn.Module:
 
 
 def qwen(**changes: Any) -> nn.Module:
-    """Normalizes the queries and keys of each head, of which a rank has some."""
+    """A model that normalizes the queries and keys of each head; a rank has some of the heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))
 
 
 class Adapted(nn.Module):
-    """A linear layer with LoRA beside it, under peft's names. The layer is frozen."""
+    """A frozen linear layer with LoRA, under peft's names."""
 
     def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Adapted(nn.Module):
 
 
 def adapted() -> nn.Module:
-    """A frozen Llama, of which adapters are trained."""
+    """A frozen Llama with trainable adapters."""
     model = llama(tie_word_embeddings=True).requires_grad_(False)
     for name, module in list(model.named_modules()):
         if name.endswith(("q_proj", "v_proj", "o_proj", "down_proj")):
@@ -82,11 +82,11 @@ class Causal(TrainModule):
     """Trains a language model by its own loss, from a batch of tokens, attention masks and labels.
 
     Args:
-        kind: of the model.
-        recomputes: the activations of its layers are computed again in backward.
-        late: the model is built in configure_model, on the meta device where the strategy shards.
-        momentum: of its optimizer.
-        **changes: of its config.
+        kind: name of the model in `MODELS`.
+        recomputes: whether backward recomputes the activations of its layers.
+        late: whether configure_model builds the model, on the meta device if the strategy shards.
+        momentum: momentum of the optimizer.
+        **changes: options of the model's config.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ def data() -> TensorDataset:
 
 
 Sizes: TypeAlias = "dict[str, int] | None"
-"""Of the mesh; None for one process."""
+"""Sizes of the mesh; None for one process."""
 
 
 def trainer_of(sizes: Sizes, **arguments: Any) -> Trainer:
-    """A Trainer for 20 steps, without a plan but the model's own."""
+    """Returns a Trainer for 20 steps, which splits by the model's own plan."""
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
     return Trainer(strategy=strategy, max_epochs=1, gradient_clip_val=1.0, **QUIET, **arguments)
 
@@ -147,7 +147,7 @@ def train(sizes: Sizes, kind: str, arguments: dict[str, Any], **changes: Any) ->
     module, trainer = Causal(kind, **changes), trainer_of(sizes, **arguments)
     trainer.fit(module, loader(trainer))
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
-    # What other stages of a pipeline hold has the memory of one number here.
+    # Parameters of other pipeline stages take the memory of one number here.
     own = [(name, p) for name, p in module.named_parameters() if local(p).untyped_storage().nbytes() > p.itemsize]
     return {
         "losses": module.losses,
@@ -188,40 +188,44 @@ def test_models_split_by_their_own_plans_train_as_on_one_process() -> None:
     for rank in run_world(2, train_all, {"tp": 2}, CASES):
         for name, expected in single.items():
             check_like_one_process(rank[name], expected, name)
-            assert rank[name]["bytes"] < expected["bytes"] / 2 + whole, "norms, routers and half of the adapters"
+            # Norms, routers and half of the adapters are whole on each rank.
+            assert rank[name]["bytes"] < expected["bytes"] / 2 + whole, name
 
 
 PIPELINED = {name: case for name, case in CASES.items() if name != "experts"}
-"""An auxiliary loss of all routers cannot be had where each stage has some of them."""
+"""All cases but that of an auxiliary loss over all routers, of which each stage has only some."""
 
 
 @pytest.mark.parametrize(
     "sizes", [{"pp": 2}, pytest.param({"pp": 2, "tp": 2, "dp_shard": 1}, marks=pytest.mark.full)], ids=str
 )
-def test_models_cut_into_stages_train_as_on_one_process(sizes: dict[str, int]) -> None:
+def test_models_split_into_pipeline_stages_train_as_on_one_process(sizes: dict[str, int]) -> None:
     single = train_all(None, PIPELINED)
     for rank in run_world(2 * sizes.get("tp", 1), train_all, {**sizes, "microbatches": 2}, PIPELINED):
         for name, expected in single.items():
             check_like_one_process(rank[name], expected, name)
-            assert rank[name]["bytes"] < 0.7 * expected["bytes"], "a block of two, and the embedding or the head"
+            # A stage holds one of two blocks, and the embedding or the head.
+            assert rank[name]["bytes"] < 0.7 * expected["bytes"], name
 
 
 PRECISIONS = {"bf16-mixed": 0.03, "bf16-true": 0.06, "64-true": 1e-9}
-"""How far losses of a few steps may differ: bf16 has eight bits, and the ranks' sums another order."""
+"""Tolerances for the losses of a few steps: bf16 has eight bits, and the ranks sum in another order."""
 
 
 def train_in_precisions(sizes: Sizes) -> dict[str, Any]:
-    """Each with windows of two batches; on a mesh activations are computed again by the strategy's policy."""
-    again: Any = None if sizes is None else {**sizes, "activation_checkpointing_policy": {"LlamaDecoderLayer"}}
+    """Trains in each precision, with windows of two batches; on a mesh, the strategy recomputes activations."""
+    sizes_and_policy: Any = (
+        None if sizes is None else {**sizes, "activation_checkpointing_policy": {"LlamaDecoderLayer"}}
+    )
     window = {"accumulate_grad_batches": 2}
     return {
-        precision: train(again, "llama", {"precision": precision, **window}, tie_word_embeddings=False)
+        precision: train(sizes_and_policy, "llama", {"precision": precision, **window}, tie_word_embeddings=False)
         for precision in PRECISIONS
     }
 
 
 @pytest.mark.full
-def test_precisions_windows_and_checkpointed_activations_hold_on_a_mesh() -> None:
+def test_precisions_with_windows_and_recomputation_train_as_on_one_process() -> None:
     single = train_in_precisions(None)
     for rank in run_world(2, train_in_precisions, {"tp": 2}):
         for precision, tolerance in PRECISIONS.items():
@@ -229,8 +233,8 @@ def test_precisions_windows_and_checkpointed_activations_hold_on_a_mesh() -> Non
 
 
 def train_compiled(sizes: Sizes) -> dict[str, Any]:
-    compiled: Any = None if sizes is None else {**sizes, "compile": {"backend": "aot_eager"}}
-    return train(compiled, "llama", {"limit_train_batches": 3}, tie_word_embeddings=False)
+    sizes_and_compile: Any = None if sizes is None else {**sizes, "compile": {"backend": "aot_eager"}}
+    return train(sizes_and_compile, "llama", {"limit_train_batches": 3}, tie_word_embeddings=False)
 
 
 @pytest.mark.full
@@ -240,21 +244,21 @@ def test_blocks_compiled_on_a_mesh_train_as_on_one_process() -> None:
         check_like_one_process(rank, single, "compiled")
 
 
-READS: dict[str, tuple[str, dict[str, Any]]] = {
+SAVED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {}),
 }
 
 
 def bytes_read() -> int:
-    """The bytes that this process has read from files."""
+    """Returns the bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def continue_all(sizes: Sizes, folder: Path, to: Path) -> dict[str, Any]:
-    """Trains models whose weights are in folders of transformers; saves to other folders, and checkpoints beside."""
+    """Trains models from folders of transformers; saves them to other folders, with checkpoints beside them."""
     found = {}
-    for name, (kind, changes) in READS.items():
+    for name, (kind, changes) in SAVED_MODELS.items():
         torch.manual_seed(1)
         module, trainer = Causal(kind, late=True, momentum=0.5, **changes), trainer_of(sizes)
         trainer.fit(module, loader(trainer), ckpt_path=folder / name, restore="weights")
@@ -268,30 +272,31 @@ def continue_all(sizes: Sizes, folder: Path, to: Path) -> dict[str, Any]:
         found[name] = {"losses": module.losses, "data_rank": trainer.strategy.data_rank, "read": read}
         again, resumed = Causal(kind, late=True, momentum=0.5, **changes), trainer_of(sizes)
         resumed.fit(again, loader(resumed), ckpt_path=to / f"{name}.leyden")
-        assert not again.losses, "the run had ended"
+        assert not again.losses, "a finished run trained on"
         for before, after in zip(momenta(trainer, module), momenta(resumed, again), strict=True):
             assert torch.equal(before, after)
     return found
 
 
 def momenta(trainer: Trainer, module: nn.Module) -> list[torch.Tensor]:
-    """What the optimizer keeps of each parameter, this rank's part of it."""
+    """Returns this rank's part of each parameter's momentum."""
     optimizer = trainer.optimizers[0]
     return [local(optimizer.state[parameter]["momentum_buffer"]) for parameter in module.parameters()]
 
 
 @pytest.mark.full
-def test_a_folder_of_transformers_is_read_into_shards_trained_and_saved_back(tmp_path: Path) -> None:
-    for name, (kind, changes) in READS.items():
+def test_folders_of_transformers_are_loaded_into_shards_trained_and_saved_back(tmp_path: Path) -> None:
+    for name, (kind, changes) in SAVED_MODELS.items():
         MODELS[kind](**changes).save_pretrained(tmp_path / "start" / name)  # type: ignore[operator]
     single = continue_all(None, tmp_path / "start", tmp_path / "single")
     ranks = run_world(4, continue_all, {"dp_shard": 2, "tp": 2}, tmp_path / "start", tmp_path / "ranks")
-    for name, (kind, changes) in READS.items():
+    for name, (kind, changes) in SAVED_MODELS.items():
         readers = {rank[name]["data_rank"]: rank[name]["losses"] for rank in ranks}
         losses = [sum(column) / len(column) for column in zip(*readers.values(), strict=True)]
         assert losses == pytest.approx(single[name]["losses"], abs=1e-5)
         size = (tmp_path / "start" / name / "model.safetensors").stat().st_size
-        assert max(rank[name]["read"] for rank in ranks) < 0.6 * size, "rows of a rowwise layer are read in full width"
+        # More than half, since rows of a rowwise layer are read in full width.
+        assert max(rank[name]["read"] for rank in ranks) < 0.6 * size
         model = type(MODELS[kind](**changes))
         expected = model.from_pretrained(tmp_path / "single" / name).state_dict()  # type: ignore[attr-defined]
         merged = tmp_path / "ranks" / name / "merged"

@@ -1,4 +1,4 @@
-"""What self.log and torchmetrics come to over the ranks: the values of one process, in as few messages as possible."""
+"""self.log and torchmetrics on ranks: the values of one process, in as few messages as possible."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ COLLECTIVES = (
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Inputs (SAMPLES, 4) and classes (SAMPLES,)."""
+    """Returns inputs (SAMPLES, 4) and classes (SAMPLES,)."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 4, generator=generator)
     return x, (x.sum(dim=1) + 0.5 * torch.randn(SAMPLES, generator=generator) > 0).long()
 
 
 def loader(size: int, samples: int = SAMPLES) -> DataLoader[Any]:
-    """The first samples, which the Trainer shares between the ranks."""
+    """Returns a loader of the first samples, which the Trainer divides among the ranks."""
     x, y = data()
     return DataLoader(TensorDataset(x[:samples], y[:samples]), batch_size=size)
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts calls of torch.distributed within the block, but not those that one of them makes."""
+    """Counts calls of torch.distributed within the block, without those nested in another call."""
     counts: Counter[str] = Counter()
     before = {name: getattr(dist, name) for name in COLLECTIVES}
     depth = 0
@@ -70,7 +70,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 class Logging(TrainModule):
-    """Logs by every reduction, in training and validation; metrics of torchmetrics where asked for."""
+    """Logs with every reduction, in training and validation; optionally logs torchmetrics."""
 
     def __init__(self, with_metrics: bool = False) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Logging(TrainModule):
 
 
 def trainer_of(**arguments: Any) -> Trainer:
-    """A Trainer of the world that this process is a rank of, already joined; of one process outside of one."""
+    """Returns a Trainer that has joined the world if this process is a rank, or one for a single process."""
     ranks = {"strategy": "ddp"} if "RANK" in os.environ else {}
     trainer = Trainer(**SETTINGS | ranks | arguments)
     trainer.strategy.setup_environment()
@@ -137,7 +137,7 @@ def trainer_of(**arguments: Any) -> Trainer:
 
 
 def fit_cases(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, float]]:
-    """What each case (with torchmetrics, validation samples) comes to, in a process group that serves them all."""
+    """Returns the metrics of each case (with torchmetrics, validation samples), all in one process group."""
     found = []
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -153,26 +153,26 @@ def fit_cases(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, float]
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        # Of 5 samples two ranks have 3 and 2; of 7, the second has none of the last. All see the values of one process.
+        # Two ranks have 3 and 2 of 5 samples; of 7 samples, the second has none in the last batch.
         pytest.param(
             2, [(False, SAMPLES), (False, 5), (False, 1), (True, SAMPLES), (True, 23), (True, 7), (True, 1)], id="2"
         ),
         pytest.param(4, [(False, SAMPLES), (True, SAMPLES), (True, 13)], id="4", marks=pytest.mark.full),
     ],
 )
-def test_epoch_values_are_those_of_one_process(ranks: int, cases: list[tuple[bool, int]]) -> None:
+def test_epoch_values_match_one_process(ranks: int, cases: list[tuple[bool, int]]) -> None:
     alone = fit_cases(BATCH * ranks, cases)
     for found in run_world(ranks, fit_cases, BATCH, cases):
         for ours, one in zip(found, alone, strict=True):
             assert ours.keys() == one.keys()
             for name in ours.keys() - {"loss_step", "loss"}:
-                # The bare name of a forked value stands for its step's, which is each rank's own.
+                # The bare name of a forked value is its step value, which is each rank's own.
                 assert ours[name] == pytest.approx(one[name], abs=1e-6, nan_ok=True), name
 
 
 @contextmanager
 def counted_reductions() -> Iterator[list[Counter[str]]]:
-    """Counts the messages of each reduction of epoch values, and those that torchmetrics sends by itself."""
+    """Counts the messages of each reduction of epoch values, and torchmetrics' own messages."""
     from torchmetrics import Metric
 
     found: list[Counter[str]] = []
@@ -204,13 +204,13 @@ def fit_counted(with_metrics: bool) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize(("with_metrics", "messages"), [(False, 1), (True, 2)], ids=["plain", "torchmetrics"])
 def test_an_epoch_sends_one_message_and_one_more_for_torchmetrics(with_metrics: bool, messages: int) -> None:
-    """Two epochs, each with a validation, whose metrics there are, and the training epoch itself."""
+    """Two epochs, each with a validation, which logs the torchmetrics, and the training epoch itself."""
     for counts in run_world(2, fit_counted, with_metrics):
         assert counts == [{"all_gather": messages}, {"all_gather": 1}] * 2
 
 
-class Apart(Logging):
-    """Rank 1 logs a name that rank 0 does not."""
+class ExtraName(Logging):
+    """Logs a name on rank 1 that rank 0 does not log."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -222,17 +222,17 @@ class Apart(Logging):
             self.log("val_odd", 7.0, **self.options)
 
 
-def validate_apart(options: dict[str, Any]) -> Any:
+def validate_extra_name(options: dict[str, Any]) -> Any:
     trainer = trainer_of()
     try:
-        return trainer.validate(Apart(**options), loader(BATCH), verbose=False)
+        return trainer.validate(ExtraName(**options), loader(BATCH), verbose=False)
     except ConfigurationError as error:
         return str(error)
 
 
-def test_a_rank_that_logs_other_names_is_named() -> None:
-    """Every rank finds it; the first one to say so ends the others."""
-    messages = [text for text in run_world(2, validate_apart, {}, may_fail=True) if isinstance(text, str)]
+def test_the_error_names_a_value_that_a_rank_did_not_log() -> None:
+    """Every rank finds the difference; the first one to report it ends the others."""
+    messages = [text for text in run_world(2, validate_extra_name, {}, may_fail=True) if isinstance(text, str)]
     assert messages
     for message in messages:
         assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in message
@@ -240,13 +240,13 @@ def test_a_rank_that_logs_other_names_is_named() -> None:
 
 
 def test_values_without_sync_dist_stay_on_their_rank() -> None:
-    first, second = run_world(2, validate_apart, {"sync_dist": False})
+    first, second = run_world(2, validate_extra_name, {"sync_dist": False})
     assert first == [{"val_loss": 0.5}]
     assert second == [{"val_loss": 0.5, "val_odd": 7.0}]
 
 
-class Kept(TrainModule):
-    """Logs values of its own on each rank in every way that keeps them there."""
+class LocalValues(TrainModule):
+    """Logs shared values, and values that stay on their rank, in every way there is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Kept(TrainModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         rank = float(self.global_rank)
         self.log("both", rank, sync_dist=None)
-        self.log("asked", rank, sync_dist=True)
+        self.log("explicit", rank, sync_dist=True)
         self.log("own", rank, sync_dist=False)
         self.log("first", rank + 5, rank_zero_only=True)
         for name in ("shared", "local", "unsynced"):
@@ -273,8 +273,8 @@ class Kept(TrainModule):
         self.after = {name: metric._is_synced for name, metric in self.named_children()}
 
 
-def validate_kept() -> tuple[dict[str, float], dict[str, Any]]:
-    module = Kept()
+def validate_local_values() -> tuple[dict[str, float], dict[str, Any]]:
+    module = LocalValues()
     trainer = trainer_of()
     with counted_reductions() as counts:
         [values] = trainer.validate(module, loader(BATCH), verbose=False)
@@ -282,11 +282,11 @@ def validate_kept() -> tuple[dict[str, float], dict[str, Any]]:
     return values, module.after
 
 
-def test_values_that_ranks_share_and_values_that_they_keep() -> None:
-    (first, synced), (second, _) = run_world(2, validate_kept)
-    alike = {"both": 0.5, "asked": 0.5, "shared": 0.5, "end": 1.0}
-    assert first == {**alike, "own": 0.0, "local": 0.0, "unsynced": 0.0, "first": 5.0}
-    assert second == {**alike, "own": 1.0, "local": 1.0, "unsynced": 1.0}
+def test_shared_values_are_reduced_and_local_values_stay_on_their_rank() -> None:
+    (first, synced), (second, _) = run_world(2, validate_local_values)
+    reduced = {"both": 0.5, "explicit": 0.5, "shared": 0.5, "end": 1.0}
+    assert first == {**reduced, "own": 0.0, "local": 0.0, "unsynced": 0.0, "first": 5.0}
+    assert second == {**reduced, "own": 1.0, "local": 1.0, "unsynced": 1.0}
     assert synced == {"shared": False, "local": False, "unsynced": False}
 
 
@@ -324,13 +324,13 @@ def validate_two() -> list[dict[str, float]]:
     return trainer.validate(TwoLoaders(), [loader(BATCH), loader(BATCH, 1)], verbose=False)
 
 
-def test_a_rank_without_a_batch_of_one_loader_gets_its_values() -> None:
+def test_a_rank_without_batches_of_one_loader_gets_its_values() -> None:
     for found in run_world(2, validate_two):
         assert found == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 1.0}]
 
 
 def log_many(count: int) -> tuple[list[float], list[int]]:
-    """Reduces more values than the first message has room for, twice; returns the values and the messages sent."""
+    """Reduces more values than fit into the first message, twice; returns values and numbers of messages."""
     trainer = trainer_of()
     values = EpochValues(trainer.strategy)
     found, messages = [], []
@@ -346,7 +346,7 @@ def log_many(count: int) -> tuple[list[float], list[int]]:
     return found, messages
 
 
-def test_a_message_too_long_for_its_buffer_is_sent_again_once() -> None:
+def test_a_message_longer_than_its_buffer_is_resent_only_once() -> None:
     for found, messages in run_world(2, log_many, 5000):
         assert found == [5000 * 4999.0] * 2
         assert messages == [2, 1]

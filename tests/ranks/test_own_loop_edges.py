@@ -1,4 +1,4 @@
-"""Edges of a user's own loop on two ranks: what would hang, or read memory of others, is an error on every rank."""
+"""Edge cases of a user's own loop on two ranks: calls that would hang or read foreign memory raise on every rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def error_of(call: Any) -> str:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing raised"
+    return "no error"
 
 
 class WithExport(nn.Linear):
-    """As a transformers model: it writes what its state dict holds."""
+    """Writes its state dict by save_pretrained, as a transformers model does."""
 
     def save_pretrained(self, folder: str, state_dict: Any = None, is_main_process: bool = True) -> None:
         if is_main_process:
@@ -39,7 +39,7 @@ def export_shards(folder: str) -> list[str]:
     found = [
         error_of(lambda: accelerator.save(bare.state_dict(), f"{folder}/weights.bin")),
         error_of(lambda: accelerator.save({"model": bare.state_dict()}, f"{folder}/weights.safetensors")),
-        # The main rank alone, as many scripts do it: nothing may wait for the other.
+        # On the main rank alone, as in many scripts: nothing may wait for the other rank.
         error_of(lambda: bare.save_pretrained(f"{folder}/exported")) if main else "get_state_dict",
         error_of(lambda: torch.save(bare.state_dict(), f"{folder}/weights.pt")) if main else "get_state_dict",
     ]
@@ -50,7 +50,7 @@ def export_shards(folder: str) -> list[str]:
     return found
 
 
-def test_a_state_dict_of_shards_is_refused_on_every_rank_and_leaves_no_file(tmp_path: Path) -> None:
+def test_saving_a_state_dict_of_shards_raises_on_every_rank_and_writes_no_file(tmp_path: Path) -> None:
     for found in run_world(2, export_shards, str(tmp_path), timeout=60):
         assert all("get_state_dict" in words for words in found), found
     assert sorted(os.listdir(tmp_path)) == ["whole", "whole.safetensors"]
@@ -78,10 +78,10 @@ def exchange() -> dict[str, Any]:
         other = Accelerator(cpu=True, dataloader_config=config)
         loader = other.prepare(DataLoader(torch.arange(float(data)), 4))
         batches = [batch.tolist() for batch in loader]
-        # Nobody waits in the loader's own exchange now.
+        # No rank is left waiting in the loader's own exchange.
         found[f"{data} dispatched"] = (batches, other.gather(torch.tensor([rank])).tolist())
-    given = [torch.ones(2), torch.zeros(2)]
-    found["list of tensors"] = accelerator.prepare(given) is given
+    tensors = [torch.ones(2), torch.zeros(2)]
+    found["list of tensors"] = accelerator.prepare(tensors) is tensors
     half = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
     model = half.prepare(nn.Linear(2, 2))
     bare = half.unwrap_model(model)
@@ -91,7 +91,7 @@ def exchange() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exchanged() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Returns the results of the exchanges on two ranks."""
     return run_world(2, exchange, timeout=60)
 
 
@@ -107,7 +107,7 @@ def exchanged() -> list[dict[str, Any]]:
         ("save elsewhere", "save_state got 'run-0' on rank 0 and 'run-1' on rank 1"),
     ],
 )
-def test_a_mistake_in_an_exchange_is_an_error_on_every_rank(
+def test_a_mistake_in_a_collective_raises_on_every_rank(
     exchanged: list[dict[str, Any]], name: str, message: str
 ) -> None:
     for found in exchanged:
@@ -121,19 +121,19 @@ def test_scalars_are_gathered_and_none_stays_none(exchanged: list[dict[str, Any]
 @pytest.mark.parametrize(
     ("data", "first", "second"),
     [
-        # The second rank's three are filled from the start.
+        # The second rank's three samples are padded from the start of the data.
         (7, [[0.0, 1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0, 0.0]]),
         (5, [[0.0, 1.0, 2.0]], [[3.0, 4.0]]),
         (9, [[0.0, 1.0, 2.0, 3.0], [8.0]], [[4.0, 5.0, 6.0, 7.0]]),
     ],
 )
-def test_dispatched_batches_are_whole_and_leave_no_exchange_open(
+def test_dispatched_batches_are_complete_and_leave_no_exchange_open(
     exchanged: list[dict[str, Any]], data: int, first: Any, second: Any
 ) -> None:
     assert [found[f"{data} dispatched"] for found in exchanged] == [(first, [0, 1]), (second, [0, 1])]
 
 
-def test_a_list_of_tensors_is_prepared_as_it_is(exchanged: list[dict[str, Any]]) -> None:
+def test_prepare_returns_a_list_of_tensors_unchanged(exchanged: list[dict[str, Any]]) -> None:
     assert all(found["list of tensors"] for found in exchanged)
 
 
@@ -141,7 +141,7 @@ def test_a_compiled_model_under_bf16_returns_float32(exchanged: list[dict[str, A
     assert [found["compiled"] for found in exchanged] == [("torch.float32", "OptimizedModule", "Linear")] * 2
 
 
-def without_an_accelerator() -> list[Any]:
+def call_accelerate_utils() -> list[Any]:
     from leyden.state import PartialState
     from leyden.utils import (
         broadcast,
@@ -177,8 +177,8 @@ def without_an_accelerator() -> list[Any]:
     return found
 
 
-def test_functions_of_accelerate_utils_exchange_without_an_accelerator(tmp_path: Path) -> None:
-    first, second = run_world(2, without_an_accelerator, environ={"FOLDER": str(tmp_path)}, timeout=60)
+def test_accelerate_utils_work_without_an_accelerator(tmp_path: Path) -> None:
+    first, second = run_world(2, call_accelerate_utils, environ={"FOLDER": str(tmp_path)}, timeout=60)
     assert first[:7] == [[0.0, 1.0], [0, 1], [0.5], [1.0], [1.0, 0.0, 1.0, 1.0], [1, "a"], [1.0]]
     assert first[:9] == second[:9]
     assert (first[10], second[10]) == (False, True)
@@ -186,8 +186,8 @@ def test_functions_of_accelerate_utils_exchange_without_an_accelerator(tmp_path:
 
 
 @pytest.mark.parametrize("value", [0.5, [1], "text"])
-def test_a_reduction_of_what_is_no_tensor_is_refused_on_one_process_too(value: Any) -> None:
-    """As Accelerate does, since a scale would be left out."""
+def test_reducing_a_non_tensor_raises_on_one_process_too(value: Any) -> None:
+    """As in Accelerate: returning the value unchanged would ignore the scale."""
     from leyden import Accelerator
 
     with pytest.raises(TypeError, match=r"Pass torch\.tensor"):

@@ -1,4 +1,4 @@
-"""Pipelines under a loop of the user's own: the model that `prepare` returns gives one process's numbers."""
+"""Pipelines under a user's own loop: the model that `prepare` returns trains as on one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GLOBAL_BATCH = 4
 
 
 class WithLoss(GPT):
-    """Returns what a model of `transformers` returns: logits, and the loss where it is given labels."""
+    """A GPT that returns logits, and the loss if it gets labels, as a model of `transformers` does."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(depth=4, dropout=dropout)
@@ -42,14 +42,14 @@ class WithLoss(GPT):
 
 
 def by_items(model: Any, batch: Any) -> dict[str, Any]:
-    """A loss that is a sum, and the number of its items."""
+    """Returns a summed loss and the number of its items."""
     tokens, labels = batch
     loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     return {"loss": loss, "num_items": (labels != -100).sum()}
 
 
 def steps(accelerator: Accelerator, model: Any, batch: Any, way: str) -> Tensor:
-    """One batch, written as for one process, and as for a pipeline."""
+    """Runs forward and backward of one batch, in one of three ways to write it; returns the loss."""
     tokens, labels = batch
     if way == "called":
         outputs = model(tokens, labels=labels)
@@ -67,7 +67,7 @@ def steps(accelerator: Accelerator, model: Any, batch: Any, way: str) -> Tensor:
 
 
 def start(accelerator: Accelerator, dropout: float = 0.0, before: bool = True) -> tuple[Any, ...]:
-    """A model, an optimizer made before or after the model is prepared, a scheduler and a loader."""
+    """Returns a model, an optimizer created before or after the model is prepared, a scheduler and a loader."""
     torch.manual_seed(0)
     model = WithLoss(dropout)
     loader = DataLoader(data(20), GLOBAL_BATCH // accelerator.strategy.data_size)
@@ -79,7 +79,7 @@ def start(accelerator: Accelerator, dropout: float = 0.0, before: bool = True) -
 
 
 def train(accelerator: Accelerator, way: str, epochs: int = 2, folder: str | None = None) -> dict[str, Any]:
-    """Trains in windows of two batches; saves after the first epoch and goes on, if there is a folder."""
+    """Trains in windows of two batches; saves after the first epoch if there is a folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer, scheduler, loader = start(accelerator, 0.0 if folder is None else 0.2, way != "called")
@@ -110,7 +110,7 @@ def train(accelerator: Accelerator, way: str, epochs: int = 2, folder: str | Non
 
 
 def resumed(accelerator: Accelerator, folder: str) -> dict[str, Any]:
-    """The second epoch, after the first one of another run."""
+    """Resumes another run after its first epoch; returns the results of the second epoch."""
     torch.manual_seed(99)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -133,15 +133,15 @@ def second_epoch(accelerator: Accelerator, model: Any, optimizer: Any, scheduler
 
 
 def accelerator_of(**strategy: Any) -> Accelerator:
-    """Of a mesh, in windows of two batches."""
+    """Returns an Accelerator for a mesh, with windows of two batches."""
     return Accelerator(cpu=True, strategy=MeshStrategy(**strategy), gradient_accumulation_steps=2)
 
 
 def mistakes() -> dict[str, str]:
-    """What is refused, by its name."""
+    """Returns the error of each unsupported call, by its name."""
     found = {}
 
-    def refused(name: str, action: Any) -> None:
+    def record_error(name: str, action: Any) -> None:
         try:
             action()
         except ConfigurationError as error:
@@ -150,17 +150,17 @@ def mistakes() -> dict[str, str]:
     accelerator = accelerator_of(pp=2, microbatches=2)
     model, _, _, loader = start(accelerator)
     batch = next(iter(loader))
-    refused("no loss", lambda: model(batch[0]))
+    record_error("no loss", lambda: model(batch[0]))
     loss = accelerator.pipeline_step(model, batch)
-    refused("another loss", lambda: accelerator.backward(loss * 2))
-    refused("items too late", lambda: accelerator.backward(loss, num_items=3))
+    record_error("another loss", lambda: accelerator.backward(loss * 2))
+    record_error("items too late", lambda: accelerator.backward(loss, num_items=3))
     accelerator.backward(loss)
-    refused("twice", lambda: accelerator.backward(loss))
-    refused("second model", lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
+    record_error("twice", lambda: accelerator.backward(loss))
+    record_error("second model", lambda: accelerator.prepare(torch.nn.Linear(2, 2)))
     accelerator.free_memory()
-    refused("left in place", lambda: accelerator.prepare_model(WithLoss(), device_placement=False))
+    record_error("left in place", lambda: accelerator.prepare_model(WithLoss(), device_placement=False))
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-    refused(
+    record_error(
         "each batch",
         lambda: Accelerator(cpu=True, strategy=MeshStrategy(pp=2), gradient_accumulation_plugin=plugin),
     )
@@ -183,7 +183,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
+def two_ranks(folder: Path) -> list[dict[str, Any]]:
     return run_world(2, run_two, str(folder))
 
 
@@ -201,21 +201,21 @@ def check_equal(found: dict[str, Any], single: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["called", "step", "items"])
-def test_a_loop_trains_and_evaluates_as_on_one_process(two: list[dict[str, Any]], way: str) -> None:
+def test_a_loop_trains_and_evaluates_as_on_one_process(two_ranks: list[dict[str, Any]], way: str) -> None:
     single = alone(way)
     assert len(single["losses"]) == 10 and single["steps"] == 6 and len(single["logits"]) == 20
-    for rank in two:
+    for rank in two_ranks:
         check_equal(rank[way], single)
 
 
-def test_a_resumed_loop_continues_bit_for_bit(two: list[dict[str, Any]], folder: Path) -> None:
-    for rank in two:
+def test_a_resumed_loop_continues_bit_for_bit(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    for rank in two_ranks:
         whole, again = rank["whole"], rank["resumed"]
         assert again["losses"] == whole["losses"][5:]
         assert all((again["weights"][name] == value).all() for name, value in whole["weights"].items())
 
 
-def test_the_checkpoint_loads_on_one_process(two: list[dict[str, Any]], folder: Path) -> None:
+def test_the_checkpoint_loads_on_one_process(two_ranks: list[dict[str, Any]], folder: Path) -> None:
     accelerator = Accelerator(cpu=True, strategy="single_device", gradient_accumulation_steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -225,7 +225,7 @@ def test_the_checkpoint_loads_on_one_process(two: list[dict[str, Any]], folder: 
     assert set(tensors) <= set(model.state_dict()) and optimizer.optimizer.state
 
 
-REFUSED = {
+ERRORS = {
     "no loss": "returned a SimpleNamespace without a loss",
     "another loss": "backward got a different loss than the last step's",
     "items too late": "backward(num_items=…) comes too late in a pipeline",
@@ -236,15 +236,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank(two: list[dict[str, Any]], name: str) -> None:
-    for rank in two:
-        assert REFUSED[name] in rank["mistakes"][name]
+@pytest.mark.parametrize("name", ERRORS)
+def test_unsupported_calls_raise_on_every_rank(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in two_ranks:
+        assert ERRORS[name] in rank["mistakes"][name]
 
 
 # a model of transformers ----------------------------------------------------------------------------------------------
 def train_llama(strategy: dict[str, Any] | None) -> dict[str, Any]:
-    """The loop of many scripts, as it is."""
+    """Trains and evaluates with the loop of an ordinary script."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -276,7 +276,7 @@ def train_llama(strategy: dict[str, Any] | None) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [{"pp": 2, "microbatches": 2}, {"pp": 2, "dp_shard": 2, "microbatches": 2}], ids=str)
-def test_a_loop_of_transformers_runs_unchanged(layout: dict[str, Any]) -> None:
+def test_an_ordinary_transformers_loop_runs_unchanged(layout: dict[str, Any]) -> None:
     pytest.importorskip("transformers", minversion="5")
     single = train_llama(None)
     for rank in run_world(2 * layout.get("dp_shard", 1), train_llama, layout):
@@ -294,15 +294,15 @@ def by_plugin(**settings: Any) -> dict[str, Any]:
         plugin = MegatronLMPlugin(**SECTION, **settings)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, gradient_accumulation_steps=2)
     assert accelerator.state.megatron_lm_plugin is plugin
-    return clipped_by_itself(accelerator)
+    return train_megatron(accelerator)
 
 
 def by_launch() -> dict[str, Any]:
-    return clipped_by_itself(Accelerator(gradient_accumulation_steps=2))
+    return train_megatron(Accelerator(gradient_accumulation_steps=2))
 
 
-def clipped_by_itself(accelerator: Accelerator, clips: bool = False) -> dict[str, Any]:
-    """A loop that leaves clipping to the settings, as those for Megatron-LM do."""
+def train_megatron(accelerator: Accelerator, clips: bool = False) -> dict[str, Any]:
+    """Trains with a loop that leaves clipping to the Megatron-LM settings, unless `clips` is set."""
     model, optimizer, scheduler, loader = start(accelerator)
     losses = []
     for batch in loader:
@@ -324,11 +324,11 @@ def clipped_by_itself(accelerator: Accelerator, clips: bool = False) -> dict[str
 
 
 def launched(ranks: int, **section: Any) -> dict[str, str]:
-    """The variables of a launch by Accelerate's file."""
+    """Returns the variables that a launch with Accelerate's config file sets."""
     options = {f"megatron_lm_{name}": value for name, value in {**SECTION, **section}.items()}
     file = {"distributed_type": "MEGATRON_LM", "num_processes": ranks, "use_cpu": True, "megatron_lm_config": options}
-    made = resolve(parse(file), ElasticOptions(), Machine(cpus=ranks), "a file", {})
-    return {name: value for name, value in made.variables().items() if name.startswith(("LEYDEN", "MEGATRON"))}
+    plan = resolve(parse(file), ElasticOptions(), Machine(cpus=ranks), "a file", {})
+    return {name: value for name, value in plan.variables().items() if name.startswith(("LEYDEN", "MEGATRON"))}
 
 
 MEGATRON: list[tuple[int, dict[str, Any], str]] = [
@@ -343,10 +343,8 @@ MEGATRON: list[tuple[int, dict[str, Any], str]] = [
     ("ranks", "section", "layout"),
     [pytest.param(*row, marks=[] if row[0] == 2 else pytest.mark.full, id=row[2]) for row in MEGATRON],
 )
-def test_megatrons_settings_train_the_users_own_model(ranks: int, section: dict[str, Any], layout: str) -> None:
-    single = clipped_by_itself(
-        Accelerator(cpu=True, strategy="single_device", gradient_accumulation_steps=2), clips=True
-    )
+def test_megatron_settings_train_a_users_own_model(ranks: int, section: dict[str, Any], layout: str) -> None:
+    single = train_megatron(Accelerator(cpu=True, strategy="single_device", gradient_accumulation_steps=2), clips=True)
     worlds = [run_world(ranks, run_plugin, section), run_world(ranks, by_launch, environ=launched(ranks, **section))]
     for rank in (rank for world in worlds for rank in world):
         assert rank["layout"].startswith(layout)
@@ -370,26 +368,26 @@ def run_plugin(section: dict[str, Any]) -> dict[str, Any]:
         ({"other_megatron_args": {"vocab_size": 8}}, "trained unchanged"),
     ],
 )
-def test_a_setting_of_megatrons_own_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+def test_unsupported_megatron_settings_raise(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))) as error:
         MegatronLMPlugin(**settings)
     assert words in str(error.value)
 
 
-def test_a_whole_model_has_no_pipeline_step() -> None:
+def test_pipeline_step_raises_without_a_pipeline() -> None:
     accelerator = Accelerator(cpu=True, strategy="single_device")
     with pytest.raises(ConfigurationError, match=r"accelerator\.backward\(loss\)"):
         accelerator.pipeline_step(accelerator.prepare(torch.nn.Linear(2, 2)), torch.ones(2, 2))
 
 
-def test_a_clipping_of_0_clips_nothing() -> None:
+def test_gradient_clipping_of_0_disables_clipping() -> None:
     with_plugin = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(gradient_clipping=0.0))
-    found, plain = clipped_by_itself(with_plugin), clipped_by_itself(Accelerator(cpu=True))
+    found, plain = train_megatron(with_plugin), train_megatron(Accelerator(cpu=True))
     assert found["losses"] == plain["losses"]
-    assert clipped_by_itself(Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin()))["losses"] != plain["losses"]
+    assert train_megatron(Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin()))["losses"] != plain["losses"]
 
 
-def test_what_the_plugin_leaves_open_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_takes_unset_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "2")
     monkeypatch.setenv("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true")
     plugin = MegatronLMPlugin(pp_degree=2)

@@ -1,4 +1,4 @@
-"""A pipeline against a script written by hand with torch.distributed.pipelining: the same bits."""
+"""A pipeline against a hand-written script of torch.distributed.pipelining: the same bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_trainer() -> dict[str, Any]:
     return {"losses": module.losses, "weights": {name: tensor.numpy() for name, tensor in weights.items()}}
 
 
-class First(nn.Module):
+class FirstStage(nn.Module):
     def __init__(self, module: GPT) -> None:
         super().__init__()
         self.tokens, self.places, self.blocks = module.tokens, module.places, module.blocks[:1]
@@ -44,7 +44,7 @@ class First(nn.Module):
         return self.blocks[0](self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
 
 
-class Last(nn.Module):
+class LastStage(nn.Module):
     def __init__(self, module: GPT) -> None:
         super().__init__()
         self.blocks, self.norm, self.head = module.blocks[1:], module.norm, module.head
@@ -62,7 +62,9 @@ def by_hand() -> dict[str, Any]:
     ranks.join()
     module = untied()
     is_last = ranks.global_rank == 1
-    stage = PipelineStage(Last(module) if is_last else First(module), ranks.global_rank, 2, torch.device("cpu"))
+    stage = PipelineStage(
+        LastStage(module) if is_last else FirstStage(module), ranks.global_rank, 2, torch.device("cpu")
+    )
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
     own = stage.submod.parameters()
     optimizer = torch.optim.SGD(own, lr=0.3)
@@ -83,7 +85,7 @@ def by_hand() -> dict[str, Any]:
     return {"losses": means, "weights": weights}
 
 
-def test_a_pipeline_of_two_stages_has_the_bits_of_a_script() -> None:
+def test_a_two_stage_pipeline_is_bit_identical_to_a_script() -> None:
     ours, theirs = run_world(2, by_trainer), run_world(2, by_hand)
     for rank, script in zip(ours, theirs, strict=True):
         assert rank["losses"] == script["losses"]

@@ -1,4 +1,4 @@
-"""Edges of pipelines: random numbers, buffers, micro-batches without a sample, frozen stages, what blocks return."""
+"""Edge cases of pipelines: random numbers, buffers, empty micro-batches, frozen stages, outputs of blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(TrainModule):
-    """Notes what it drew and counted, and logs the loss."""
+    """Counts samples, logs metrics and the loss, and records its losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Net(TrainModule):
 
 
 class Drawing(Net):
-    """Draws before the blocks, among them and after them; what it drew before them is noted."""
+    """Draws random numbers before, between and after the blocks; records those before them."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -132,7 +132,7 @@ def draws(schedule: str) -> dict[int, list[float]]:
 
 
 def counts(strategy: dict[str, Any] | None, folder: str) -> dict[str, Any]:
-    """The last batch has two samples, for four micro-batches."""
+    """Trains with a last batch of two samples for four micro-batches; returns metrics, weights and counts."""
     module = make()
     trainer = trainer_of(strategy)
     trainer.fit(module, DataLoader(data(), 4))
@@ -147,7 +147,7 @@ def counts(strategy: dict[str, Any] | None, folder: str) -> dict[str, Any]:
 
 
 def frozen(strategy: dict[str, Any] | None, which: str, precision: str = "32-true") -> dict[str, Any]:
-    """Some parameters are frozen, and clipping and weight decay go on."""
+    """Trains with some parameters frozen, and with clipping and weight decay; returns the parameters."""
     module = make()
     if which == "tied":
         module.last.weight = module.first.weight
@@ -162,10 +162,10 @@ def frozen(strategy: dict[str, Any] | None, which: str, precision: str = "32-tru
 
 
 def resumed(strategy: dict[str, Any] | None, folder: str) -> list[dict[str, float]]:
-    """Epoch values with and without a stop within the epoch."""
-    keeper = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    """Returns epoch values of a run without and with a resume within the epoch."""
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     settings = {"enable_checkpointing": True, "max_epochs": 1, "default_root_dir": folder}
-    whole = trainer_of(strategy, callbacks=[keeper], **settings)
+    whole = trainer_of(strategy, callbacks=[checkpoint], **settings)
     whole.fit(make(), DataLoader(data(), 4))
     again = trainer_of(strategy, **{**settings, "enable_checkpointing": False})
     again.fit(make(), DataLoader(data(), 4), ckpt_path=str(Path(folder) / "step=2"))
@@ -189,7 +189,7 @@ def edges(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_stages_draw_the_same_before_the_blocks(edges: list[dict[str, Any]], schedule: str) -> None:
+def test_all_stages_draw_the_same_numbers_before_the_blocks(edges: list[dict[str, Any]], schedule: str) -> None:
     by_stage = {stage: drawn for rank in edges for stage, drawn in rank["draws"][schedule].items()}
     first = by_stage[0]
     assert len(set(first)) == len(first) > 20
@@ -197,35 +197,35 @@ def test_stages_draw_the_same_before_the_blocks(edges: list[dict[str, Any]], sch
         assert drawn == first, stage
 
 
-def test_a_micro_batch_without_a_sample_leaves_no_trace(edges: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_an_empty_micro_batch_leaves_no_trace(edges: list[dict[str, Any]], tmp_path: Path) -> None:
     single = counts(None, str(tmp_path / "single"))
     for rank in edges:
         found = rank["counts"]
         assert found["metrics"] == pytest.approx(single["metrics"], rel=1e-5)
         assert abs(found["weight"] - single["weight"]).max() < 1e-5
-        assert found["seen"] == single["seen"], "buffers are those of the stage that has changed them"
+        assert found["seen"] == single["seen"], "buffers are not those of the stage that changed them"
 
 
 @pytest.mark.parametrize("which", ["tied", "first"])
-def test_frozen_parameters_stay_as_they_are(edges: list[dict[str, Any]], which: str) -> None:
+def test_frozen_parameters_stay_unchanged(edges: list[dict[str, Any]], which: str) -> None:
     single = frozen(None, which)
     for rank in edges:
         for name, value in single.items():
             assert abs(rank[which][name] - value).max() < 1e-5, name
 
 
-def test_gradients_are_clipped_where_a_stage_has_none(edges: list[dict[str, Any]]) -> None:
+def test_clipping_works_if_a_stage_has_no_gradients(edges: list[dict[str, Any]]) -> None:
     assert all(np.isfinite(value).all() for rank in edges for value in rank["bf16"].values())
 
 
-def test_a_resumed_epoch_counts_what_came_before(edges: list[dict[str, Any]]) -> None:
+def test_a_resumed_epoch_includes_the_batches_before_the_checkpoint(edges: list[dict[str, Any]]) -> None:
     for rank in edges:
         whole, again = rank["resumed"]
         assert again == pytest.approx(whole, rel=1e-6)
 
 
-class Counting(nn.Module):
-    """Returns what is no tensor, or a shape that depends on values."""
+class ChangingBlock(nn.Module):
+    """A block that returns a changing number, or a shape that depends on values."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -239,10 +239,10 @@ class Counting(nn.Module):
         return self.linear(x[x[:, 0] > -1e9 if self.calls < 3 else x[:, 0] > 0])
 
 
-class Unlike(TrainModule):
+class ChangingNet(TrainModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Counting(kind) for _ in range(2))
+        self.blocks = nn.ModuleList(ChangingBlock(kind) for _ in range(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0]
@@ -254,19 +254,19 @@ class Unlike(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def run_unlike(kind: str) -> None:
-    trainer_of({}).fit(Unlike(kind), DataLoader(data(8), 8))
+def run_changing_blocks(kind: str) -> None:
+    trainer_of({}).fit(ChangingNet(kind), DataLoader(data(8), 8))
 
 
 @pytest.mark.parametrize("kind", ["number", "shape"])
-def test_blocks_that_return_other_things_than_in_the_rehearsal_are_refused(kind: str) -> None:
-    found = run_world(2, run_unlike, kind, may_fail=True)
+def test_blocks_whose_outputs_change_after_the_rehearsal_raise(kind: str) -> None:
+    found = run_world(2, run_changing_blocks, kind, may_fail=True)
     assert any("Stages agree on shapes and on values other than tensors in advance" in str(text) for text in found), (
         found
     )
 
 
-def test_a_list_of_samples_of_several_lengths_is_refused() -> None:
+def test_cutting_a_list_of_samples_of_different_lengths_raises() -> None:
     samples = [torch.zeros(5), torch.zeros(4)]
     for batch in (samples, {"x": samples}):
         with pytest.raises(
@@ -276,7 +276,7 @@ def test_a_list_of_samples_of_several_lengths_is_refused() -> None:
     assert [part.rows for part in cut([torch.zeros(2, 3), torch.zeros(2)], 2)] == [1, 1]
 
 
-def test_random_numbers_are_switched_for_all_but_torch_layers_that_never_draw() -> None:
+def test_only_plain_torch_layers_are_known_to_draw_no_random_numbers() -> None:
     class Noisy(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + torch.randn(())

@@ -1,4 +1,4 @@
-"""What a pipeline logs is what one process logs, on every rank: by steps and epochs, metrics, and monitored values."""
+"""A pipeline logs what one process logs, on every rank: step and epoch values, metrics, and monitored values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.strategies import MeshStrategy
 
 
 class Logged(GPT):
-    """Logs by step and by epoch, in every way, and counts a metric."""
+    """Logs by step and by epoch, in every way, and updates metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Logged(GPT):
         if batch_idx % 2:
             self.log("odd", float(batch_idx), on_step=True, on_epoch=False)
         if batch_idx == 3:
-            # More than one message holds.
+            # More values than one message holds.
             self.log_dict({f"many {number}": float(number) for number in range(80)}, on_step=True, on_epoch=False)
         self.train_right.update(logits, labels.flatten())
         self.log("train_right", self.train_right, on_step=False, on_epoch=True)
@@ -59,7 +59,7 @@ class Logged(GPT):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if outputs is not None:
-            assert (outputs["first"] == batch[0][:, 0]).all(), "outputs are those of the whole batch"
+            assert (outputs["first"] == batch[0][:, 0]).all(), "outputs are not those of the whole batch"
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
@@ -106,7 +106,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.full)], ids=str)
-def test_every_rank_knows_what_one_process_logs(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_every_rank_has_the_values_that_one_process_logs(sizes: dict[str, int], tmp_path: Path) -> None:
     world = 2 * sizes.get("dp_shard", 1)
     single = train(None, str(tmp_path / "single"))
     ranks = run_world(world, train, {**sizes, "microbatches": 2}, str(tmp_path / "ranks"))
@@ -135,44 +135,48 @@ def train_without_reading(sizes: dict[str, Any] | None) -> dict[str, float]:
     torch.manual_seed(0)
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
     trainer = Trainer(strategy=strategy, max_steps=13, barebones=True)
-    trainer.fit(Unread(), DataLoader(data(64), 4))
-    return known(trainer)
+    trainer.fit(LogsEarly(), DataLoader(data(64), 4))
+    return metrics_of(trainer)
 
 
-def known(trainer: Trainer) -> dict[str, float]:
+def metrics_of(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-class Reads(Callback):
+class MetricsReader(Callback):
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-        self.found.append(known(trainer))
+        self.found.append(metrics_of(trainer))
 
 
 def train_with_validations(sizes: dict[str, Any] | None) -> list[dict[str, float]]:
     torch.manual_seed(0)
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
-    reads = Reads()
+    reader = MetricsReader()
     trainer = Trainer(
-        **{**QUIET, "callbacks": [reads]}, strategy=strategy, max_epochs=2, val_check_interval=2, num_sanity_val_steps=0
+        **{**QUIET, "callbacks": [reader]},
+        strategy=strategy,
+        max_epochs=2,
+        val_check_interval=2,
+        num_sanity_val_steps=0,
     )
     trainer.fit(Logged(), DataLoader(data(24), 4), DataLoader(data(8), 4))
-    return reads.found
+    return reader.found
 
 
-class Unread(GPT):
+class LogsEarly(GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if batch_idx < 2:
-            # Later messages do not have it.
+            # Missing from the messages of later steps.
             self.log("early", float(batch_idx))
         self.log("index", float(batch_idx))
         return loss
 
 
-def test_a_validation_inside_an_epoch_leaves_the_values_of_steps() -> None:
+def test_a_validation_within_an_epoch_keeps_the_step_values() -> None:
     single = train_with_validations(None)
     assert len(single) == 6 and all("loss_step" in found for found in single)
     for rank in run_world(2, train_with_validations, {"pp": 2, "microbatches": 2}):
@@ -180,7 +184,7 @@ def test_a_validation_inside_an_epoch_leaves_the_values_of_steps() -> None:
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_values_that_nobody_read_in_the_run_are_known_after_it() -> None:
+def test_values_not_read_during_the_run_are_available_after_it() -> None:
     single = train_without_reading(None)
     assert single.keys() >= {"early", "index"} and single["index"] == 12
     for rank in run_world(2, train_without_reading, {"pp": 2, "microbatches": 2}):

@@ -1,4 +1,4 @@
-"""Mistakes with a pipeline: one clear error before the first step, on both ranks alike, with every weight as it was."""
+"""Mistakes with a pipeline: one clear error before the first step, the same on both ranks, and no weight changes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {}
 
 
 def mistake(message: str) -> Callable[[Mistake], Mistake]:
-    """Notes a function that makes a mistake with a module and returns the strategy."""
+    """Registers a function that makes a mistake with a module and returns the strategy."""
 
-    def noted(function: Mistake) -> Mistake:
+    def register(function: Mistake) -> Mistake:
         MISTAKES[function.__name__] = (message, function)
         return function
 
-    return noted
+    return register
 
 
 def replace(module: GPT, name: str, function: Callable[..., Any]) -> None:
-    """Gives one module a method of its own."""
+    """Replaces a method of one module."""
     setattr(module, name, types.MethodType(function, module))
 
 
@@ -46,7 +46,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-# what is cut ----------------------------------------------------------------------------------------------------------
+# cutting the model ----------------------------------------------------------------------------------------------------
 @mistake("pipeline_module='block' is not a module of the model. Did you mean 'blocks'?")
 def a_pipeline_module_that_does_not_exist(module: GPT) -> MeshStrategy:
     return PP2(pipeline_module="block")
@@ -114,7 +114,7 @@ def a_group_of_all_blocks(module: GPT) -> MeshStrategy:
 
 
 @mistake("ignored_modules with pp=2: their gradients are averaged over all ranks")
-def modules_that_stay_whole(module: GPT) -> MeshStrategy:
+def ignored_modules_with_a_pipeline(module: GPT) -> MeshStrategy:
     return PP2(ignored_modules=[module.norm])
 
 
@@ -135,17 +135,17 @@ def no_micro_batches(module: GPT) -> MeshStrategy:
 
 
 @mistake("microbatches=4.0: use a number from 1.")
-def a_number_of_micro_batches_that_is_no_integer(module: GPT) -> MeshStrategy:
+def a_float_as_the_number_of_micro_batches(module: GPT) -> MeshStrategy:
     return PP2(microbatches=4.0)
 
 
 @mistake("stages_per_rank=2: the schedule 1F1B needs 1.")
-def several_stages_per_rank_where_the_schedule_has_one(module: GPT) -> MeshStrategy:
+def several_stages_per_rank_with_a_single_stage_schedule(module: GPT) -> MeshStrategy:
     return PP2(stages_per_rank=2)
 
 
 @mistake("microbatches=5: the schedule Interleaved1F1B runs them in 2 rounds over 2 ranks: use a multiple of 2.")
-def micro_batches_that_do_not_divide_into_rounds(module: GPT) -> MeshStrategy:
+def micro_batches_not_divisible_into_rounds(module: GPT) -> MeshStrategy:
     return PP2(schedule="Interleaved1F1B", microbatches=5)
 
 
@@ -159,7 +159,7 @@ def a_first_stage_without_a_pipeline(module: GPT) -> MeshStrategy:
     return MeshStrategy(dp_shard=2, first_stage=["places"])
 
 
-# what runs ------------------------------------------------------------------------------------------------------------
+# training -------------------------------------------------------------------------------------------------------------
 @mistake("manual optimization does not work with pp: a pipeline runs forward and backward interleaved")
 def manual_optimization(module: GPT) -> MeshStrategy:
     module.automatic_optimization = False
@@ -179,16 +179,16 @@ def an_optimizer_with_a_closure(module: GPT) -> MeshStrategy:
 
 
 @mistake("the module has a backward() of its own, which a pipeline cannot call")
-def a_backward_of_its_own(module: GPT) -> MeshStrategy:
-    class Own(GPT):
+def an_overridden_backward(module: GPT) -> MeshStrategy:
+    class WithBackward(GPT):
         def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
             loss.backward()
 
-    module.__class__ = Own
+    module.__class__ = WithBackward
     return PP2()
 
 
-# what the first batch shows -------------------------------------------------------------------------------------------
+# errors found in the first batch --------------------------------------------------------------------------------------
 @mistake("the step runs the blocks of 'blocks' more than once, and a pipeline can run each")
 def a_step_that_runs_the_model_twice(module: GPT) -> MeshStrategy:
     def training_step(self: GPT, batch: Any, batch_idx: int) -> Tensor:
@@ -205,7 +205,7 @@ def a_step_that_never_runs_the_blocks(module: GPT) -> MeshStrategy:
 
 
 @mistake("'norm' is used before the blocks of 'blocks', and the last stage of the pipeline holds it: add it")
-def a_layer_before_the_blocks_that_is_defined_after_them(module: GPT) -> MeshStrategy:
+def a_layer_of_the_last_stage_used_before_the_blocks(module: GPT) -> MeshStrategy:
     def forward(self: GPT, tokens: Tensor) -> Tensor:
         x = self.norm(self.tokens(tokens))
         for block in self.blocks:
@@ -229,7 +229,7 @@ def a_residual_from_before_the_blocks(module: GPT) -> MeshStrategy:
 
 
 @mistake("stage 2 of the pipeline (blocks.2) computes with 'places' of another stage")
-def a_value_that_every_block_adds(module: GPT) -> MeshStrategy:
+def a_value_of_the_first_stage_added_to_an_inner_block(module: GPT) -> MeshStrategy:
     def forward(self: GPT, tokens: Tensor) -> Tensor:
         x, places = self.tokens(tokens), self.places(torch.arange(tokens.shape[1]))
         for place, block in enumerate(self.blocks):
@@ -275,7 +275,7 @@ def hidden_states_of_all_layers(module: GPT) -> MeshStrategy:
 
 
 class Balanced(nn.Module):
-    """A block that keeps a loss of its own, in itself or in a part of it."""
+    """A block that stores an auxiliary loss, in itself and in its router."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -301,19 +301,19 @@ def balance(module: GPT, of: Callable[[Any], Tensor]) -> None:
 
 
 @mistake("the step reads 'loss' of 'blocks.0', which that module assigns in its forward on another")
-def an_auxiliary_loss_that_blocks_keep(module: GPT) -> MeshStrategy:
+def an_auxiliary_loss_stored_in_blocks(module: GPT) -> MeshStrategy:
     balance(module, lambda block: block.loss)
     return PP2()
 
 
 @mistake("the step reads 'loss' of 'blocks.0.router', which that module assigns in its forward")
-def an_auxiliary_loss_that_parts_of_blocks_keep(module: GPT) -> MeshStrategy:
+def an_auxiliary_loss_stored_in_parts_of_blocks(module: GPT) -> MeshStrategy:
     balance(module, lambda block: getattr(block.router, "loss", torch.zeros(())))
     return PP2(schedule="Interleaved1F1B")
 
 
 @mistake("the step reads 'seen' of 'blocks.0', which that module assigns in its forward")
-def a_buffer_that_all_blocks_count_in(module: GPT) -> MeshStrategy:
+def a_buffer_of_the_blocks_read_by_the_step(module: GPT) -> MeshStrategy:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.seen += 1
         return self.dropout(x) + x  # type: ignore[no-any-return]
@@ -329,7 +329,7 @@ def a_buffer_that_all_blocks_count_in(module: GPT) -> MeshStrategy:
 
 
 def first_error(make: Mistake) -> tuple[str, bool]:
-    """The error of a run that begins with a mistake, and whether the weights that this rank holds are as they were."""
+    """Returns the error of a run that begins with a mistake, and whether this rank's weights are unchanged."""
     torch.manual_seed(0)
     module = GPT(depth=4)
     before: dict[str, Tensor] = {}
@@ -338,14 +338,14 @@ def first_error(make: Mistake) -> tuple[str, bool]:
         before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
         begin(strategy, module)
     except ConfigurationError as error:
-        # A strategy that cannot be made has not seen the module.
+        # A strategy that cannot be created never sees the module.
         now = dict(module.named_parameters())
-        return str(error), all(is_as_it_was(value, now[name]) for name, value in before.items())
-    return "nothing was refused", True
+        return str(error), all(is_unchanged(value, now[name]) for name, value in before.items())
+    return "no error", True
 
 
-def is_as_it_was(before: Tensor, parameter: Tensor) -> bool:
-    """True also for nan, which stands for a parameter of another stage."""
+def is_unchanged(before: Tensor, parameter: Tensor) -> bool:
+    """Returns True also for nan, which marks a parameter of another stage."""
     return bool(parameter.isnan().all()) or torch.equal(before, parameter)
 
 
@@ -369,15 +369,15 @@ def errors() -> list[dict[str, tuple[str, bool]]]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_refused_on_both_ranks(errors: list[dict[str, tuple[str, bool]]], name: str) -> None:
+def test_a_mistake_raises_the_same_error_on_both_ranks(errors: list[dict[str, tuple[str, bool]]], name: str) -> None:
     for found, unchanged in (rank[name] for rank in errors):
         assert MISTAKES[name][0] in found
         assert unchanged
     assert errors[0][name] == errors[1][name]
 
 
-# what the Trainer refuses, which ends its ranks -----------------------------------------------------------------------
-class Draws(GPT):
+# errors of the Trainer, which end the ranks ---------------------------------------------------------------------------
+class DrawsBatches(GPT):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return loss_of(self(batch[0]), batch[1])
@@ -389,9 +389,9 @@ def fit(kind: type[GPT], compiles: bool) -> None:
     trainer.fit(torch.compile(module) if compiles else module, DataLoader(data(8), 8))  # type: ignore[arg-type]
 
 
-REFUSED = {
+TRAINER_ERRORS = {
     "a step that draws its own batches": (
-        (Draws, False),
+        (DrawsBatches, False),
         "training_step(dataloader_iter) draws its own batches, so a pipeline cannot split them into micro-batches",
     ),
     "a module that is compiled as a whole": (
@@ -401,16 +401,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_trainer_refuses(case: str) -> None:
-    arguments, message = REFUSED[case]
-    # The first error ends both ranks, of which one may have none of its own to show.
+@pytest.mark.parametrize("case", TRAINER_ERRORS)
+def test_the_trainer_raises_on_unsupported_modules(case: str) -> None:
+    arguments, message = TRAINER_ERRORS[case]
+    # The first error ends both ranks, so one of them may report none.
     found = [outcome for outcome in run_world(2, fit, *arguments, may_fail=True) if isinstance(outcome, str)]
     assert found and all(message in text for text in found)
 
 
 def errors_of_four() -> list[str]:
-    """The errors of two mistakes on four ranks, and "" for one that was not refused."""
+    """Returns the errors of two mistakes on four ranks, "" for a mistake without an error."""
     strategies = [
         MeshStrategy(pp=2, tp=2, plan=PLAN, schedule="ZBVZeroBubble"),
         MeshStrategy(pp=2, dp_shard=2, microbatches=2),
@@ -428,13 +428,13 @@ def errors_of_four() -> list[str]:
 
 
 @pytest.mark.full
-def test_mistakes_beside_other_dimensions_are_refused_on_all_ranks() -> None:
+def test_mistakes_beside_other_dimensions_raise_on_all_ranks() -> None:
     for bubble, residual in run_world(4, errors_of_four):
         assert "schedule='ZBVZeroBubble' computes weight gradients in separate passes, which is silently" in bubble
         assert "computes with 'tokens' of another stage" in residual
 
 
-# what is no mistake ---------------------------------------------------------------------------------------------------
+# supported cases ------------------------------------------------------------------------------------------------------
 def losses(strategy: dict[str, Any] | None, starts_with_nan: bool = False, **arguments: Any) -> list[float]:
     torch.manual_seed(0)
     module = GPT(depth=4)
@@ -450,7 +450,7 @@ def all_losses() -> list[list[float]]:
     return [compiled, losses({}, starts_with_nan=True)]
 
 
-def test_compiled_blocks_and_detect_anomaly_run_and_a_loss_that_is_nan_goes_on() -> None:
-    _, (compiled, of_nan) = run_world(2, all_losses)
+def test_compiled_blocks_train_with_detect_anomaly_and_nan_losses_end_no_run() -> None:
+    _, (compiled, nan_losses) = run_world(2, all_losses)
     assert compiled == pytest.approx(losses(None), abs=1e-5)
-    assert len(of_nan) == 2 and all(map(math.isnan, of_nan))
+    assert len(nan_losses) == 2 and all(map(math.isnan, nan_losses))

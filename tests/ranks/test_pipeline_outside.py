@@ -1,4 +1,4 @@
-"""A model under a pipeline, used outside of its steps: refused in words, not nan; fitted, saved and copied as ever."""
+"""A model under a pipeline, used outside of its steps: running it raises; fitting, saving and copying it works."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from leyden.strategies.errors import ConfigurationError
 OUTSIDE = "was run outside of a step, and this rank holds only some stages of its pipeline"
 
 
-class Generating(Callback):
-    """Runs the model, its parts and a copy of it between epochs; copies it between steps too."""
+class RunsModelOutside(Callback):
+    """Runs the model, its parts and a copy of it between epochs; also copies it between steps."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        self.of_copy: list[str] = []
+        self.errors: list[str] = []
+        self.copy_errors: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, module: GPT, *_: Any) -> None:
         copied = copy.deepcopy(module)
@@ -36,12 +36,12 @@ class Generating(Callback):
         assert all(torch.equal(*pair) for pair in pairs if not pair[1].isnan().any())
 
     def on_train_epoch_end(self, trainer: Any, module: GPT) -> None:
-        self.said = outside(module)
-        self.of_copy = outside(copy.deepcopy(module))
+        self.errors = errors_outside(module)
+        self.copy_errors = errors_outside(copy.deepcopy(module))
 
 
-def outside(module: GPT) -> list[str]:
-    """What calls of the model and of its parts raise, and "" for those that nothing keeps from running."""
+def errors_outside(module: GPT) -> list[str]:
+    """Returns the errors of calls of the model and of its parts, "" for calls that succeed."""
     x = torch.zeros(1, 4, 32)
     calls: list[Callable[[], Any]] = [
         lambda: module(torch.zeros(1, 4, dtype=torch.long)),
@@ -50,10 +50,10 @@ def outside(module: GPT) -> list[str]:
         lambda: module.blocks[3].up(x),
         lambda: module.head(x),
     ]
-    return [said_by(call) for call in calls]
+    return [error_of(call) for call in calls]
 
 
-def said_by(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
     except ConfigurationError as error:
@@ -61,8 +61,8 @@ def said_by(call: Callable[[], Any]) -> str:
     return ""
 
 
-class Taught(GPT):
-    """Runs a copy of a block that the first stage holds between two blocks of it, and drops what it returns."""
+class WithTeacher(GPT):
+    """Runs a copy of a block of the first stage between two of its blocks, and drops the output."""
 
     def __init__(self) -> None:
         super().__init__(depth=4)
@@ -82,7 +82,7 @@ class Taught(GPT):
 
 
 class Nested(GPT):
-    """The blocks and the norm are in a model of their own, which a step calls by its parts."""
+    """Holds its blocks and norm in a submodule, of which a step calls only parts."""
 
     def __init__(self) -> None:
         super().__init__(depth=4)
@@ -109,26 +109,26 @@ def trainer_of(strategy: dict[str, Any], **arguments: Any) -> Trainer:
 def set_up_again(module: GPT, **strategy: Any) -> str:
     chosen = MeshStrategy(**strategy)
     chosen.setup_environment()
-    return said_by(lambda: chosen.setup_modules([module]))
+    return error_of(lambda: chosen.setup_modules([module]))
 
 
-def used(folder: str) -> dict[str, Any]:
+def run_all(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    module, callback = GPT(depth=4), Generating()
+    module, callback = GPT(depth=4), RunsModelOutside()
     trainer = trainer_of({}, callbacks=[callback])
     trainer.fit(module, loader())
     trainer.save_checkpoint(folder)
     found: dict[str, Any] = {
-        "within": callback.said,
-        "copy within": callback.of_copy,
-        "after": outside(module),
+        "within": callback.errors,
+        "copy within": callback.copy_errors,
+        "after": errors_outside(module),
     }
     copied = copy.deepcopy(module)
-    found["copy"] = outside(copied)
-    found["unpickled"] = outside(pickle.loads(pickle.dumps(strip(copied))))
+    found["copy"] = errors_outside(copied)
+    found["unpickled"] = errors_outside(pickle.loads(pickle.dumps(strip(copied))))
     trainer_of({}).fit(module, loader())
     found["losses"] = list(module.losses)
-    found["again"] = outside(module)
+    found["again"] = errors_outside(module)
     found["predicted"] = torch.cat(trainer_of({}).predict(module, loader()) or []).numpy()
     restored = trainer_of({}, max_epochs=2)
     restored.fit(module, loader(), ckpt_path=folder)
@@ -143,15 +143,15 @@ def used(folder: str) -> dict[str, Any]:
     nested = Nested()
     trainer_of({"pipeline_module": "net.0", "last_stage": ["head"]}).fit(nested, loader())
     torch.manual_seed(0)
-    taught = Taught()
-    trainer_of({}).fit(taught, loader())
-    found["taught"] = taught.losses
-    found["nested"] = [*nested.losses, said_by(lambda: nested.net(torch.zeros(1, 4, 32)))]
+    with_teacher = WithTeacher()
+    trainer_of({}).fit(with_teacher, loader())
+    found["with_teacher"] = with_teacher.losses
+    found["nested"] = [*nested.losses, error_of(lambda: nested.net(torch.zeros(1, 4, 32)))]
     return found
 
 
 def strip(module: GPT) -> GPT:
-    """Without the Trainer, which no module is pickled with."""
+    """Removes the Trainer, with which no module can be pickled, and returns the module."""
     module.__dict__.pop("_trainer", None)
     return module
 
@@ -166,38 +166,38 @@ def single(kind: Callable[[], GPT], epochs: int) -> tuple[list[float], Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(2, used, str(tmp_path_factory.mktemp("outside") / "saved"))
+    return run_world(2, run_all, str(tmp_path_factory.mktemp("outside") / "saved"))
 
 
 @pytest.mark.parametrize("when", ["within", "copy within", "after", "copy", "unpickled", "again"])
-def test_the_model_and_what_other_ranks_hold_are_refused_outside_of_steps(
+def test_running_the_model_or_parts_of_other_ranks_outside_of_steps_raises(
     ranks: list[dict[str, Any]], when: str
 ) -> None:
     for rank, found in enumerate(ranks):
         whole, forward, *blocks, part, head = found[when]
         assert whole.startswith(f"the model {OUTSIDE}")
         assert forward.startswith(f"'{'blocks.2' if rank == 0 else 'places'}' {OUTSIDE}")
-        assert [bool(said) for said in blocks] == (
+        assert [bool(error) for error in blocks] == (
             [False, False, True, True] if rank == 0 else [True] * 2 + [False] * 2
         )
         assert part.startswith(f"'blocks.3.up' {OUTSIDE}") is (rank == 0)
-        assert not head, "both stages hold the tied weights"
+        assert not head, "the tied head raised, although both stages hold it"
 
 
-def test_a_model_is_fitted_predicted_and_restored_again(ranks: list[dict[str, Any]]) -> None:
+def test_a_pipelined_model_can_be_fitted_predicted_and_restored_again(ranks: list[dict[str, Any]]) -> None:
     losses, predicted = single(lambda: GPT(depth=4), 2)
     assert ranks[1]["losses"] == pytest.approx(losses, abs=1e-5)
-    # The checkpoint is that of the first epoch.
+    # The checkpoint was saved after the first epoch.
     assert ranks[1]["restored"] == pytest.approx(losses + losses[2:], abs=1e-5)
     for rank in ranks:
         assert abs(rank["predicted"] - predicted).max() < 1e-4
 
 
-def test_a_copy_of_a_block_that_a_step_runs_is_no_part_of_the_pipeline(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[1]["taught"] == pytest.approx(single(Taught, 1)[0], abs=1e-5)
+def test_a_copy_of_a_block_run_in_a_step_is_not_part_of_the_pipeline(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["with_teacher"] == pytest.approx(single(WithTeacher, 1)[0], abs=1e-5)
 
 
-def test_another_cut_of_a_model_that_is_cut_already_is_refused(ranks: list[dict[str, Any]]) -> None:
+def test_cutting_a_pipelined_model_differently_raises(ranks: list[dict[str, Any]]) -> None:
     at = "cut into 2 pipeline stages at blocks.0, blocks.2 by an earlier run, and would be"
     for rank in ranks:
         assert f"{at} cut into 2 pipeline stages at blocks.0, blocks.3 by this one" in rank["other split"]
@@ -206,27 +206,27 @@ def test_another_cut_of_a_model_that_is_cut_already_is_refused(ranks: list[dict[
         assert "left without pipeline stages by an earlier run, and would be cut" in rank["pipeline after shards"]
 
 
-def test_a_step_may_call_parts_within_what_other_stages_hold(ranks: list[dict[str, Any]]) -> None:
-    *losses, said = ranks[1]["nested"]
+def test_a_step_may_call_parts_of_a_submodule_that_spans_stages(ranks: list[dict[str, Any]]) -> None:
+    *losses, error = ranks[1]["nested"]
     assert losses == pytest.approx(single(Nested, 1)[0], abs=1e-5)
-    assert said.startswith(f"'net' {OUTSIDE}")
+    assert error.startswith(f"'net' {OUTSIDE}")
 
 
-def beside(strategy: dict[str, Any]) -> tuple[str, str, int]:
+def fit_with_other_dimensions(strategy: dict[str, Any]) -> tuple[str, str, int]:
     module = GPT(depth=4)
     trainer = trainer_of(strategy)
     trainer.fit(module, loader())
     other = module.blocks[0 if trainer.strategy.ranks.global_rank > 1 else 3]
-    whole = said_by(lambda: module(torch.zeros(1, 4, dtype=torch.long)))
-    part = said_by(lambda: other(torch.zeros(1, 4, 32)))
+    whole = error_of(lambda: module(torch.zeros(1, 4, dtype=torch.long)))
+    part = error_of(lambda: other(torch.zeros(1, 4, 32)))
     trainer_of(strategy).fit(module, loader())
     return whole, part, len(module.losses)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [{"dp_shard": 2}, {"tp": 2, "plan": PLAN}], ids=["fsdp", "tp"])
-def test_a_model_is_refused_outside_of_steps_beside_other_dimensions(strategy: dict[str, Any]) -> None:
-    for rank, (whole, part, steps) in enumerate(run_world(4, beside, strategy)):
+def test_running_the_model_outside_of_steps_raises_beside_other_dimensions(strategy: dict[str, Any]) -> None:
+    for rank, (whole, part, steps) in enumerate(run_world(4, fit_with_other_dimensions, strategy)):
         assert whole.startswith(f"the model {OUTSIDE}")
         assert part.startswith(f"'blocks.{3 if rank < 2 else 0}' {OUTSIDE}")
         assert steps == (0 if rank < 2 else 4 if "tp" in strategy else 2)

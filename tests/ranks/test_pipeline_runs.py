@@ -1,4 +1,4 @@
-"""Whole runs through a pipeline as users have them: fp16, several optimizers, averages, short runs, steady memory."""
+"""Whole runs through a pipeline: fp16, several optimizers, weight averages, validation, short runs, steady memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def seeded(kind: Callable[..., GPT] = GPT) -> GPT:
 
 
 class Overflowing(GPT):
-    """In two of its steps gradients are inf: of the embedding, which the first stage holds, or of the whole model."""
+    """Gradients are inf in two steps: only those of the embedding, which the first stage holds, and all of them."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
@@ -79,7 +79,7 @@ def by_two_optimizers(piped: bool, folder: str) -> Any:
 
 
 class Average(Callback):
-    """Averages of the parameters."""
+    """Keeps moving averages of the parameters."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ class Average(Callback):
 def averaged(piped: bool, folder: str) -> Any:
     module, average = seeded(), Average()
     trained(module, piped, callbacks=[average])
-    # Those of other stages are nan.
+    # Averages of other stages are nan.
     return {name: value.numpy() for name, value in average.kept.items() if not value.isnan().all()}
 
 
@@ -123,8 +123,8 @@ def shortened(piped: bool, folder: str) -> Any:
     return {"limited": limited.losses, "quick": quick.losses}
 
 
-class Weighed(GPT):
-    """Notes the bytes of all live tensors after the 6th step and the 30th."""
+class MemoryRecorder(GPT):
+    """Records the bytes of all live tensors after steps 6 and 30."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -138,15 +138,15 @@ class Weighed(GPT):
         self.bytes.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
 
 
-def weighed(piped: bool, folder: str) -> Any:
-    module = seeded(Weighed)
+def memory_used(piped: bool, folder: str) -> Any:
+    module = seeded(MemoryRecorder)
     trained(module, piped, max_epochs=10)
     return {"bytes": module.bytes}
 
 
 CASES = {
     function.__name__: function
-    for function in (in_fp16, by_two_optimizers, averaged, logged_in_validation, shortened, weighed)
+    for function in (in_fp16, by_two_optimizers, averaged, logged_in_validation, shortened, memory_used)
 }
 
 
@@ -168,7 +168,7 @@ def check_weights(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
         assert abs(found[name] - value).max() < tolerance, name
 
 
-def test_all_stages_skip_and_scale_where_one_overflows(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_all_stages_skip_a_step_that_overflows_on_one(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     single = in_fp16(False, str(tmp_path))
     assert single["steps"] == (6, 4)
     for rank in ranks:
@@ -177,20 +177,20 @@ def test_all_stages_skip_and_scale_where_one_overflows(ranks: list[dict[str, Any
         check_weights(found["weights"], single["weights"], 5e-3)
 
 
-def test_optimizers_of_different_parts_step_as_in_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_optimizers_of_different_parts_step_as_on_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     single = by_two_optimizers(False, str(tmp_path))
     for rank in ranks:
         check_weights(rank["by_two_optimizers"]["weights"], single["weights"], 1e-4)
 
 
-def test_averages_of_what_a_rank_holds_are_those_of_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_weight_averages_match_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     single = averaged(False, str(tmp_path))
     for rank in ranks:
         check_weights(rank["averaged"], {name: single[name] for name in rank["averaged"]})
     assert {name for rank in ranks for name in rank["averaged"]} == single.keys()
 
 
-def test_steps_of_validation_are_logged(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_validation_logs_step_values(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     single = logged_in_validation(False, str(tmp_path / "single"))
     for rank in ranks:
         assert rank["logged_in_validation"]["metrics"] == pytest.approx(single["metrics"], abs=1e-5)
@@ -200,7 +200,7 @@ def test_steps_of_validation_are_logged(ranks: list[dict[str, Any]], tmp_path: P
     )
 
 
-def test_short_runs_are_those_of_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_short_runs_match_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     single = shortened(False, str(tmp_path))
     assert (len(single["limited"]), len(single["quick"])) == (4, 2)
     for kind, losses in single.items():
@@ -209,5 +209,5 @@ def test_short_runs_are_those_of_one_process(ranks: list[dict[str, Any]], tmp_pa
 
 def test_memory_does_not_grow_with_steps(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        early, late = rank["weighed"]["bytes"]
+        early, late = rank["memory_used"]["bytes"]
         assert late <= early

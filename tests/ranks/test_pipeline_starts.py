@@ -1,4 +1,4 @@
-"""Pipelines of models that are built late or recompute their activations, and a step that fails on one rank alone."""
+"""Pipelines of models that configure_model builds or that recompute activations, and a step that fails on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = ("tokens", "places", "blocks", "norm", "head")
 
 
 class Late(GPT):
-    """Is built by configure_model."""
+    """A GPT that configure_model builds."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -38,8 +38,8 @@ class Late(GPT):
             self.built_on = {parameter.device.type for parameter in self.parameters()}
 
 
-class FailsAlone(GPT):
-    """Raises in the third step of one rank."""
+class FailsOnOneRank(GPT):
+    """Raises in the third step on one rank."""
 
     def __init__(self, rank: int, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -52,7 +52,7 @@ class FailsAlone(GPT):
 
 
 def fit(kind: type[GPT], sizes: dict[str, Any] | None, model: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The losses of a fit of 8 samples per step, what the model was built on, and the bytes that a rank has of it."""
+    """Returns the losses of a fit, the devices on which the model was built, and the bytes of it on this rank."""
     torch.manual_seed(0)
     module = kind(depth=4, **(model or {}))
     strategy: Any = "single_device" if sizes is None else MeshStrategy(microbatches=2, **{"dp_shard": 1, **sizes})
@@ -63,7 +63,7 @@ def fit(kind: type[GPT], sizes: dict[str, Any] | None, model: dict[str, Any] | N
 
 
 def with_loss(found: list[dict[str, Any]]) -> list[list[float]]:
-    """The losses of each rank that has them: those of last stages."""
+    """Returns the losses of each rank that has them, which are those of the last stages."""
     return [each["losses"] for each in found if each["losses"]]
 
 
@@ -76,7 +76,7 @@ def with_loss(found: list[dict[str, Any]]) -> list[list[float]]:
     ],
     ids=["pp", "pp × fsdp", "pp × tp"],
 )
-def test_a_model_that_configure_model_builds_has_one_process_values_and_no_rank_holds_the_whole(
+def test_a_model_built_by_configure_model_trains_as_one_process_and_no_rank_holds_it_whole(
     sizes: dict[str, Any],
 ) -> None:
     one = fit(Late, None)
@@ -84,14 +84,14 @@ def test_a_model_that_configure_model_builds_has_one_process_values_and_no_rank_
     found = run_world(ranks, fit, Late, sizes)
     assert one["on"] == {"cpu"}
     assert all(each["on"] == {"meta"} for each in found)
-    # Tied embeddings are in both stages.
+    # Both stages hold the tied embeddings.
     assert all(each["stored"] < 1.15 * one["stored"] / ranks for each in found)
     losses = torch.tensor(with_loss(found)).mean(0).tolist()
     assert losses == pytest.approx(one["losses"], abs=1e-4)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recomputed_activations_have_the_bits_of_kept_ones(dropout: float) -> None:
+def test_recomputed_activations_are_bit_identical_to_stored_ones(dropout: float) -> None:
     kept = with_loss(run_world(2, fit, GPT, {"pp": 2}, {"dropout": dropout}))
     sizes = {"pp": 2, "activation_checkpointing_policy": {"Block"}}
     assert with_loss(run_world(2, fit, GPT, sizes, {"dropout": dropout})) == kept != []
@@ -99,7 +99,7 @@ def test_recomputed_activations_have_the_bits_of_kept_ones(dropout: float) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [1, 2], ids=["first stage", "last stage"])
-def test_an_error_of_one_rank_ends_all_stages_of_all_data_ranks(rank: int) -> None:
-    found = run_world(4, fit, FailsAlone, {"pp": 2, "dp_shard": 2}, {"rank": rank}, may_fail=True, timeout=120)
+def test_an_error_on_one_rank_ends_all_stages_of_all_data_ranks(rank: int) -> None:
+    found = run_world(4, fit, FailsOnOneRank, {"pp": 2, "dp_shard": 2}, {"rank": rank}, may_fail=True, timeout=120)
     assert found[rank] == "ValueError: of this rank alone"
     assert [code for other, code in enumerate(found) if other != rank] == [1] * 3

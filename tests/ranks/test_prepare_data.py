@@ -17,7 +17,7 @@ from leyden import DataModule, Trainer
 
 
 class Downloads(DataModule):
-    """Downloads are files with a line for each time that they are made; random numbers are drawn for them."""
+    """Writes a line for each download, and draws random numbers in it."""
 
     def __init__(self, folder: Path, per_node: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Prepared(Line):
         self.folder = folder
 
     def prepare_data(self) -> None:
-        # After the DataModule's.
+        # Runs after the DataModule's prepare_data.
         assert (self.folder / "data").exists()
         (self.folder / "module").touch()
 
@@ -62,21 +62,21 @@ def fitted(folder: str, per_node: bool) -> tuple[list[str], list[float]]:
 def test_data_is_prepared_before_any_rank_is_set_up(
     per_node: bool, machines: int, expected: list[str], tmp_path: Path
 ) -> None:
-    apart = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines == 2 else {}
-    (first, drawn), (second, others) = run_world(2, fitted, str(tmp_path), per_node, environ=apart)
+    environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines == 2 else {}
+    (first, drawn), (second, others) = run_world(2, fitted, str(tmp_path), per_node, environ=environ)
     assert sorted(first) == sorted(second) == expected
-    # Only some ranks have drawn random numbers in prepare_data.
+    # Although only some ranks drew random numbers in prepare_data.
     assert drawn == others
 
 
-def fails() -> None:
-    class Fails(Line):
+def fail_to_prepare() -> None:
+    class FailingModule(Line):
         def prepare_data(self) -> None:
             raise OSError("the disk is full")
 
-    Trainer(**QUIET, strategy="ddp", max_epochs=1).fit(Fails(1), numbered(4))
+    Trainer(**QUIET, strategy="ddp", max_epochs=1).fit(FailingModule(1), numbered(4))
 
 
-def test_an_error_in_it_ends_the_ranks_that_wait() -> None:
-    first, _ = run_world(2, fails, may_fail=True)
+def test_an_error_in_prepare_data_ends_the_waiting_ranks() -> None:
+    first, _ = run_world(2, fail_to_prepare, may_fail=True)
     assert str(first).startswith("OSError: the disk is full")

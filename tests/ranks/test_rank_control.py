@@ -1,4 +1,4 @@
-"""Which rank runs a block first, preparing object by object, and sending gradients late: two ranks, started once."""
+"""Which of two ranks runs a block first, preparing objects one by one, and synchronizing gradients late."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     return model, optimizer, scheduler, DataLoader(torch.randn(8, 2), batch_size=2)
 
 
-def who_came_first(accelerator: Any, method: str, folder: Path) -> bool:
-    """Whether the file of the first rank was there when this one entered the block."""
+def entered_second(accelerator: Any, method: str, folder: Path) -> bool:
+    """Returns True if the other rank had entered the block before this one."""
     mark = folder / method
     with getattr(accelerator, method)():
         found = mark.exists()
@@ -33,15 +33,15 @@ def who_came_first(accelerator: Any, method: str, folder: Path) -> bool:
     return found
 
 
-def failed_first(accelerator: Any) -> str:
-    """What the other rank finds where the main one raises an error in its block."""
+def error_in_main_block(accelerator: Any) -> str:
+    """Returns the main rank's error in its block, or that the other rank continued."""
     try:
         with accelerator.main_process_first():
             if accelerator.is_main_process:
                 raise OSError("no data")
     except OSError as error:
         return str(error)
-    return "went on"
+    return "continued"
 
 
 def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
     return found
 
 
-def sent_late(strategy: str) -> dict[str, list[float] | None]:
-    """Gradients of two backwards, the first under `no_sync`; the second, forward under `no_sync` too, sends the sum."""
+def sync_late(strategy: str) -> dict[str, list[float] | None]:
+    """Returns gradients after a backward under `no_sync`, and after one that syncs a forward under `no_sync`."""
     from leyden import Accelerator
 
     accelerator = Accelerator(cpu=True, strategy=strategy)
@@ -87,7 +87,7 @@ def sent_late(strategy: str) -> dict[str, list[float] | None]:
     with accelerator.no_sync(model):
         first, second = model(own).sum(), model(own * 10).sum()
         accelerator.backward(first)
-    # FSDP keeps gradients to itself until they are sent.
+    # FSDP sets no gradients before it sends them.
     kept = None if model.weight.grad is None else whole(model.weight.grad).flatten().tolist()
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(second)
@@ -97,7 +97,7 @@ def sent_late(strategy: str) -> dict[str, list[float] | None]:
 
 
 def on_two_machines() -> tuple[int, list[int]]:
-    """One rank on each of two machines: its local rank, and the ranks that are in the block at the same time."""
+    """Runs as the only rank of one of two machines; returns its local rank, and the ranks inside the block."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
     from leyden import Accelerator
 
@@ -116,45 +116,45 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     accelerator.end_training()
     place = Path(folder)
     return {
-        "main": who_came_first(accelerator, "main_process_first", place),
-        "local": who_came_first(accelerator, "local_main_process_first", place),
-        "failed": failed_first(accelerator),
-        "together": trained(accelerator, one_by_one=False),
+        "main": entered_second(accelerator, "main_process_first", place),
+        "local": entered_second(accelerator, "local_main_process_first", place),
+        "failed": error_in_main_block(accelerator),
+        "one call": trained(accelerator, one_by_one=False),
         "one by one": trained(accelerator, one_by_one=True),
         "list": [batch.tolist() for batch in accelerator.prepare_data_loader([torch.tensor([n]) for n in range(4)])],
-        "ddp": sent_late("ddp"),
-        "fsdp": sent_late("fsdp"),
+        "ddp": sync_late("ddp"),
+        "fsdp": sync_late("fsdp"),
         "logged": len(list(place.glob("images/events.out.tfevents.*"))),
     }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Returns the results of two ranks."""
     return run_world(2, on_a_rank, str(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("which", ["main", "local"])
-def test_the_main_rank_runs_a_block_before_the_other(found: list[dict[str, Any]], which: str) -> None:
+def test_the_main_rank_enters_the_block_first(found: list[dict[str, Any]], which: str) -> None:
     assert [rank[which] for rank in found] == [False, True]
 
 
-def test_the_main_rank_of_each_machine_waits_for_no_other_machine() -> None:
+def test_local_main_process_first_does_not_wait_for_other_machines() -> None:
     assert run_world(2, on_two_machines, timeout=60) == [(0, [0, 1])] * 2
 
 
-def test_the_other_rank_goes_on_where_the_main_one_fails_in_its_block(found: list[dict[str, Any]]) -> None:
-    assert [rank["failed"] for rank in found] == ["no data", "went on"]
+def test_the_other_rank_continues_if_the_main_rank_fails_in_its_block(found: list[dict[str, Any]]) -> None:
+    assert [rank["failed"] for rank in found] == ["no data", "continued"]
 
 
-def test_objects_prepared_one_by_one_train_as_those_of_one_call(found: list[dict[str, Any]]) -> None:
+def test_objects_prepared_one_by_one_train_like_those_prepared_in_one_call(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["one by one"] == rank["together"]
-        assert rank["together"]["same"]
-    assert found[0]["together"]["weights"] == found[1]["together"]["weights"]
+        assert rank["one by one"] == rank["one call"]
+        assert rank["one call"]["same"]
+    assert found[0]["one call"]["weights"] == found[1]["one call"]["weights"]
 
 
-def test_a_scheduler_prepared_alone_steps_once_for_each_optimizer_step(found: list[dict[str, Any]]) -> None:
+def test_a_scheduler_prepared_alone_steps_once_per_optimizer_step(found: list[dict[str, Any]]) -> None:
     # 8 samples in batches of 2 on 2 ranks are 2 batches each, which make one step.
     assert [rank["one by one"]["sizes"] for rank in found] == [[2, 2], [2, 2]]
     assert [rank["one by one"]["rate"] for rank in found] == [0.05, 0.05]
@@ -174,5 +174,5 @@ def test_trigger_sync_in_backward_sends_gradients_of_an_unsynced_forward(
     assert [rank[strategy]["sent"] for rank in found] == [[16.5], [16.5]]
 
 
-def test_images_are_written_by_the_main_rank_alone(found: list[dict[str, Any]]) -> None:
+def test_only_the_main_rank_writes_images(found: list[dict[str, Any]]) -> None:
     assert [rank["logged"] for rank in found] == [1, 1]

@@ -1,4 +1,4 @@
-"""What callbacks and DataModules keep per rank comes back on each rank; of all else a checkpoint holds rank 0's."""
+"""Per-rank state of callbacks and DataModules is restored on its rank; all other state is rank 0's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def own_number() -> int:
 
 
 class Shared(Callback):
-    """Keeps a number of its rank, and does not say whose counts."""
+    """Saves a number that differs by rank, without setting `state_per_rank`."""
 
     def __init__(self, number: int) -> None:
         self.number, self.loaded = torch.tensor(number), -1
@@ -36,7 +36,7 @@ class PerRank(Shared):
     state_per_rank = True
 
 
-class First(Shared):
+class RankZero(Shared):
     state_per_rank = False
 
 
@@ -58,9 +58,9 @@ class Data(DataModule):
 
 
 def fit(folder: str, path: str | None, epochs: int) -> tuple[list[int], list[str]]:
-    """What each owner was given in a resume, and the warnings of this rank."""
+    """Returns the number that each owner loaded, and this rank's warnings."""
     number = own_number() if path is None else -5
-    owners: list[Any] = [Shared(number), PerRank(number), First(number)]
+    owners: list[Any] = [Shared(number), PerRank(number), RankZero(number)]
     trainer = Trainer(
         **QUIET,
         strategy="ddp",
@@ -80,12 +80,12 @@ def fit(folder: str, path: str | None, epochs: int) -> tuple[list[int], list[str
     return [*(owner.loaded for owner in owners), data.loaded], messages
 
 
-def both(folder: str) -> Any:
+def fit_and_resume(folder: str) -> Any:
     return fit(folder, None, 1), fit(folder, f"{folder}/saved", 2)
 
 
-def test_state_per_rank_comes_back_on_its_rank_and_all_else_is_rank_0s(tmp_path: Path) -> None:
-    (first, resumed), (other_first, other_resumed) = run_world(2, both, str(tmp_path))
+def test_per_rank_state_is_restored_on_its_rank_and_other_state_is_rank_0s(tmp_path: Path) -> None:
+    (first, resumed), (other_first, other_resumed) = run_world(2, fit_and_resume, str(tmp_path))
     assert resumed == ([10, 10, 10, 10], []) and other_resumed == ([10, 11, 10, 11], [])
     [message], [] = first[1], other_first[1]
     assert (

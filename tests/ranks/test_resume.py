@@ -1,4 +1,4 @@
-"""A run on several ranks that is resumed: exactly on as many ranks, and with the same samples on any other number."""
+"""Saving and resuming on two ranks: a resumed run is bit-identical, and every rank agrees on the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 class Net(TrainModule):
-    """Draws random numbers of its own on each rank, and keeps what it lost and saw."""
+    """Draws different random numbers on each rank, and records its losses."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Net(TrainModule):
 
 
 def trainer_in(folder: str, every: int, **arguments: Any) -> Trainer:
-    """Saves every so many steps, and keeps what it saves."""
+    """Returns a Trainer that saves every `every` steps, and keeps all checkpoints."""
     checkpoint = ModelCheckpoint(every_n_train_steps=every, save_top_k=-1, filename="{step}")
     settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "default_root_dir": folder}
     return Trainer(callbacks=checkpoint, **settings, **arguments)
 
 
 def fit(folder: str, ckpt_path: str | None, max_steps: int) -> dict[str, Any]:
-    """What a run ended with, on this rank."""
+    """Returns what a run ended with, on this rank."""
     torch.manual_seed(5)
     random.seed(5)
     module = Net()
@@ -67,59 +67,59 @@ def fit(folder: str, ckpt_path: str | None, max_steps: int) -> dict[str, Any]:
     }
 
 
-def alike_but_for_statistics(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """The parameters of ranks are alike; batch norm's statistics have seen different batches."""
+def differ_only_in_statistics(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Returns True if only batch norm's statistics differ, which are those of different batches."""
     differ = {name for name, value in a["weights"].items() if not np.array_equal(value, b["weights"][name])}
     return differ == {"net.1.running_mean", "net.1.running_var"}
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(np.array_equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
 
 
 def test_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole = run_world(2, fit, str(tmp_path / "whole"), None, 30)
-    assert alike_but_for_statistics(whole[0], whole[1])
-    assert whole[0]["losses"] != whole[1]["losses"], "each rank has its own samples and random numbers"
+    assert differ_only_in_statistics(whole[0], whole[1])
+    assert whole[0]["losses"] != whole[1]["losses"], "the ranks have the same samples and random numbers"
     assert whole[0]["paths"] == whole[1]["paths"]
-    # Saved at step 10, in the middle of an epoch or not, depending on the sharding: both resume.
+    # Both steps are in the middle of an epoch of 8.
     for step in (5, 10):
         path = tmp_path / "whole" / "checkpoints" / f"step={step}"
         assert CheckpointReader(path).has("rank-0") and CheckpointReader(path).has("rank-1")
         resumed = run_world(2, fit, str(tmp_path / f"again {step}"), str(path), 30)
         for rank in (0, 1):
             assert resumed[rank]["losses"] == whole[rank]["losses"][step:]
-            assert same(resumed[rank], whole[rank])
+            assert same_weights(resumed[rank], whole[rank])
             assert resumed[rank]["random"] == whole[rank]["random"]
             assert resumed[rank]["metrics"] == whole[rank]["metrics"]
 
 
-def test_the_last_one_is_found_by_all_ranks(tmp_path: Path) -> None:
+def test_all_ranks_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
     first = run_world(2, fit, str(tmp_path), "auto", 10)
     again = run_world(2, fit, str(tmp_path), "auto", 15)
     straight = run_world(2, fit, str(tmp_path / "straight"), None, 15)
     assert [len(rank["losses"]) for rank in first + again] == [10, 10, 5, 5]
-    assert same(again[0], straight[0]) and same(again[1], straight[1])
+    assert same_weights(again[0], straight[0]) and same_weights(again[1], straight[1])
 
 
-def test_a_rank_that_cannot_save_is_the_one_that_is_named(tmp_path: Path) -> None:
+def test_only_the_rank_that_cannot_save_reports_its_error(tmp_path: Path) -> None:
     first, second = run_world(2, fail_to_save, str(tmp_path), may_fail=True)
-    # The error that is shown is that of the rank that has it; the other one is ended, or follows quietly.
+    # The other rank is ended, or fails without a report of its own.
     assert second == "UnsupportedStateError reported True"
     assert first in (1, "CheckpointError reported False", "OtherRankError reported False")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=1"]
 
 
-class Stubborn(Net):
-    """On one rank it has state that cannot be saved, from the second save on."""
+class Unsavable(Net):
+    """Has state on rank 1 that cannot be saved, in its third save."""
 
     saves = 0
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.saves += 1
-        # The first is a trial before the first step.
+        # The first save is a trial before the first step.
         if self.trainer.global_rank == 1 and self.saves == 3:
-            checkpoint["file"] = open  # no file of its own
+            checkpoint["file"] = open  # a builtin, which cannot be saved
 
 
 def fail_to_save(folder: str) -> str:
@@ -127,7 +127,7 @@ def fail_to_save(folder: str) -> str:
 
     trainer = trainer_in(folder, every=1, max_steps=4)
     try:
-        trainer.fit(Stubborn(), DataLoader(labeled(64), 4))
+        trainer.fit(Unsavable(), DataLoader(labeled(64), 4))
     except Exception as error:
         failure = process_group._first_failure
         return f"{type(error).__name__} reported {failure is not None and failure.reported}"
@@ -143,7 +143,7 @@ def save_afterwards(folder: str) -> tuple[list[str], int]:
     return [path.name for path in [*paths, weights]], trainer.global_step
 
 
-def test_a_checkpoint_is_saved_after_the_run(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_saved_after_the_run(tmp_path: Path) -> None:
     found = run_world(2, save_afterwards, str(tmp_path))
     assert found == [(["after", "after", "weights"], 2)] * 2
     module = Net.load_from_checkpoint(tmp_path / "after")

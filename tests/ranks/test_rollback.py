@@ -1,4 +1,4 @@
-"""NonFiniteGuard("rollback") on two ranks: both go back, under DDP and with sharded weights, and a resume is exact."""
+"""NonFiniteGuard("rollback") on two ranks: both roll back, under DDP and FSDP, and a resume is exact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from leyden.callbacks import ModelCheckpoint, NonFiniteGuard, SpikeDetection
 
 
 class Net(Squares):
-    """The loss of rank 1 is nan in one batch, the last one, of which rank 0 alone has a sample, in another."""
+    """The loss is nan in one batch of rank 1, and in the last batch, of which only rank 0 has a sample."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.2), nn.Linear(4, 1)))
@@ -37,9 +37,9 @@ class Net(Squares):
 def trained(root: str, strategy: str, max_steps: int = -1, path: str | None = None) -> list[Any]:
     seed_everything(3)
     guard = NonFiniteGuard("rollback")
-    saves = ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
+    checkpoint = ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
     settings = {**QUIET, "enable_checkpointing": True, "strategy": strategy, "devices": 2, "max_epochs": 2}
-    trainer, module = Trainer(**settings, max_steps=max_steps, callbacks=[guard, saves]), Net()
+    trainer, module = Trainer(**settings, max_steps=max_steps, callbacks=[guard, checkpoint]), Net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         # Eleven batches, the last one of a single sample.
@@ -48,64 +48,64 @@ def trained(root: str, strategy: str, max_steps: int = -1, path: str | None = No
     return [guard.rolled_back, trainer.global_step, weights]
 
 
-class Jumps(Net):
-    """The loss of rank 1 is a thousand times as large in one batch."""
+class LossSpike(Net):
+    """Multiplies the loss of rank 1 by a thousand in one batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = Squares.training_step(self, batch, batch_idx)
         return loss * 1000 if batch_idx == 5 and self.trainer.global_rank == 1 else loss
 
 
-class GoesBack(Callback):
+class RollsBack(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 7:
             trainer.roll_back()
 
 
-class GoesBackAtTheEnd(Callback):
+class RollsBackInLastBatch(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             trainer.roll_back()
 
 
-class Closing(GoesBackAtTheEnd):
+class RollsBackInClosingHook(RollsBackInLastBatch):
     closing_hooks = frozenset({"on_train_batch_end"})
 
 
-def goes_back_after_a_single_sample(root: str, callback: Callback) -> int:
-    """The last batch has no sample for rank 1."""
-    saves = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
+def roll_back_in_last_batch(root: str, callback: Callback) -> int:
+    """Rolls back in the last batch, which has no sample for rank 1; returns the step."""
+    checkpoint = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
     settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "devices": 2, "max_epochs": 1}
-    trainer = Trainer(**settings, callbacks=[callback, saves], default_root_dir=root)
+    trainer = Trainer(**settings, callbacks=[callback, checkpoint], default_root_dir=root)
     trainer.fit(Squares(), DataLoader(pairs(9, inputs=2), 1))
     return int(trainer.global_step)
 
 
-def refused(root: str) -> str:
+def roll_back_in_plain_hook(root: str) -> str:
     try:
-        return str(goes_back_after_a_single_sample(root, GoesBackAtTheEnd()))
+        return str(roll_back_in_last_batch(root, RollsBackInLastBatch()))
     except LeydenError as error:
         return str(error)
 
 
-def test_a_hook_that_a_rank_without_a_sample_does_not_hear_of_is_refused(tmp_path: Any) -> None:
-    found = run_world(2, refused, str(tmp_path), may_fail=True)
+def test_rolling_back_in_a_hook_that_a_rank_without_samples_skips_raises(tmp_path: Any) -> None:
+    found = run_world(2, roll_back_in_plain_hook, str(tmp_path), may_fail=True)
     assert "with closing_hooks = frozenset" in str(found[0])
 
 
-def forgets_a_spike(root: str) -> list[Any]:
-    """Goes back while the ranks' answer on the batch that jumps is on its way."""
+def roll_back_during_a_spike(root: str) -> list[Any]:
+    """Rolls back while the ranks' exchange about the batch with the spike is pending."""
     seed_everything(3)
-    spikes, saves = SpikeDetection(atol=10.0), ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
+    spikes, checkpoint = SpikeDetection(atol=10.0), ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
     settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "devices": 2, "max_epochs": 1}
-    trainer = Trainer(**settings, callbacks=[GoesBack(), spikes, saves], default_root_dir=root)
-    trainer.fit(Jumps(), DataLoader(pairs(20, inputs=2), 1))
+    trainer = Trainer(**settings, callbacks=[RollsBack(), spikes, checkpoint], default_root_dir=root)
+    trainer.fit(LossSpike(), DataLoader(pairs(20, inputs=2), 1))
     return [trainer.global_step, spikes.bad_batches]
 
 
 def on_ranks(root: str) -> dict[str, list[Any]]:
-    found = {"spike": forgets_a_spike(f"{root}/spike")}
-    found["single"] = [goes_back_after_a_single_sample(f"{root}/single", Closing())]
+    found = {"spike": roll_back_during_a_spike(f"{root}/spike")}
+    found["single"] = [roll_back_in_last_batch(f"{root}/single", RollsBackInClosingHook())]
     for strategy in ("ddp", "fsdp"):
         found[strategy] = trained(f"{root}/{strategy}/whole", strategy)
         trained(f"{root}/{strategy}/cut", strategy, max_steps=9)
@@ -113,13 +113,13 @@ def on_ranks(root: str) -> dict[str, list[Any]]:
     return found
 
 
-def test_all_ranks_go_back_together_and_a_resume_is_exact(tmp_path: Any) -> None:
+def test_all_ranks_roll_back_together_and_a_resume_is_exact(tmp_path: Any) -> None:
     ranks: list[dict[str, list[Any]]] = run_world(2, on_ranks, str(tmp_path))
     assert all(found["spike"] == [6, []] and found["single"] == [4] for found in ranks)
     for strategy in ("ddp", "fsdp"):
         for found in ranks:
             places, steps, weights = found[strategy]
-            # In the first epoch 11 batches, of which two are passed over, and the three before the second one.
+            # Of 22 batches, the rollbacks discard the three up to the first nan and the four up to the second.
             assert places == [(7, 4), (8, 4)] and steps == 15
             assert found[f"{strategy} again"] == found[strategy] == ranks[0][strategy]
             assert all(map(math.isfinite, weights))

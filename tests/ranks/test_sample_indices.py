@@ -1,4 +1,4 @@
-"""`Trainer.sample_indices` on two ranks: each knows its own samples, and without a message those of all."""
+"""`Trainer.sample_indices` on two ranks: each knows its own samples and, without a message, those of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 11
 
 
 class Batches:
-    """Batches of a user's own, of several sizes."""
+    """A user's own batch sampler, with batches of several sizes."""
 
     def __len__(self) -> int:
         return 5
@@ -31,13 +31,13 @@ class Batches:
         yield from ([order[9]], [order[10]])
 
 
-class Asks(Callback):
+class IndexRecorder(Callback):
     def __init__(self) -> None:
         self.found: list[tuple[list[int], Any, Any]] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        everywhere = trainer.sample_indices(all_ranks=True)
-        self.found.append((batch[0][:, 0].int().tolist(), trainer.sample_indices(), everywhere))
+        of_all_ranks = trainer.sample_indices(all_ranks=True)
+        self.found.append((batch[0][:, 0].int().tolist(), trainer.sample_indices(), of_all_ranks))
 
 
 def data(bad: int = -1) -> TensorDataset:
@@ -45,21 +45,21 @@ def data(bad: int = -1) -> TensorDataset:
     return TensorDataset(torch.where(torch.arange(SAMPLES)[:, None] == bad, torch.inf, x))
 
 
-def found_by(loader: DataLoader[Any], **arguments: Any) -> list[tuple[list[int], Any, Any]]:
-    asks = Asks()
+def indices_of(loader: DataLoader[Any], **arguments: Any) -> list[tuple[list[int], Any, Any]]:
+    recorder = IndexRecorder()
     torch.manual_seed(1)
-    Trainer(strategy="ddp", devices=2, max_epochs=2, callbacks=[asks], **QUIET, **arguments).fit(Line(), loader)
-    return asks.found
+    Trainer(strategy="ddp", devices=2, max_epochs=2, callbacks=[recorder], **QUIET, **arguments).fit(Line(), loader)
+    return recorder.found
 
 
 def on_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {
-        "shuffled": found_by(DataLoader(data(), 3, shuffle=True)),
-        "even": found_by(DataLoader(data(), 3, shuffle=True), even_batches=True),
-        "batches": found_by(DataLoader(data(), batch_sampler=Batches())),  # type: ignore[arg-type]
+        "shuffled": indices_of(DataLoader(data(), 3, shuffle=True)),
+        "even": indices_of(DataLoader(data(), 3, shuffle=True), even_batches=True),
+        "batches": indices_of(DataLoader(data(), batch_sampler=Batches())),  # type: ignore[arg-type]
     }
     split: Any = DistributedSampler(data(), 2, int(os.environ["RANK"]))
-    found["split"] = found_by(DataLoader(data(), 3, sampler=split))
+    found["split"] = indices_of(DataLoader(data(), 3, sampler=split))
     trainer = Trainer(strategy="ddp", devices=2, max_epochs=1, callbacks=[NonFiniteGuard()], **QUIET)
     # Last: an error ends all ranks, of which one reports it.
     with pytest.raises((NonFiniteError, SystemExit)) as caught:
@@ -68,19 +68,19 @@ def on_ranks() -> dict[str, Any]:
     return found
 
 
-def test_ranks_know_their_samples_and_those_of_the_global_batch() -> None:
+def test_sample_indices_match_the_loaded_samples_and_the_global_batch() -> None:
     ranks: list[dict[str, Any]] = run_world(2, on_ranks)
     for name in ("shuffled", "even", "batches", "split"):
-        for loaded, told, _ in [*ranks[0][name], *ranks[1][name]]:
-            assert loaded == told, name
+        for loaded, reported, _ in [*ranks[0][name], *ranks[1][name]]:
+            assert loaded == reported, name
     for name in ("shuffled", "batches"):
-        # Of a fifth batch of the user's own rank 1 has nothing.
+        # Without the third step, in which rank 1 has nothing: the user's fifth batch is rank 0's.
         batches: Any = zip(ranks[0][name][:2], ranks[1][name][:2], strict=True)
         assert all(one[2] == other[2] == one[0] + other[0] for one, other in batches), name
-    drawn: list[int] = [index for _, _, everywhere in ranks[0]["shuffled"][:2] for index in everywhere]
+    drawn: list[int] = [index for _, _, of_all_ranks in ranks[0]["shuffled"][:2] for index in of_all_ranks]
     assert sorted(drawn) == list(range(SAMPLES))
-    assert [everywhere for _, _, everywhere in ranks[0]["split"]] == [None] * 4
-    # Rank 0's part of what the sampler has shuffled, then rank 1's.
+    assert [of_all_ranks for _, _, of_all_ranks in ranks[0]["split"]] == [None] * 4
+    # Rank 0's part of the shuffled order, then rank 1's.
     orders = [list(map(int, DistributedSampler(data(), 2, rank))) for rank in range(2)]
     at = next(start for start in range(0, 6, 2) if 8 in orders[0][start : start + 2] + orders[1][start : start + 2])
     shown = ", ".join(map(str, orders[0][at : at + 2] + orders[1][at : at + 2]))

@@ -1,4 +1,4 @@
-"""fp16 and its scaler over ranks, one of which has no sample in some batches."""
+"""fp16 and its scaler on two ranks, one of which has no sample in some batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 9
 
 
 class Net(TrainModule):
-    """Its loss is inf for one sample, which is in the batch that one rank has alone, or in one of both."""
+    """Its loss is inf for one sample, in a batch that only one rank has, or in one that both have."""
 
     def __init__(self, manual: bool, infinite: int) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ def fit_all() -> list[Any]:
     return [fit("ddp", 2, *case) for case in CASES]
 
 
-def test_all_ranks_skip_and_scale_alike() -> None:
+def test_all_ranks_skip_the_same_steps_and_scale_equally() -> None:
     results = run_world(2, fit_all)
     for number, case in enumerate(CASES):
         weights, scale, steps = fit("single_device", 4, *case)
         first, second = (found[number] for found in results)
         assert first == second, case
         assert first[1] == scale, case
-        # fp16 rounds sums of other batches otherwise.
+        # fp16 rounds sums over other batches differently.
         assert first[0] == pytest.approx(weights, abs=2e-3), case
         if not case[0]:
             assert first[2] == steps == (9, 8), case

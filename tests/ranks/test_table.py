@@ -1,4 +1,4 @@
-"""docs/strategies.md is true: each cell of its table is run, on as many ranks as the strategy wants."""
+"""docs/strategies.md is correct: each cell of its table runs, on as many ranks as the strategy needs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SIZES = {
     "tp": (2, 1),
     "fsdp_tp": (4, 2),
 }
-"""Ranks of a strategy, and those on which its checkpoints are resumed."""
+"""Number of ranks of each strategy, and number of ranks on which its checkpoints resume."""
 
 
 @pytest.mark.parametrize("strategy", [name for name in SIZES if table.rows_of(name, run="CI")])
-def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
+def test_quick_cells_of_the_table_are_correct(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "CI", tmp_path, *SIZES[strategy])
 
 
@@ -36,11 +36,11 @@ def test_other_names_of_the_strategies_train(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", SIZES)
-def test_the_slow_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
+def test_slow_cells_of_the_table_are_correct(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "full", tmp_path, *SIZES[strategy])
 
 
-def test_every_feature_and_strategy_of_the_table_has_a_cell_that_is_tried() -> None:
+def test_the_table_covers_every_strategy_precision_and_feature() -> None:
     rows, letters, others = table.rows(), table.reasons(), table.other_names()
     pairs = [(row.strategy, row.precision) for row in rows]
     assert len(pairs) == len(set(pairs))
@@ -54,12 +54,12 @@ def test_every_feature_and_strategy_of_the_table_has_a_cell_that_is_tried() -> N
         for mark in row.marks.values():
             assert mark in (table.WORKS, table.MEANINGLESS, table.UNTRIED) or mark[:1] == table.REFUSED, row
             used |= {mark[1:]} if mark[:1] == table.REFUSED else set()
-        # A row that is never run has nothing that works, or is known to be refused.
+        # Rows that never run, and only those, have no cell that works or is known to raise.
         assert (row.run == "never") == (set(row.marks.values()) <= {table.UNTRIED, table.MEANINGLESS}), row
     assert used == set(letters)
 
 
-def test_transformer_engine_has_not_run() -> None:
+def test_only_transformer_engine_rows_never_run() -> None:
     for row in table.rows():
         assert (row.run == "never") == (row.precision == "transformer-engine"), row
         if row.run == "never" and row.strategy not in XLA_NAMES and not row.strategy.startswith("deepspeed"):

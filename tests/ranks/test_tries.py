@@ -38,7 +38,7 @@ def main(how="backward"):
             if step == 2 and batch_size > 2 and accelerator.is_last_process:
                 raise MemoryError("only here")
             if step == 2 and how == "late" and batch_size > 2:
-                # The others have done with the function when one gives it up.
+                # The other ranks have finished the function when one runs out of memory.
                 break
             accelerator.backward(F.mse_loss(model(x), y))
             optimizer.step()
@@ -74,12 +74,14 @@ LAUNCH = ("-m", "leyden", "launch", "--cpu", "-q", "--num_processes")
     [
         pytest.param((*LAUNCH, "2", "script.py", "backward"), 2, marks=pytest.mark.full, id="leyden launch"),
         pytest.param((*LAUNCH, "3", "script.py", "backward"), 3, marks=pytest.mark.full, id="three ranks"),
-        pytest.param((*LAUNCH, "2", "script.py", "late"), 2, marks=pytest.mark.full, id="after the others have done"),
+        pytest.param(
+            (*LAUNCH, "2", "script.py", "late"), 2, marks=pytest.mark.full, id="after the others have finished"
+        ),
         pytest.param(("script.py", "fork"), 2, marks=pytest.mark.full, id="fork"),
         pytest.param(("script.py", "spawn"), 2, marks=pytest.mark.full, id="spawn"),
     ],
 )
-def test_all_ranks_start_anew_with_the_smaller_size(command: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+def test_all_ranks_restart_with_the_smaller_size(command: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     done = run(tmp_path, *command)
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
@@ -117,13 +119,13 @@ def train(batch_size):
     print(f"RANK {trainer.global_rank} {batch_size} {trainer.global_step}\\n", end="")
 
 for _ in range(2):
-    # The function keeps its size.
+    # The second call starts with the size that the first one found.
     train()
 """
 
 
 @pytest.mark.full
-def test_tries_around_a_fit_that_starts_its_ranks_restart_them(tmp_path: Path) -> None:
+def test_a_fit_that_starts_its_ranks_restarts_them_with_the_smaller_size(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BY_TRAINER)
     done = run(tmp_path, "train.py")
     assert done.returncode == 0, done.stderr
@@ -132,7 +134,7 @@ def test_tries_around_a_fit_that_starts_its_ranks_restart_them(tmp_path: Path) -
     assert done.stderr.count("All ranks restart with") == 1 and "Traceback" not in done.stderr
 
 
-def test_a_function_that_fits_nowhere_ends_all_ranks(tmp_path: Path) -> None:
+def test_a_function_that_fits_with_no_batch_size_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"nowhere does not fit into memory with any batch size down to 1 \(MemoryErr"
     ):
@@ -152,7 +154,7 @@ def fits_nowhere() -> None:
     nowhere()
 
 
-def tried() -> str:
+def error_under_torchrun() -> str:
     try:
         find_executable_batch_size(lambda batch_size: batch_size)()
     except ConfigurationError as error:
@@ -160,6 +162,6 @@ def tried() -> str:
     return ""
 
 
-def test_ranks_that_nobody_starts_again_are_refused_with_the_way_to_do_it() -> None:
-    for message in run_world(2, tried):
+def test_ranks_that_cannot_be_restarted_raise_with_the_fix() -> None:
+    for message in run_world(2, error_under_torchrun):
         assert "2 ranks that torchrun started" in message and "leyden launch --num_processes 2 script.py" in message

@@ -1,4 +1,4 @@
-"""The helper that runs functions on ranks: it reports who failed, and leaves nobody behind."""
+"""The helper that runs functions on ranks reports which rank failed, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def test_every_rank_returns_its_result() -> None:
     assert run_world(2, add_up, 2.0) == [6.0, 6.0]
 
 
-def test_a_failure_names_its_rank() -> None:
+def test_the_failure_names_the_rank() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 raised(.|\n)*ValueError: of rank one"):
         run_world(2, fail_on_rank_one)
     assert run_world(2, fail_on_rank_one, may_fail=True) == ["fine", "ValueError: of rank one"]
 
 
-def test_a_rank_that_hangs_is_ended() -> None:
+def test_a_rank_that_hangs_is_killed() -> None:
     with pytest.raises(AssertionError, match="rank 0 hangs"):
         run_world(1, hang, timeout=0.5)
 
 
-def test_a_rank_that_dies_silently_is_reported_by_its_exit_code() -> None:
+def test_a_rank_that_exits_silently_returns_its_exit_code() -> None:
     assert run_world(1, leave, may_fail=True) == [3]

@@ -1,4 +1,4 @@
-"""Runs a function of a test on several ranks: real processes, started as torchrun would have started them."""
+"""Runs a function of a test on several ranks: real processes, with the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from programs import warm
 
 DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
-"""Variables of ranks in debug mode, in which they compare what they bring to a collective."""
+"""Variables of ranks in debug mode, which compares the arguments of collectives."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Returns a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one machine."""
+    """Returns the variables that torchrun sets for a rank of a single machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -47,8 +47,8 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def kill_every_rank() -> None:
-    """Ends this rank by SIGKILL, once all ranks have come here: each calls it at the same place of its run."""
-    # Who leaves last may find that the others are gone already.
+    """Kills this rank by SIGKILL, once all ranks have called this at the same point of their run."""
+    # The last rank may find the others gone already.
     with contextlib.suppress(RuntimeError):
         dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -67,9 +67,9 @@ def run_world(
     Args:
         size: number of ranks.
         function: a function at the top of a test file; it reads its rank from the environment, as a user's script does.
-        *args: what pickle takes.
+        *args: arguments of the function, which must be picklable.
         timeout: seconds after which ranks that hang are killed, and the test fails.
-        environ: further variables of each rank.
+        environ: additional environment variables of each rank.
         may_fail: return the exception's text ("TypeError: …"), or the exit code of a rank that ended silently,
             in place of a result.
     """
@@ -113,9 +113,9 @@ def run_world(
 
 
 def _rank(sender: Any, file: str, name: str, args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    # Collections need not visit what the server imported: that took up to half of a rank's time.
+    # Spares the garbage collector what the server imported, which took up to half of a rank's time.
     gc.freeze()
-    # The platform's own, as in a script: workers of a loader would wait for a server that imports torch first.
+    # The platform's default, as in a script: a loader's workers would wait for a server that imports torch first.
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     os.environ.update(variables)
     torch.set_num_threads(1)
