@@ -72,7 +72,7 @@ def test_a_mesh_trains_as_one_process(sizes: dict[str, int], plan: dict[str, str
 
 
 LARGER = [{"dp_shard": 1, "tp": 4}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {"dp_replicate": 2, "tp": 2}]
-"""The last is for 8 ranks, of which two have no sample of the last batch."""
+"""Sizes of larger meshes. The last one is for 8 ranks, of which two have no sample of the last batch."""
 
 
 @pytest.mark.full
@@ -81,11 +81,7 @@ LARGER = [{"dp_shard": 1, "tp": 4}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
     [{}, {"accumulate_grad_batches": 3}, {"accumulate_grad_batches": 2, "counts_items": True}],
     ids=["plain", "accumulated", "by items"],
 )
-@pytest.mark.parametrize(
-    "sizes",
-    [{"dp_shard": 1, "tp": 4}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {"dp_replicate": 2, "tp": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", LARGER, ids=str)
 def test_larger_meshes_train_as_one_process(sizes: dict[str, int], arguments: dict[str, Any]) -> None:
     arguments = {**arguments, "n_kv_heads": 4}
     single = train(None, **arguments)
