@@ -134,7 +134,7 @@ def test_weights_are_bit_identical_to_a_plain_loop_with_the_same_micro_batches(r
 
 
 @pytest.mark.parametrize("items", [False, True])
-def test_uneven_batches_train_as_one_process(ranks: Any, items: bool) -> None:
+def test_uneven_batches_train_like_one_process(ranks: Any, items: bool) -> None:
     expected, _ = whole_batches(17, items)
     for rank in ranks:
         for name, value in weights(rank[f"uneven {items}"]).items():

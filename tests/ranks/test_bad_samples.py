@@ -63,7 +63,7 @@ def on_ranks(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_two_ranks_train_as_one_process_on_the_good_samples(strategy: str) -> None:
+def test_two_ranks_train_like_one_process_on_the_good_samples(strategy: str) -> None:
     alone = [trained(bad, 8, **arguments) for bad, arguments in CASES] + [trained(MANUAL[0], 8, Manual)]
     for found in run_world(2, on_ranks, strategy):
         for (weights, counts), (expected, expected_counts) in zip(found, alone, strict=True):
@@ -87,6 +87,6 @@ def fit_unsupported(own_loaders: bool) -> None:
     [(False, "in which several ranks load the same samples"), (True, "not work with use_distributed_sampler=False on")],
     ids=["shared samples", "own loaders"],
 )
-def test_skipping_raises_where_ranks_could_get_different_batches(own_loaders: bool, match: str) -> None:
+def test_skipping_raises_if_ranks_could_get_different_batches(own_loaders: bool, match: str) -> None:
     found = run_world(2, fit_unsupported, own_loaders, may_fail=True)
     assert any(match in str(error) for error in found), found

@@ -87,7 +87,7 @@ def test_a_collective_returns_the_values_of_every_rank(ranks: list[dict[str, Any
     assert [rank[name] for rank in ranks] == [expected, expected]
 
 
-def test_an_unknown_reduction_is_refused(ranks: list[dict[str, Any]]) -> None:
+def test_an_unknown_reduction_raises(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "reduction='medium' is not known" in rank["unknown"]
 

@@ -208,7 +208,7 @@ def train_on_every_kind() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_any_loader_yields_each_sample_once_and_trains_as_one_process(ranks: int) -> None:
+def test_any_loader_yields_each_sample_once_and_trains_like_one_process(ranks: int) -> None:
     results = run_world(ranks, train_on_every_kind)
     module = Regression()
     fitted(module, DataLoader(samples(), 8 * ranks), "auto", max_epochs=1)

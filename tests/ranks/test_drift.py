@@ -118,7 +118,7 @@ def fit_and_unfreeze_in(arguments: dict[str, Any], batch: int | None) -> None:
     Trainer(strategy=DDPStrategy(**arguments), max_epochs=epochs, **QUIET).fit(kind(batch), loader())
 
 
-def test_unfrozen_and_refrozen_parameters_train_as_on_one_process() -> None:
+def test_unfrozen_and_refrozen_parameters_train_like_one_process() -> None:
     one = fit_unfreezing("single_device", 4)
     strategies: list[Any] = ["ddp", "fsdp", {"ddp_comm_hook": "fp16", "find_unused_parameters": True}]
     both = run_world(2, fit_each_unfreezing, strategies)

@@ -308,7 +308,7 @@ def test_recomputed_activations_train_the_same(results_of: ResultsOf, kind: str)
 
 
 @pytest.mark.full
-def test_compiled_blocks_train_as_plain_ones() -> None:
+def test_compiled_blocks_train_like_plain_ones() -> None:
     for made_graphs, error in run_world(2, compiled, "gather"):
         assert made_graphs and error < 5e-3
 

@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-def test_two_ranks_train_as_the_hand_written_script() -> None:
+def test_two_ranks_match_the_hand_written_script() -> None:
     assert run_world(2, compare, CASES) == [{name: [] for name in CASES}] * 2
 
 
@@ -203,7 +203,7 @@ FOUR = {
 
 
 @pytest.mark.full
-def test_four_ranks_train_as_the_hand_written_script() -> None:
+def test_four_ranks_match_the_hand_written_script() -> None:
     assert run_world(4, compare, FOUR) == [{name: [] for name in FOUR}] * 4
 
 

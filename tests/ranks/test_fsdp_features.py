@@ -1,4 +1,4 @@
-"""Features of FSDPStrategy beside plain training, on two real ranks."""
+"""Features of FSDPStrategy beyond plain training, on two real ranks."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_torch_save_of_shards_raises(results_of: ResultsOf) -> None:
 
 # unsharded parameters, and norms over both kinds ----------------------------------------------------------------------
 def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
-    """Trains with an unsharded module beside the shards, and by hand; returns the parameters that differ."""
+    """Trains with an unsharded module next to the shards, and by hand; returns the parameters that differ."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
     module, plain = Regression(), Regression()
@@ -592,7 +592,7 @@ def step_by_each_optimizer() -> dict[str, float]:
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
-def test_torchs_optimizers_step_on_shards_as_on_whole_tensors(results_of: ResultsOf) -> None:
+def test_torchs_optimizers_step_shards_like_whole_tensors(results_of: ResultsOf) -> None:
     for distance in results_of("step_by_each_optimizer"):
         assert distance == dict.fromkeys(OPTIMIZERS, 0.0)
 

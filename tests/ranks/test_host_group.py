@@ -1,4 +1,4 @@
-"""Beside a process group of another backend, such as NCCL, ranks have a gloo group: which tensors use which group."""
+"""Next to a process group of another backend, such as NCCL, ranks have a gloo group: which tensors use which group."""
 
 from __future__ import annotations
 
@@ -123,6 +123,6 @@ def gather_mismatched(backend: str) -> str:
     return ""
 
 
-def test_mismatched_cpu_tensors_raise_beside_another_backend_too() -> None:
+def test_mismatched_cpu_tensors_raise_with_another_backend_too() -> None:
     for message in run_world(2, gather_mismatched, "cpu:gloo,cuda:gloo", timeout=60):
         assert "rank 0 has (2,) float32 and rank 1 has (3,) float32" in message

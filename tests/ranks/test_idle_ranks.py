@@ -163,7 +163,7 @@ def global_loaders(kind: str) -> list[Any]:
     return [DataLoader(Stream(count), 2 * SIZE) for count in STREAM.values()]
 
 
-def test_each_sample_counts_once_and_ranks_train_as_one_process() -> None:
+def test_each_sample_counts_once_and_ranks_train_like_one_process() -> None:
     results = run_world(2, train_all)
     for number, (name, kind) in enumerate(CASES):
         expected = fitted("single_device", name.endswith("manual"), *global_loaders(kind))

@@ -1,4 +1,4 @@
-"""Megatron-LM settings in Accelerate's files lay out a mesh that trains as one process."""
+"""Megatron-LM settings in Accelerate's files lay out a mesh that trains like one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], str]] = [
     ("ranks", "section", "layout"),
     [pytest.param(*row, marks=[] if row[0] == 2 else pytest.mark.full, id=row[2]) for row in LAYOUTS],
 )
-def test_megatron_settings_train_as_one_process(ranks: int, section: dict[str, Any], layout: str) -> None:
+def test_megatron_settings_train_like_one_process(ranks: int, section: dict[str, Any], layout: str) -> None:
     plan = launch(ranks, gradient_clipping=1.0, sequence_parallelism=False, **section)
     variables = {name: value for name, value in plan.variables().items() if name.startswith("LEYDEN")}
     torch.manual_seed(0)

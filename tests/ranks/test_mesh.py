@@ -62,7 +62,7 @@ def check_like_one_process(
 
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_a_mesh_trains_as_one_process(sizes: dict[str, int], plan: dict[str, str]) -> None:
+def test_a_mesh_trains_like_one_process(sizes: dict[str, int], plan: dict[str, str]) -> None:
     single = train(None)
     world = sizes["tp"] * sizes.get("dp_shard", 1)
     ranks = run_world(world, train, sizes, plan)
@@ -82,7 +82,7 @@ LARGER = [{"dp_shard": 1, "tp": 4}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
     ids=["plain", "accumulated", "by items"],
 )
 @pytest.mark.parametrize("sizes", LARGER, ids=str)
-def test_larger_meshes_train_as_one_process(sizes: dict[str, int], arguments: dict[str, Any]) -> None:
+def test_larger_meshes_train_like_one_process(sizes: dict[str, int], arguments: dict[str, Any]) -> None:
     arguments = {**arguments, "n_kv_heads": 4}
     single = train(None, **arguments)
     world = 4 if "dp_shard" in sizes else 8

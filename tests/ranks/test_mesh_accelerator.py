@@ -1,4 +1,4 @@
-"""The mesh under a user's own loop: the Accelerator's model, loader and steps train as one process."""
+"""The mesh under a user's own loop: the Accelerator's model, loader and steps train like one process."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def single() -> dict[str, Any]:
     ],
     ids=["alone", "within fsdp", "within replicas"],
 )
-def test_a_users_own_loop_trains_on_a_mesh_as_one_process(
+def test_a_users_own_loop_trains_on_a_mesh_like_one_process(
     sizes: dict[str, int], plan: dict[str, str], single: dict[str, Any]
 ) -> None:
     copies = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
@@ -335,7 +335,7 @@ def train_transformers(folder: str, split: bool) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_model_split_by_transformers_trains_as_a_whole_one(tmp_path: Path) -> None:
+def test_a_model_split_by_transformers_trains_like_a_whole_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY}

@@ -1,4 +1,4 @@
-"""Scripts for Lightning's ModelParallelStrategy, as in its documentation, train as one process."""
+"""Scripts for Lightning's ModelParallelStrategy, as in its documentation, train like one process."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def single() -> dict[str, Any]:
     ],
     ids=["tensor parallel", "within fsdp", "fsdp"],
 )
-def test_configure_model_that_splits_by_hand_trains_as_one_process(
+def test_configure_model_that_splits_by_hand_trains_like_one_process(
     sizes: dict[str, int], single: dict[str, Any]
 ) -> None:
     world = sizes.get("data_parallel_size", 1) * sizes.get("tensor_parallel_size", 2)
@@ -180,7 +180,7 @@ def test_configure_model_that_splits_by_hand_trains_as_one_process(
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 2, "tensor_parallel_size": 2}], ids=["alone", "in fsdp"])
-def test_a_model_built_on_the_meta_device_with_a_split_loss_trains_as_one_process(sizes: dict[str, int]) -> None:
+def test_a_model_built_on_the_meta_device_with_a_split_loss_trains_like_one_process(sizes: dict[str, int]) -> None:
     world = sizes.get("data_parallel_size", 1) * 2
     single = train(LanguageNet, "single_device")
     check_like_one_process(run_world(world, train_split, SplitLanguageNet, sizes), single)

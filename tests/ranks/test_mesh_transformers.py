@@ -1,4 +1,4 @@
-"""Models of `transformers` on the mesh, split by their own plans, train as on one process."""
+"""Models of `transformers` on the mesh, split by their own plans, train like one process."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def check_like_one_process(found: dict[str, Any], expected: dict[str, Any], name
         assert abs(found["weights"][key] - value).max() < tolerance, (name, key)
 
 
-def test_models_split_by_their_own_plans_train_as_on_one_process() -> None:
+def test_models_split_by_their_own_plans_train_like_one_process() -> None:
     single = train_all(None, CASES)
     whole = 6 * 1024
     for rank in run_world(2, train_all, {"tp": 2}, CASES):
@@ -199,7 +199,7 @@ PIPELINED = {name: case for name, case in CASES.items() if name != "experts"}
 @pytest.mark.parametrize(
     "sizes", [{"pp": 2}, pytest.param({"pp": 2, "tp": 2, "dp_shard": 1}, marks=pytest.mark.full)], ids=str
 )
-def test_models_split_into_pipeline_stages_train_as_on_one_process(sizes: dict[str, int]) -> None:
+def test_models_split_into_pipeline_stages_train_like_one_process(sizes: dict[str, int]) -> None:
     single = train_all(None, PIPELINED)
     for rank in run_world(2 * sizes.get("tp", 1), train_all, {**sizes, "microbatches": 2}, PIPELINED):
         for name, expected in single.items():
@@ -225,7 +225,7 @@ def train_in_precisions(sizes: Sizes) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_precisions_with_windows_and_recomputation_train_as_on_one_process() -> None:
+def test_precisions_with_windows_and_recomputation_train_like_one_process() -> None:
     single = train_in_precisions(None)
     for rank in run_world(2, train_in_precisions, {"tp": 2}):
         for precision, tolerance in PRECISIONS.items():
@@ -238,7 +238,7 @@ def train_compiled(sizes: Sizes) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_blocks_compiled_on_a_mesh_train_as_on_one_process() -> None:
+def test_blocks_compiled_on_a_mesh_train_like_one_process() -> None:
     single = train_compiled(None)
     for rank in run_world(2, train_compiled, {"tp": 2}):
         check_like_one_process(rank, single, "compiled")

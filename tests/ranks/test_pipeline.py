@@ -1,4 +1,4 @@
-"""Pipelines on real ranks train and log as one process, whatever the schedule and the layout."""
+"""Pipelines on real ranks train and log like one process, whatever the schedule and the layout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train_by(schedules: list[str], strategy: dict[str, Any]) -> list[dict[str, A
     return [train({**strategy, "schedule": schedule}) for schedule in schedules]
 
 
-def test_every_schedule_trains_as_one_process() -> None:
+def test_every_schedule_trains_like_one_process() -> None:
     single = train(None)
     found = run_world(2, train_by, SCHEDULES, {"pp": 2, "microbatches": 4})
     for ranks in zip(*found, strict=True):
@@ -81,7 +81,7 @@ CASES = {
 
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_accumulation_windows_train_as_one_process(world: int, arguments: dict[str, Any]) -> None:
+def test_accumulation_windows_train_like_one_process(world: int, arguments: dict[str, Any]) -> None:
     ranks = run_world(world, train, {"pp": 2, "dp_shard": world // 2, "microbatches": 4}, arguments)
     check_like_one_process(ranks, train(None, arguments))
 
@@ -106,6 +106,6 @@ def test_a_pipeline_composes_with_other_dimensions(layout: dict[str, Any]) -> No
 
 
 @pytest.mark.full
-def test_three_dimensions_train_as_one_process() -> None:
+def test_three_dimensions_train_like_one_process() -> None:
     layout = {"pp": 2, "dp_shard": 2, "tp": 2, "plan": PLAN, "microbatches": 2}
     check_like_one_process(run_world(8, train, layout), train(None))

@@ -1,4 +1,4 @@
-"""Pipelines under a user's own loop: the model that `prepare` returns trains as on one process."""
+"""Pipelines under a user's own loop: the model that `prepare` returns trains like one process."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def check_equal(found: dict[str, Any], single: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["called", "step", "items"])
-def test_a_loop_trains_and_evaluates_as_on_one_process(two_ranks: list[dict[str, Any]], way: str) -> None:
+def test_a_loop_trains_and_evaluates_like_one_process(two_ranks: list[dict[str, Any]], way: str) -> None:
     single = alone(way)
     assert len(single["losses"]) == 10 and single["steps"] == 6 and len(single["logits"]) == 20
     for rank in two_ranks:

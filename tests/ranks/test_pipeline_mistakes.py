@@ -428,7 +428,7 @@ def errors_of_four() -> list[str]:
 
 
 @pytest.mark.full
-def test_mistakes_beside_other_dimensions_raise_on_all_ranks() -> None:
+def test_mistakes_with_other_dimensions_raise_on_all_ranks() -> None:
     for bubble, residual in run_world(4, errors_of_four):
         assert "schedule='ZBVZeroBubble' computes weight gradients in separate passes, which is silently" in bubble
         assert "computes with 'tokens' of another stage" in residual
@@ -450,7 +450,7 @@ def all_losses() -> list[list[float]]:
     return [compiled, losses({}, starts_with_nan=True)]
 
 
-def test_compiled_blocks_train_with_detect_anomaly_and_nan_losses_end_no_run() -> None:
+def test_compiled_blocks_train_with_detect_anomaly_and_nan_losses_do_not_end_the_run() -> None:
     _, (compiled, nan_losses) = run_world(2, all_losses)
     assert compiled == pytest.approx(losses(None), abs=1e-5)
     assert len(nan_losses) == 2 and all(map(math.isnan, nan_losses))

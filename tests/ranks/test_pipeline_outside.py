@@ -225,7 +225,7 @@ def fit_with_other_dimensions(strategy: dict[str, Any]) -> tuple[str, str, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [{"dp_shard": 2}, {"tp": 2, "plan": PLAN}], ids=["fsdp", "tp"])
-def test_running_the_model_outside_of_steps_raises_beside_other_dimensions(strategy: dict[str, Any]) -> None:
+def test_running_the_model_outside_of_steps_raises_with_other_dimensions(strategy: dict[str, Any]) -> None:
     for rank, (whole, part, steps) in enumerate(run_world(4, fit_with_other_dimensions, strategy)):
         assert whole.startswith(f"the model {OUTSIDE}")
         assert part.startswith(f"'blocks.{3 if rank < 2 else 0}' {OUTSIDE}")

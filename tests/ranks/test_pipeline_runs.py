@@ -177,7 +177,7 @@ def test_all_stages_skip_a_step_that_overflows_on_one(ranks: list[dict[str, Any]
         check_weights(found["weights"], single["weights"], 5e-3)
 
 
-def test_optimizers_of_different_parts_step_as_on_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_optimizers_of_different_parts_step_like_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     single = by_two_optimizers(False, str(tmp_path))
     for rank in ranks:
         check_weights(rank["by_two_optimizers"]["weights"], single["weights"], 1e-4)

@@ -76,7 +76,7 @@ def with_loss(found: list[dict[str, Any]]) -> list[list[float]]:
     ],
     ids=["pp", "pp × fsdp", "pp × tp"],
 )
-def test_a_model_built_by_configure_model_trains_as_one_process_and_no_rank_holds_it_whole(
+def test_a_model_built_by_configure_model_trains_like_one_process_and_no_rank_holds_it_whole(
     sizes: dict[str, Any],
 ) -> None:
     one = fit(Late, None)

@@ -161,7 +161,7 @@ def test_a_scheduler_prepared_alone_steps_once_per_optimizer_step(found: list[di
     assert [rank["one by one"]["warned"] for rank in found] == [1, 1]
 
 
-def test_a_list_of_batches_is_split_over_the_ranks(found: list[dict[str, Any]]) -> None:
+def test_a_list_of_batches_is_split_across_the_ranks(found: list[dict[str, Any]]) -> None:
     assert [rank["list"] for rank in found] == [[[0], [2]], [[1], [3]]]
 
 

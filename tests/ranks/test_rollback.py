@@ -88,7 +88,7 @@ def roll_back_in_plain_hook(root: str) -> str:
         return str(error)
 
 
-def test_rolling_back_in_a_hook_that_a_rank_without_samples_skips_raises(tmp_path: Any) -> None:
+def test_rolling_back_in_a_hook_that_idle_ranks_skip_raises(tmp_path: Any) -> None:
     found = run_world(2, roll_back_in_plain_hook, str(tmp_path), may_fail=True)
     assert "with closing_hooks = frozenset" in str(found[0])
 

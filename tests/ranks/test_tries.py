@@ -134,7 +134,7 @@ def test_a_fit_that_starts_its_ranks_restarts_them_with_the_smaller_size(tmp_pat
     assert done.stderr.count("All ranks restart with") == 1 and "Traceback" not in done.stderr
 
 
-def test_a_function_that_fits_with_no_batch_size_ends_all_ranks(tmp_path: Path) -> None:
+def test_running_out_of_memory_at_every_batch_size_ends_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"nowhere does not fit into memory with any batch size down to 1 \(MemoryErr"
     ):
