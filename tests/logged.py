@@ -21,7 +21,7 @@ class BestAtTwo(Line):
         return super().training_step(batch, batch_idx)
 
 
-def handed(root: Path, *loggers: Logger, stage: str = "fit", zero: bool = True) -> Any:
+def set_up(root: Path, *loggers: Logger, stage: str = "fit", zero: bool = True) -> Any:
     """Calls `setup` of loggers with a stand-in for a Trainer, and returns the stand-in.
 
     Args:

@@ -159,7 +159,7 @@ class Regression(Squares):
         return nn.functional.mse_loss(self(x).to(y.dtype), y)
 
 
-def result_of(module: TrainModule, loss: Tensor) -> Tensor | None:
+def finish_step(module: TrainModule, loss: Tensor) -> Tensor | None:
     """Returns the loss in automatic optimization; in manual optimization, steps the optimizer and returns None."""
     if module.automatic_optimization:
         return loss

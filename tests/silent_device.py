@@ -18,17 +18,17 @@ SILENT = torch.device("meta")
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
-class Waits(TorchFunctionMode):
+class WaitRecorder(TorchFunctionMode):
     """Records operations that wait for a GPU without reading from it: synchronous copies to the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.counts = False
+        self.recording = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.counts:
+        if self.recording:
             to_device = any(is_silent(value) for value in (*args[1:], *kwargs.values()))
             from_host = isinstance(args[0], Tensor) and args[0].device.type == "cpu" if args else False
             if (function in MAKERS and to_device) or (
@@ -42,14 +42,14 @@ def is_silent(value: object) -> bool:
     return (isinstance(value, torch.device) and value == SILENT) or value == SILENT.type
 
 
-class Begins(Callback):
+class RecordDuringTraining(Callback):
     """Records from the first batch to the end of training: setup may wait."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: WaitRecorder) -> None:
         self.waits = waits
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.waits.counts = True
+        self.waits.recording = True
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        self.waits.counts = False
+        self.waits.recording = False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logged import handed
+from logged import set_up
 from programs import run_program
 
 from leyden.callbacks.loggers.csv_logger import CSVLogger
@@ -25,7 +25,7 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
 
 def in_trainer(root: Path, stage: str = "fit", **arguments: Any) -> CSVLogger:
     logger = CSVLogger(**arguments)
-    handed(root, logger, stage=stage)
+    set_up(root, logger, stage=stage)
     return logger
 
 

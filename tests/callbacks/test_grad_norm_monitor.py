@@ -14,7 +14,7 @@ from models import QUIET, Regression, Squares
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
 from ranks.world import run_world
 from samples import pairs
-from silent_device import SILENT, Begins, Waits
+from silent_device import SILENT, RecordDuringTraining, WaitRecorder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -141,10 +141,10 @@ def test_the_monitor_does_not_change_the_weights(tmp_path: Path) -> None:
 
 
 def test_no_step_waits_for_the_device() -> None:
-    waits = Waits()
+    waits = WaitRecorder()
     monitor = GradNormMonitor(per="parameter", after_clipping=True)
     arguments = {**QUIET, "accelerator": "auto", "strategy": SingleDeviceStrategy(SILENT), "log_every_n_steps": 1}
-    trainer = Trainer(**arguments, max_epochs=1, callbacks=[Begins(waits), monitor])
+    trainer = Trainer(**arguments, max_epochs=1, callbacks=[RecordDuringTraining(waits), monitor])
     with waits:
         trainer.fit(Squares(nn.Linear(4, 1)), DataLoader(TensorDataset(torch.ones(8, 4, device=SILENT)), 2))
     assert waits.found == [] and trainer.global_step == 4

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from logged import handed, scalars_in
+from logged import scalars_in, set_up
 from models import QUIET, Line, Squares
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -58,7 +58,7 @@ class TestRunFolder:
 
     def test_no_folder_is_created_before_it_is_needed(self, tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path / "runs")
-        handed(tmp_path, logger)
+        set_up(tmp_path, logger)
         assert logger.state_dict() == {}
         assert list(tmp_path.iterdir()) == []
         assert logger.version == 0
@@ -67,7 +67,7 @@ class TestRunFolder:
 
     def test_save_dir_defaults_to_the_trainers_folder(self, tmp_path: Path) -> None:
         logger = CSVLogger()
-        handed(tmp_path, logger)
+        set_up(tmp_path, logger)
         assert logger.log_dir == str(tmp_path / "logs" / "version_0")
 
     def test_save_dir_without_a_trainer_is_the_working_directory(
@@ -87,24 +87,24 @@ class TestRunFolder:
 
     def test_loggers_of_one_trainer_share_a_folder(self, tmp_path: Path) -> None:
         table, board, elsewhere = CSVLogger(), TensorBoardLogger(), CSVLogger(name="other")
-        handed(tmp_path, table, board, elsewhere)
+        set_up(tmp_path, table, board, elsewhere)
         assert board.log_dir == table.log_dir == str(tmp_path / "logs" / "version_0")
         assert elsewhere.log_dir == str(tmp_path / "other" / "version_0")
 
     def test_two_loggers_of_one_class_get_two_folders(self, tmp_path: Path) -> None:
         first, second = CSVLogger(), CSVLogger()
-        handed(tmp_path, first, second)
+        set_up(tmp_path, first, second)
         assert (first.version, second.version) == (0, 1)
 
     def test_a_second_trainer_takes_the_next_folder(self, tmp_path: Path) -> None:
         for expected in range(2):
             logger = CSVLogger()
-            handed(tmp_path, logger)
+            set_up(tmp_path, logger)
             assert logger.version == expected
 
     def test_non_writing_ranks_create_no_files(self, tmp_path: Path) -> None:
         loggers: list[Logger] = [CSVLogger(), TensorBoardLogger()]
-        handed(tmp_path, *loggers, zero=False)
+        set_up(tmp_path, *loggers, zero=False)
         for logger in loggers:
             logger.log_metrics({"loss": 1.0}, 1)
             logger.log_hyperparams({"lr": 0.1})
@@ -122,7 +122,7 @@ class TestRunFolder:
 class TestResume:
     def saved(self, root: Path) -> dict[str, Any]:
         logger = CSVLogger()
-        handed(root, logger)
+        set_up(root, logger)
         logger.log_metrics({"loss": 1.0}, 1)
         logger.save()
         return json.loads(json.dumps(logger.state_dict()))  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class TestResume:
     def test_a_resumed_run_logs_to_its_folder_again(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path)
         logger = CSVLogger()
-        handed(tmp_path, logger)
+        set_up(tmp_path, logger)
         logger.load_state_dict(state)
         assert logger.version == 0
         assert [entry.name for entry in (tmp_path / "logs").iterdir()] == ["version_0"]
@@ -138,7 +138,7 @@ class TestResume:
     def test_a_folder_claimed_before_the_resume_is_discarded(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path)
         logger = CSVLogger()
-        handed(tmp_path, logger)
+        set_up(tmp_path, logger)
         assert logger.version == 1
         logger.load_state_dict(state)
         assert logger.version == 0
@@ -148,7 +148,7 @@ class TestResume:
         state = self.saved(tmp_path / "here")
         self.saved(tmp_path / "there")
         logger = CSVLogger()
-        handed(tmp_path / "there", logger)
+        set_up(tmp_path / "there", logger)
         logger.load_state_dict(state)
         assert logger.version == 1
         assert len((tmp_path / "there/logs/version_0/metrics.csv").read_text().splitlines()) == 2
@@ -156,7 +156,7 @@ class TestResume:
     def test_a_lost_folder_is_created_again(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path / "here")
         logger = CSVLogger()
-        handed(tmp_path / "there", logger)
+        set_up(tmp_path / "there", logger)
         logger.load_state_dict(state)
         logger.log_metrics({"loss": 2.0}, 2)
         logger.save()
@@ -165,7 +165,7 @@ class TestResume:
     def test_an_explicit_version_takes_precedence(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path)
         logger = CSVLogger(version="new")
-        handed(tmp_path, logger)
+        set_up(tmp_path, logger)
         logger.load_state_dict(state)
         assert logger.log_dir == str(tmp_path / "logs" / "new")
 
@@ -268,7 +268,7 @@ class TestHparams:
 
     def test_loggers_in_one_folder_merge_their_hyperparameters(self, tmp_path: Path) -> None:
         table, board = CSVLogger(), TensorBoardLogger()
-        handed(tmp_path, table, board)
+        set_up(tmp_path, table, board)
         table.log_hyperparams({"a": 1})
         board.log_hyperparams({"b": 2})
         board.finalize("success")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from logged import events_in, handed, scalars_in
+from logged import events_in, scalars_in, set_up
 from models import QUIET, Squares
 from PIL import Image
 from programs import run_program
@@ -38,7 +38,7 @@ def scalars(logger: TensorBoardLogger, name: str) -> list[tuple[int, float]]:
 
 def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
     logger = TensorBoardLogger(**arguments)
-    handed(root, logger)
+    set_up(root, logger)
     return logger
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from logged import BestAtTwo, handed
+from logged import BestAtTwo, set_up
 from models import QUIET, Line
 from PIL import Image
 from ranks.world import run_world
@@ -39,7 +39,7 @@ def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, mo
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     logger = WandbLogger("mine", project="digits", offline=True, prefix="p")
-    handed(tmp_path, logger)
+    set_up(tmp_path, logger)
     assert (logger.version, logger.state_dict(), list(tmp_path.iterdir())) == (None, {}, [])
     drawn = (random.getstate(), torch.get_rng_state().tolist())
     logger.log_hyperparams({"optim": {"lr": 0.1}, "layers": [1, 2]})
@@ -167,7 +167,7 @@ def test_audio_is_recorded(tmp_path: Path) -> None:
 
 def test_non_writing_ranks_start_no_run(tmp_path: Path) -> None:
     logger = WandbLogger(offline=True)
-    handed(tmp_path, logger, zero=False)
+    set_up(tmp_path, logger, zero=False)
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"x": 1.0}, 1)
     logger.log_table("table", ["a"], [[1]])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares, result_of, sgd_with_momentum
+from models import QUIET, Squares, finish_step, sgd_with_momentum
 from ranks.world import run_world
 from samples import Broken
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Manual(Module):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        result_of(self, self.loss(batch))
+        finish_step(self, self.loss(batch))
 
 
 def trained(bad: set[int], size: int, kind: type[Module] = Module, **arguments: Any) -> tuple[list[Any], list[int]]:

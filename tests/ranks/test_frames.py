@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares, result_of
+from models import QUIET, Squares, finish_step
 from ranks.world import run_world
 
 from leyden import Trainer
@@ -26,7 +26,7 @@ class FrameRecorder(Squares):
         stack = traceback.extract_stack()[:-1]
         names = [frame.name for frame in stack if f"{os.sep}leyden{os.sep}" in frame.filename]
         self.frames = names[names.index("fit") :]
-        return result_of(self, self.loss(batch))
+        return finish_step(self, self.loss(batch))
 
 
 CASES = [(strategy, manual) for strategy in ("ddp", "fsdp") for manual in (False, True)]

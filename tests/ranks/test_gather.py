@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, result_of
+from models import QUIET, finish_step
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -48,7 +48,7 @@ class Gathering(TrainModule):
         return self.net(x).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        return result_of(self, self.step("training", batch))
+        return finish_step(self, self.step("training", batch))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.step("validation", batch)

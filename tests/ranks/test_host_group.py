@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from models import QUIET
 from ranks.world import run_world
-from silent_device import SILENT, Begins, Waits
+from silent_device import SILENT, RecordDuringTraining, WaitRecorder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,14 +87,14 @@ def on_a_silent_device(by_number: bool) -> tuple[set[tuple[str, str]], list[str]
         init_sync=False,
         find_unused_parameters=True,
     )
-    waits = Waits()
+    waits = WaitRecorder()
     trainer = Trainer(
         **{**QUIET, "accelerator": "auto"},
         strategy=strategy,
         max_epochs=2,
         accumulate_grad_batches=3,
         gradient_clip_val=1.0,
-        callbacks=[StopsEarly(), Begins(waits)],
+        callbacks=[StopsEarly(), RecordDuringTraining(waits)],
     )
     module = HostValues(by_number)
     # 11 batches on each rank, of which the last is smaller: windows of 3, 3, 3 and 2.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import QUIET, result_of
+from models import QUIET, finish_step
 from ranks.world import run_world
 from samples import Unsized
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Net(TrainModule):
         self.passes += 1
         loss = self.loss(batch)
         self.log("loss", loss, on_step=False, on_epoch=True)
-        return result_of(self, loss)
+        return finish_step(self, loss)
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.backwards += 1

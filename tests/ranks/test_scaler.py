@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, result_of
+from models import QUIET, finish_step
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,7 +34,7 @@ class Net(TrainModule):
         errors = (self.net(x).float() - x.sum(1, keepdim=True)).square()
         if self.current_epoch == 1:
             errors = errors * torch.where(index == self.infinite, float("inf"), 1.0).unsqueeze(1)
-        return result_of(self, errors.mean())
+        return finish_step(self, errors.mean())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)

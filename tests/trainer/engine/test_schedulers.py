@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from models import Logging, Squares, Tiny, result_of, sgd
+from models import Logging, Squares, Tiny, finish_step, sgd
 from samples import numbered
 from torch import nn
 from torch.optim import SGD, Adam
@@ -526,7 +526,7 @@ def test_gradients_of_parameters_added_later_are_cleared_too(fit: Any) -> None:
 def test_a_plateau_scheduler_needs_no_monitor_in_manual_optimization(fit: Any, as_dict: bool) -> None:
     class Manual(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            result_of(self, self(batch).mean())
+            finish_step(self, self(batch).mean())
             self.lr_schedulers().step(1.0)
 
     def configure(module: Any) -> Any:

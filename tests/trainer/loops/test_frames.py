@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Line, result_of
+from models import Line, finish_step
 from samples import Unsized
 
 from leyden import Trainer
@@ -39,7 +39,7 @@ class RecordsFrames(Line):
         self.seen.add(tuple(frames_since_fit()))
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, prog_bar=True)
-        return result_of(self, loss)
+        return finish_step(self, loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Squares
-from silent_device import SILENT, Begins, Waits
+from silent_device import SILENT, RecordDuringTraining, WaitRecorder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +40,7 @@ class Net(Squares):
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: str, tmp_path: Path) -> None:
-    waits = Waits()
+    waits = WaitRecorder()
     trainer = Trainer(
         **{**QUIET, "accelerator": "auto"},
         strategy=SingleDeviceStrategy(SILENT),
@@ -49,7 +49,7 @@ def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: 
         gradient_clip_val=1.0,
         gradient_clip_algorithm=clip,
         max_epochs=2,
-        callbacks=[Begins(waits)],
+        callbacks=[RecordDuringTraining(waits)],
         default_root_dir=tmp_path,
     )
     with waits:
@@ -66,8 +66,8 @@ def test_a_users_own_loop_reads_no_value_from_the_device() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(TensorDataset(torch.ones(10, 3, device=SILENT)), 2)
     optimizer, loader = accelerator.prepare(optimizer, loader)
-    with Waits() as waits:
-        waits.counts = True
+    with WaitRecorder() as waits:
+        waits.recording = True
         for (x,) in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).sum(), num_items=len(x))
@@ -91,8 +91,8 @@ def test_a_users_own_loop_reads_no_value_from_the_device() -> None:
 def test_every_kind_of_wait_is_found(wait: Any) -> None:
     """Proves that the tests above can fail."""
     loss: Tensor = torch.ones((), device=SILENT)
-    with Waits() as waits:
-        waits.counts = True
+    with WaitRecorder() as waits:
+        waits.recording = True
         try:
             wait(loss)
         except (RuntimeError, NotImplementedError) as error:
