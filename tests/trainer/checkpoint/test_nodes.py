@@ -34,7 +34,7 @@ class Net(Regression):
 
 
 def on_machines(count: int) -> int:
-    """Sets torchrun's variables for a number of machines with equal shares of the ranks; returns this rank's."""
+    """Sets torchrun's variables as on `count` machines with equal shares of the ranks; returns this one's number."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     here = size // count
     os.environ.update(

@@ -48,7 +48,7 @@ def lock(tmp_path: Path) -> Iterator[FolderLock]:
     folder_lock.release()
 
 
-def in_a_fork(work: Callable[[], Any]) -> int:
+def run_in_fork(work: Callable[[], Any]) -> int:
     """Runs a function in a forked process; returns its exit code."""
     child = os.fork()
     if child == 0:
@@ -68,7 +68,7 @@ def test_a_folder_stays_locked_until_it_is_released(lock: FolderLock, tmp_path: 
         FolderLock(tmp_path).acquire()
     with pytest.raises(LeydenError, match="belongs to a run"):
         FolderLock(tmp_path).check_free()
-    assert in_a_fork(FolderLock(tmp_path).acquire) == 1
+    assert run_in_fork(FolderLock(tmp_path).acquire) == 1
     lock.release()
     lock.release()
     assert os.listdir(tmp_path) == []
@@ -80,7 +80,7 @@ def test_the_lock_of_a_killed_local_process_is_taken_over_at_once(lock: FolderLo
         FolderLock(tmp_path).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_a_fork(killed) == -signal.SIGKILL
+    assert run_in_fork(killed) == -signal.SIGKILL
     assert owner_of(tmp_path).pid != os.getpid()
     lock.acquire()
     assert owner_of(tmp_path).pid == os.getpid()
@@ -165,16 +165,16 @@ def test_the_claim_of_a_killed_process_is_cleared(tmp_path: Path) -> None:
     lock.release()
 
 
-def killed_with_a_claim(folder: Path) -> None:
+def be_killed_with_a_claim(folder: Path) -> None:
     """Starts to take over the folder, and is killed between making its claim and replacing the lock."""
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
     FolderLock(folder, silent=3600.0).acquire()
 
 
 def test_claims_of_killed_local_processes_delay_no_takeover(tmp_path: Path) -> None:
-    assert in_a_fork(lambda: FolderLock(tmp_path).acquire()) == 0
+    assert run_in_fork(lambda: FolderLock(tmp_path).acquire()) == 0
     for claims in (1, 2):
-        assert in_a_fork(lambda: killed_with_a_claim(tmp_path)) == -signal.SIGKILL
+        assert run_in_fork(lambda: be_killed_with_a_claim(tmp_path)) == -signal.SIGKILL
         assert len([name for name in os.listdir(tmp_path) if name.startswith(f"{NAME}-")]) == claims
     lock = FolderLock(tmp_path, silent=3600.0)
     lock.acquire()
@@ -196,7 +196,7 @@ def test_exactly_one_of_many_concurrent_processes_gets_the_lock(
     if has_dead_owner:
         write(folder, age=3600.0)
     for _ in range(stale_claims):
-        in_a_fork(lambda: killed_with_a_claim(folder))
+        run_in_fork(lambda: be_killed_with_a_claim(folder))
     start, end = os.pipe(), os.pipe()
     children = []
     for number in range(8):
@@ -319,7 +319,8 @@ def test_runs_without_auto_resume_share_a_folder_unlocked(tmp_path: Path) -> Non
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
     assert (
-        in_a_fork(lambda: fit(tmp_path, InSecondStep(lambda: os.kill(os.getpid(), signal.SIGKILL)))) == -signal.SIGKILL
+        run_in_fork(lambda: fit(tmp_path, InSecondStep(lambda: os.kill(os.getpid(), signal.SIGKILL))))
+        == -signal.SIGKILL
     )
     assert (tmp_path / "checkpoints" / NAME).exists()
     assert fit(tmp_path).global_step == 4

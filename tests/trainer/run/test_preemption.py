@@ -298,7 +298,7 @@ def test_a_step_that_outlasts_the_grace_period_is_abandoned(scontrol: Path, tmp_
     assert scontrol.read_text() == "requeue 4712 epoch=0-step=2\n"
 
 
-def in_a_group(folder: Path, method: str) -> None:
+def train_in_signaled_group(folder: Path, method: str) -> None:
     """Trains while every process of the job is signaled, as by a cluster scheduler, including loader workers."""
     os.setpgrp()
     torch.manual_seed(3)
@@ -315,7 +315,7 @@ def in_a_group(folder: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_loader_workers_survive_a_signal_to_the_whole_job(method: str, tmp_path: Path) -> None:
-    run_world(1, in_a_group, tmp_path, method)
+    run_world(1, train_in_signaled_group, tmp_path, method)
 
 
 def on_two_ranks(folder: Path) -> None:
