@@ -1,4 +1,4 @@
-"""A loop of one's own that is preempted goes on in the same step at its next start, and holds its folder alone."""
+"""Preemption and automatic resumption of custom Accelerator loops, and the lock on their checkpoint folder."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from leyden.trainer.checkpoint.lock import NAME, FolderLock
 RANK = int(os.environ.get("RANK", "0"))
 
 
-class Own:
-    """One start of a script with a loop of its own: 2 epochs of 10 batches on one process.
+class Attempt:
+    """One start of a training script with a custom loop: 2 epochs of 10 batches on one process.
 
     Args:
-        folder: of the run.
-        at: what happens in the n-th batch of this start, before its step.
+        folder: the project folder.
+        actions: functions to call before the step of the n-th batch of this start.
     """
 
     def __init__(
-        self, folder: Path, at: Mapping[int, Callable[[], Any]] | None = None, workers: int = 0, **arguments: Any
+        self, folder: Path, actions: Mapping[int, Callable[[], Any]] | None = None, workers: int = 0, **arguments: Any
     ) -> None:
         torch.manual_seed(3)
         settings = {"resume": "auto", "preemption": True, "project_dir": folder, **arguments}
@@ -50,12 +50,12 @@ class Own:
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
         loader = DataLoader(labeled(40), 4, shuffle=True, num_workers=workers)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
-        self.at = dict(at or {})
+        self.actions = dict(actions or {})
         self.batches = 0
         self.steps: list[int] = []
         self.code: Any = None
 
-    def run(self, asynchronous: bool = False) -> Own:
+    def run(self, asynchronous: bool = False) -> Attempt:
         accelerator = self.accelerator
         if accelerator.options.resumes:
             accelerator.load_state()
@@ -63,7 +63,7 @@ class Own:
             for _ in range(self.loader.iteration, 2):
                 for batch in self.loader:
                     self.batches += 1
-                    self.at.get(self.batches, lambda: None)()
+                    self.actions.get(self.batches, lambda: None)()
                     self.step(batch)
                     if accelerator.check_preemption():
                         accelerator.save_state(asynchronous=asynchronous)
@@ -85,17 +85,17 @@ class Own:
         return list(self.accelerator.get_state_dict(self.model).values())
 
 
-def raising(*numbers: int) -> Callable[[], None]:
+def raise_signals(*numbers: int) -> Callable[[], None]:
     return lambda: [signal.raise_signal(number) for number in numbers] and None
 
 
-def same(one: Own, other: Own) -> bool:
+def same_weights(one: Attempt, other: Attempt) -> bool:
     return all(torch.equal(left, right) for left, right in zip(one.weights(), other.weights(), strict=True))
 
 
 @pytest.fixture(autouse=True)
-def _puts_handlers_back() -> Iterator[None]:
-    """What a test leaves of a loop catches no signal of the next one."""
+def _restore_signal_handlers() -> Iterator[None]:
+    """Keeps handlers that a test leaves installed from catching signals of the next test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
@@ -103,60 +103,60 @@ def _puts_handlers_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Own:
-    run = Own(tmp_path_factory.mktemp("whole"), resume=None, preemption=None).run()
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Attempt:
+    run = Attempt(tmp_path_factory.mktemp("whole"), resume=None, preemption=None).run()
     assert run.code is None and run.steps == list(range(1, 21))
     return run
 
 
-# preempted ------------------------------------------------------------------------------------------------------------
-POINTS = {
-    "by SIGTERM": (7, raising(signal.SIGTERM)),
-    "by SIGUSR1": (7, raising(signal.SIGUSR1)),
-    "in the first step": (1, raising(signal.SIGUSR1)),
-    "in an epoch's last step": (10, raising(signal.SIGTERM)),
-    "in the last step": (20, raising(signal.SIGTERM)),
-    "again and again": (13, raising(*[signal.SIGUSR1, signal.SIGTERM] * 3)),
+# preemption -----------------------------------------------------------------------------------------------------------
+PREEMPTIONS = {
+    "by SIGTERM": (7, raise_signals(signal.SIGTERM)),
+    "by SIGUSR1": (7, raise_signals(signal.SIGUSR1)),
+    "in the first step": (1, raise_signals(signal.SIGUSR1)),
+    "in an epoch's last step": (10, raise_signals(signal.SIGTERM)),
+    "in the last step": (20, raise_signals(signal.SIGTERM)),
+    "repeatedly": (13, raise_signals(*[signal.SIGUSR1, signal.SIGTERM] * 3)),
 }
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_the_next_start_goes_on_in_the_same_step(
-    point: str, tmp_path: Path, whole: Own, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("case", PREEMPTIONS)
+def test_a_preempted_loop_resumes_at_the_same_step(
+    case: str, tmp_path: Path, baseline: Attempt, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    number, action = POINTS[point]
+    number, action = PREEMPTIONS[case]
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)]
-    first = Own(tmp_path, {number: action}).run()
+    first = Attempt(tmp_path, {number: action}).run()
     assert first.code == 75 and first.steps == list(range(1, number + 1))
     assert f"at step {number}\n" in capsys.readouterr().out
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
-    second = Own(tmp_path).run()
-    assert second.code is None and first.steps + second.steps == whole.steps and same(second, whole)
+    second = Attempt(tmp_path).run()
+    assert second.code is None and first.steps + second.steps == baseline.steps and same_weights(second, baseline)
     assert "continues from" in capsys.readouterr().out
 
 
-def test_a_loop_that_is_preempted_often_ends_as_one_that_is_not(tmp_path: Path, whole: Own) -> None:
+def test_repeated_preemption_does_not_change_the_final_weights(tmp_path: Path, baseline: Attempt) -> None:
     limit = ProjectConfiguration(total_limit=1)
     steps: list[int] = []
     for _ in range(4):
-        run = Own(tmp_path, {4: raising(signal.SIGUSR1)}, project_config=limit).run(asynchronous=True)
+        run = Attempt(tmp_path, {4: raise_signals(signal.SIGUSR1)}, project_config=limit).run(asynchronous=True)
         assert run.code == 75
         steps += run.steps
         assert len(all_checkpoints(tmp_path / "checkpoints")) == 1
-    last = Own(tmp_path).run()
-    assert steps + last.steps == whole.steps and same(last, whole)
+    last = Attempt(tmp_path).run()
+    assert steps + last.steps == baseline.steps and same_weights(last, baseline)
 
 
-def test_a_window_that_is_open_is_closed_first(tmp_path: Path) -> None:
-    whole = Own(tmp_path / "whole", gradient_accumulation_steps=3).run()
-    first = Own(tmp_path / "run", {4: raising(signal.SIGTERM)}, gradient_accumulation_steps=3).run()
+def test_preemption_waits_for_the_open_accumulation_window(tmp_path: Path) -> None:
+    baseline = Attempt(tmp_path / "whole", gradient_accumulation_steps=3).run()
+    first = Attempt(tmp_path / "run", {4: raise_signals(signal.SIGTERM)}, gradient_accumulation_steps=3).run()
     assert first.code == 75 and first.batches == 6 and first.steps == [1, 2]
-    second = Own(tmp_path / "run", gradient_accumulation_steps=3).run()
-    assert first.steps + second.steps == whole.steps == list(range(1, 9)) and same(second, whole)
+    second = Attempt(tmp_path / "run", gradient_accumulation_steps=3).run()
+    assert first.steps + second.steps == baseline.steps == list(range(1, 9)) and same_weights(second, baseline)
 
 
-def test_a_save_that_waits_for_its_window_is_written_before_the_end(tmp_path: Path) -> None:
-    run = Own(tmp_path, gradient_accumulation_steps=2)
+def test_leave_writes_a_save_deferred_to_the_end_of_its_window(tmp_path: Path) -> None:
+    run = Attempt(tmp_path, gradient_accumulation_steps=2)
     accelerator = run.accelerator
     for index, (x, y) in enumerate(run.loader):
         with accelerator.accumulate(run.model):
@@ -166,82 +166,82 @@ def test_a_save_that_waits_for_its_window_is_written_before_the_end(tmp_path: Pa
             if index == 2:
                 accelerator.save_state()
                 signal.raise_signal(signal.SIGTERM)
-            # Inside the block: the window's last batch is not done with.
+            # Still inside the block, so the window's last batch is not finished.
             if accelerator.check_preemption():
                 with pytest.raises(SystemExit, match="75"):
                     accelerator.leave()
                 break
     assert index == 3
-    again = Own(tmp_path, gradient_accumulation_steps=2)
+    again = Attempt(tmp_path, gradient_accumulation_steps=2)
     again.accelerator.load_state()
     assert again.accelerator.steps == 2
 
 
-def test_a_notice_preempts_as_a_signal_does(tmp_path: Path, whole: Own) -> None:
+def test_should_preempt_acts_like_a_signal(tmp_path: Path, baseline: Attempt) -> None:
     preemption = Preemption(signals=(), should_preempt=lambda: True, poll_every=0.01)
-    run = Own(tmp_path, preemption=preemption)
+    run = Attempt(tmp_path, preemption=preemption)
 
     def wait() -> None:
         while not run.accelerator.check_preemption():
             pass
 
-    run.at[3] = wait
+    run.actions[3] = wait
     run.run()
     assert run.code == 75 and len(run.steps) <= 3
-    second = Own(tmp_path).run()
-    assert run.steps + second.steps == whole.steps and same(second, whole)
+    second = Attempt(tmp_path).run()
+    assert run.steps + second.steps == baseline.steps and same_weights(second, baseline)
 
 
-def test_signals_and_exit_code_of_ones_own(tmp_path: Path) -> None:
-    own, term = Preemption(signals="SIGUSR2", exit_code=42), signal.getsignal(signal.SIGTERM)
-    run = Own(tmp_path, {2: raising(signal.SIGUSR2)}, preemption=own)
-    # What is not named keeps its meaning.
+def test_signals_and_exit_code_are_configurable(tmp_path: Path) -> None:
+    preemption, term = Preemption(signals="SIGUSR2", exit_code=42), signal.getsignal(signal.SIGTERM)
+    run = Attempt(tmp_path, {2: raise_signals(signal.SIGUSR2)}, preemption=preemption)
+    # A signal that is not configured keeps its handler.
     assert signal.getsignal(signal.SIGTERM) == term
     assert run.run().code == 42
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_keeps_its_meaning(tmp_path: Path) -> None:
+def test_ctrl_c_raises_keyboard_interrupt(tmp_path: Path) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        run = Own(tmp_path, {2: raising(signal.SIGTERM, signal.SIGINT)})
+        run = Attempt(tmp_path, {2: raise_signals(signal.SIGTERM, signal.SIGINT)})
         with pytest.raises(KeyboardInterrupt):
             run.run()
         assert seen == []
-        # The loop never heard of the first one.
+        # The loop never polled the first signal.
         run.accelerator.end_training()
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_that_the_loop_never_hears_of_is_not_lost(tmp_path: Path) -> None:
+def test_a_signal_that_was_never_polled_is_raised_again_at_the_end(tmp_path: Path) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
-        run = Own(tmp_path)
+        run = Attempt(tmp_path)
         signal.raise_signal(signal.SIGUSR1)
         assert seen == []
         run.accelerator.end_training()
         assert seen == [signal.SIGUSR1]
-        # Once: a script may end twice.
+        # Only once: a script may call end_training twice.
         run.accelerator.end_training()
-        # One that the loop was told of is the loop's business.
-        heard = Own(tmp_path, {1: raising(signal.SIGUSR1)})
-        for batch in heard.loader:
-            heard.at[1]()
-            heard.step(batch)
-            assert heard.accelerator.check_preemption()
+        # A signal that check_preemption reported is not raised again.
+        checked = Attempt(tmp_path, {1: raise_signals(signal.SIGUSR1)})
+        for batch in checked.loader:
+            checked.actions[1]()
+            checked.step(batch)
+            assert checked.accelerator.check_preemption()
             break
-        heard.accelerator.end_training()
+        checked.accelerator.end_training()
         assert seen == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-class Closed(GeneralTracker):
-    """Notes when it is closed."""
+class CloseCountingTracker(GeneralTracker):
+    """A tracker that counts how often it is closed."""
 
     name = "closed"
     requires_logging_directory = False
@@ -255,39 +255,39 @@ class Closed(GeneralTracker):
         self.count += 1
 
 
-class Recording(Logger):
-    """Notes how the run ended."""
+class StatusLogger(Logger):
+    """A logger that records the status with which the run ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ended: list[str] = []
+        self.statuses: list[str] = []
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     def finalize(self, status: str) -> None:
-        self.ended.append(status)
+        self.statuses.append(status)
 
 
-def test_leaving_closes_the_trackers_and_may_be_followed_by_end_training(tmp_path: Path) -> None:
-    tracker = Closed()
-    run = Own(tmp_path, {1: raising(signal.SIGTERM)}, log_with=tracker)
+def test_leave_closes_trackers_and_allows_end_training_afterwards(tmp_path: Path) -> None:
+    tracker = CloseCountingTracker()
+    run = Attempt(tmp_path, {1: raise_signals(signal.SIGTERM)}, log_with=tracker)
     run.accelerator.init_trackers("own")
     assert run.run().code == 75 and tracker.count == 1
     run.accelerator.end_training()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, None])
-def test_a_logger_notes_whether_the_loop_was_preempted(tmp_path: Path, number: int | None) -> None:
-    logger = Recording()
-    run = Own(tmp_path, {1: raising(number)} if number else {}, log_with=logger)
+def test_loggers_record_whether_the_loop_was_preempted(tmp_path: Path, number: int | None) -> None:
+    logger = StatusLogger()
+    run = Attempt(tmp_path, {1: raise_signals(number)} if number else {}, log_with=logger)
     run.accelerator.init_trackers("own")
     assert run.run().code == (75 if number else None)
-    assert logger.ended == ["interrupted" if number else "success"]
+    assert logger.statuses == ["interrupted" if number else "success"]
 
 
-def test_a_loop_that_asks_for_nothing_catches_nothing(tmp_path: Path) -> None:
+def test_without_preemption_no_signals_are_caught(tmp_path: Path) -> None:
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)]
-    run = Own(tmp_path, resume=None, preemption=None)
+    run = Attempt(tmp_path, resume=None, preemption=None)
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
     assert not run.accelerator.check_preemption() and os.listdir(tmp_path) == []
     with pytest.raises(ConfigurationError, match=r"leave\(\) ends a preempted loop"):
@@ -303,36 +303,34 @@ def test_a_loop_that_asks_for_nothing_catches_nothing(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_resume_and_preemption_arguments_raise(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         Accelerator(cpu=True, **arguments)
 
 
-# SLURM, time, processes -----------------------------------------------------------------------------------------------
+# SLURM, grace period, process group -----------------------------------------------------------------------------------
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that writes down what it is asked, and what is in the folder then; returns the file."""
-    asked, folder = tmp_path / "asked.txt", tmp_path / "bin"
+    """Puts a fake `scontrol` on PATH that records its arguments and the folder's content; returns its record."""
+    record, folder = tmp_path / "record.txt", tmp_path / "bin"
     folder.mkdir()
     program = folder / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@" $(ls -A {tmp_path}/run/checkpoints) >> {asked}\n')
+    program.write_text(f'#!/bin/sh\necho "$@" $(ls -A {tmp_path}/run/checkpoints) >> {record}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
-    return asked
+    return record
 
 
-def test_a_job_of_slurm_goes_back_to_the_queue_when_all_is_saved_and_the_folder_is_free(
-    scontrol: Path, tmp_path: Path
-) -> None:
-    assert Own(tmp_path / "run", {2: raising(signal.SIGUSR1)}).run().code == 75
+def test_a_slurm_job_is_requeued_after_saving_and_unlocking(scontrol: Path, tmp_path: Path) -> None:
+    assert Attempt(tmp_path / "run", {2: raise_signals(signal.SIGUSR1)}).run().code == 75
     assert scontrol.read_text() == "requeue 4712 checkpoint_0\n"
-    # scancel, and SLURM's own preemption, which requeues by itself.
-    assert Own(tmp_path / "run", {2: raising(signal.SIGTERM)}).run().code == 75
+    # SIGTERM comes from scancel, or from SLURM's own preemption, which requeues the job itself.
+    assert Attempt(tmp_path / "run", {2: raise_signals(signal.SIGTERM)}).run().code == 75
     assert len(scontrol.read_text().splitlines()) == 1
 
 
-HANGS = """
+HANGING_SCRIPT = """
 import os, signal, sys, threading
 import torch
 from leyden import Accelerator
@@ -347,29 +345,29 @@ threading.Event().wait()
 """
 
 
-def test_a_step_that_outlasts_the_grace_period_is_left(scontrol: Path, tmp_path: Path) -> None:
-    done = run_program(["-c", HANGS, tmp_path / "run"])
+def test_a_step_exceeding_the_grace_period_is_abandoned(scontrol: Path, tmp_path: Path) -> None:
+    done = run_program(["-c", HANGING_SCRIPT, tmp_path / "run"])
     assert done.returncode == 75, done.stderr
     assert "the grace period of 0.2 s has ended (rank 0, step 0). The run is not saved" in done.stderr
     assert scontrol.read_text().startswith("requeue 4712")
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["checkpoint_0"]
 
 
-CLOSES = """
+SLOW_SHUTDOWN_SCRIPT = """
 import os, signal, sys, threading
 import torch
 from leyden import Accelerator, GeneralTracker
 from leyden.callbacks import Logger
 from leyden.trainer import Preemption
 
-class Slow(GeneralTracker):
+class SlowTracker(GeneralTracker):
     name, requires_logging_directory = "slow", False
     def log(self, values, step=None, **kwargs): ...
     def finish(self):
         threading.Event().wait()
 
 accelerator = Accelerator(
-    cpu=True, project_dir="run", resume="auto", preemption=Preemption(grace_period=4), log_with=Slow()
+    cpu=True, project_dir="run", resume="auto", preemption=Preemption(grace_period=4), log_with=SlowTracker()
 )
 accelerator.init_trackers("run")
 model = accelerator.prepare(torch.nn.Linear(1, 1))
@@ -380,42 +378,42 @@ accelerator.leave()
 """
 
 
-def test_an_end_that_outlasts_the_grace_period_is_cut_off_after_the_save(tmp_path: Path) -> None:
-    done = run_program(["-c", CLOSES], tmp_path)
+def test_a_shutdown_exceeding_the_grace_period_is_cut_short_after_the_save(tmp_path: Path) -> None:
+    done = run_program(["-c", SLOW_SHUTDOWN_SCRIPT], tmp_path)
     assert done.returncode == 75, done.stderr
     assert "(rank 0, step 0). The run is saved, but its shutdown was cut short" in done.stderr
     assert [path.name for path in all_checkpoints(tmp_path / "run" / "checkpoints")] == ["checkpoint_0"]
 
 
-def in_a_group(folder: Path) -> None:
-    """A scheduler signals every process of a job, and so the workers of a loader."""
+def train_through_a_group_signal(folder: Path) -> None:
+    """Signals the whole process group in the third batch, as a scheduler signals a job with its loader workers."""
     os.setpgrp()
-    run = Own(folder, {3: lambda: os.killpg(0, signal.SIGUSR1)}, workers=2).run()
+    run = Attempt(folder, {3: lambda: os.killpg(0, signal.SIGUSR1)}, workers=2).run()
     assert run.code == 75 and run.steps == [1, 2, 3]
     assert len(all_checkpoints(folder / "checkpoints")) == 1
 
 
-def test_a_signal_to_all_processes_of_a_job_does_not_take_the_workers(tmp_path: Path) -> None:
-    run_world(1, in_a_group, tmp_path)
+def test_loader_workers_survive_a_signal_to_the_process_group(tmp_path: Path) -> None:
+    run_world(1, train_through_a_group_signal, tmp_path)
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
-def on_two_ranks(folder: Path, strategy: str) -> None:
+def check_alternating_preemption(folder: Path, strategy: str) -> None:
     parts: list[list[int]] = []
-    # Each time another rank receives the signal; the others hear of it one call later, or in an epoch's last batch.
+    # The ranks alternate in receiving the signal; the other stops one call later, or in an epoch's last batch.
     for attempt, batch in enumerate((2, 2, 1, None)):
-        stop = {batch: raising(signal.SIGUSR1)} if attempt % 2 == RANK and batch is not None else {}
-        run = Own(folder / strategy, stop, strategy=strategy).run()
+        stop = {batch: raise_signals(signal.SIGUSR1)} if attempt % 2 == RANK and batch is not None else {}
+        run = Attempt(folder / strategy, stop, strategy=strategy).run()
         assert run.code == (None if batch is None else 75)
         parts.append(run.steps)
     assert parts == [[1, 2, 3], [4, 5], [6, 7], [8, 9, 10]], parts
-    whole = Own(folder / f"{strategy} whole", strategy=strategy, resume=None, preemption=None).run()
-    assert same(run, whole)
+    baseline = Attempt(folder / f"{strategy} whole", strategy=strategy, resume=None, preemption=None).run()
+    assert same_weights(run, baseline)
 
 
-def uneven(folder: Path) -> None:
-    """Ranks with different numbers of batches exchange nothing but gradients, and hear of the signal afterwards."""
-    run = Own(folder / "uneven", strategy="ddp", even_batches=False)
+def check_uneven_inputs(folder: Path) -> None:
+    """Ranks with different numbers of batches exchange only gradients, and learn of a signal after the loop."""
+    run = Attempt(folder / "uneven", strategy="ddp", even_batches=False)
     accelerator = run.accelerator
     loader = accelerator.prepare_data_loader([torch.ones(1, 6)] * (2 if RANK == 0 else 4))
     with accelerator.join_uneven_inputs([run.model]):
@@ -430,11 +428,11 @@ def uneven(folder: Path) -> None:
         accelerator.leave()
 
 
-def late(folder: Path) -> None:
-    """A signal that came to one rank after its last call is not lost, and keeps no rank waiting."""
+def check_late_signal(folder: Path) -> None:
+    """A signal that one rank receives after its last check is raised again, and no rank waits for another."""
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
-    run = Own(folder / "late", strategy="ddp")
+    run = Attempt(folder / "late", strategy="ddp")
     assert not run.accelerator.check_preemption()
     if RANK == 1:
         signal.raise_signal(signal.SIGUSR1)
@@ -443,30 +441,30 @@ def late(folder: Path) -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
-def refused(folder: Path) -> None:
-    """Every rank is refused, with the owner's name."""
+def check_locked_folder(folder: Path) -> None:
+    """A locked folder is refused on every rank, with an error that names the owner."""
     if RANK == 0:
         lock = FolderLock(folder / "held" / "checkpoints")
         lock.acquire()
     with pytest.raises(LeydenError, match="belongs to a run that is under way"):
-        Own(folder / "held", strategy="ddp")
+        Attempt(folder / "held", strategy="ddp")
     if RANK == 0:
         lock.release()
 
 
-def several(folder: Path) -> None:
-    on_two_ranks(folder, "ddp")
-    on_two_ranks(folder, "fsdp")
-    uneven(folder)
-    late(folder)
-    refused(folder)
+def check_two_ranks(folder: Path) -> None:
+    check_alternating_preemption(folder, "ddp")
+    check_alternating_preemption(folder, "fsdp")
+    check_uneven_inputs(folder)
+    check_late_signal(folder)
+    check_locked_folder(folder)
 
 
-def test_ranks_that_one_of_them_preempts_end_at_the_same_step_and_go_on_exactly(tmp_path: Path) -> None:
-    run_world(2, several, tmp_path)
+def test_preempting_one_rank_stops_all_at_the_same_step_and_they_resume_exactly(tmp_path: Path) -> None:
+    run_world(2, check_two_ranks, tmp_path)
 
 
-LAUNCHED = """
+LAUNCHED_SCRIPT = """
 import os, signal
 import torch
 from leyden import Accelerator
@@ -494,8 +492,8 @@ print("done", flush=True)
 
 
 @pytest.mark.full
-def test_an_agent_passes_a_signal_on_and_exits_as_its_ranks_do(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LAUNCHED)
+def test_the_launch_agent_forwards_signals_and_exits_with_its_ranks_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHED_SCRIPT)
     command = [sys.executable, "-m", "leyden", "launch", "--cpu", "--num_processes", "2", "--max_restarts", "2"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     first, again = (
@@ -510,8 +508,8 @@ def test_an_agent_passes_a_signal_on_and_exits_as_its_ranks_do(tmp_path: Path) -
     assert again.stdout.count("done") == 2
 
 
-# the folder -----------------------------------------------------------------------------------------------------------
-def in_a_fork(work: Callable[[], Any]) -> int:
+# the lock on the folder -----------------------------------------------------------------------------------------------
+def status_in_fork(work: Callable[[], Any]) -> int:
     child = os.fork()
     if child == 0:
         try:
@@ -522,80 +520,82 @@ def in_a_fork(work: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def hold(folder: Path, **arguments: Any) -> Accelerator:
+def auto_resuming(folder: Path, **arguments: Any) -> Accelerator:
     return Accelerator(cpu=True, project_dir=folder, resume="auto", **arguments)
 
 
-def test_a_loop_that_continues_by_itself_holds_its_folder_until_it_ends(tmp_path: Path) -> None:
-    one = hold(tmp_path)
+def test_auto_resume_locks_the_folder_until_the_loop_ends(tmp_path: Path) -> None:
+    first = auto_resuming(tmp_path)
     with pytest.raises(LeydenError, match=r"this very process.*Accelerator\(project_dir=…\).*end_training\(\) rel"):
-        hold(tmp_path)
-    assert in_a_fork(lambda: hold(tmp_path)) == 1
-    # Loops that do not continue by themselves may share it, as ever.
+        auto_resuming(tmp_path)
+    assert status_in_fork(lambda: auto_resuming(tmp_path)) == 1
+    # Loops without resume='auto' may share the folder.
     Accelerator(cpu=True, project_dir=tmp_path)
-    one.end_training()
-    one.end_training()
+    first.end_training()
+    first.end_training()
     assert os.listdir(tmp_path / "checkpoints") == []
-    hold(tmp_path).end_training()
+    auto_resuming(tmp_path).end_training()
 
 
-def test_what_a_killed_loop_held_is_taken_over(tmp_path: Path) -> None:
-    assert in_a_fork(lambda: (hold(tmp_path), os.kill(os.getpid(), signal.SIGKILL))) == -signal.SIGKILL
+def test_a_killed_loops_lock_is_taken_over(tmp_path: Path) -> None:
+    assert status_in_fork(lambda: (auto_resuming(tmp_path), os.kill(os.getpid(), signal.SIGKILL))) == -signal.SIGKILL
     assert (tmp_path / "checkpoints" / NAME).exists()
-    hold(tmp_path).end_training()
+    auto_resuming(tmp_path).end_training()
 
 
-def test_a_script_that_ends_or_fails_gives_its_folder_up(tmp_path: Path) -> None:
+def test_a_script_releases_its_lock_when_it_ends_or_fails(tmp_path: Path) -> None:
     code = "import sys; from leyden import Accelerator; Accelerator(cpu=True, project_dir='run', resume='auto'); "
     for end, status in (("", 0), ("raise OSError", 1)):
         assert run_program(["-c", code + end], tmp_path).returncode == status
         assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 
-def test_a_loop_that_is_dropped_before_its_end_holds_nothing(tmp_path: Path) -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    hold(tmp_path, preemption=True)
+def test_a_garbage_collected_accelerator_releases_its_lock_and_handlers(tmp_path: Path) -> None:
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    auto_resuming(tmp_path, preemption=True)
     later = Accelerator(cpu=True, preemption=True)
     gc.collect()
     assert os.listdir(tmp_path / "checkpoints") == []
     signal.raise_signal(signal.SIGTERM)
-    assert later.check_preemption() and not heard
-    # It puts back the handler of the one that was dropped.
+    assert later.check_preemption() and not received
+    # The handler from before the collected Accelerator is restored.
     later.end_training()
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
 
 
-def test_a_constructor_that_fails_holds_nothing(tmp_path: Path) -> None:
+def test_a_failed_constructor_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
-        hold(tmp_path, log_with="no tracker")
-    hold(tmp_path).end_training()
+        auto_resuming(tmp_path, log_with="no tracker")
+    auto_resuming(tmp_path).end_training()
 
 
-def test_a_loop_whose_folder_went_to_another_saves_no_more(tmp_path: Path) -> None:
-    run = hold(tmp_path)
+def test_saving_after_losing_the_lock_raises(tmp_path: Path) -> None:
+    run = auto_resuming(tmp_path)
     lock = tmp_path / "checkpoints" / NAME
-    lock.write_text(json.dumps({**json.loads(lock.read_bytes()), "token": "another's"}))
+    lock.write_text(json.dumps({**json.loads(lock.read_bytes()), "token": "of another process"}))
     with pytest.raises(LeydenError, match="was taken over by"):
         run.save_state()
     run.end_training()
     assert lock.exists()
 
 
-def test_where_it_saves_and_what_it_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Own(tmp_path, project_config=ProjectConfiguration(total_limit=2))
+def test_auto_resume_continues_from_the_newest_intact_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Attempt(tmp_path, project_config=ProjectConfiguration(total_limit=2))
     accelerator = run.accelerator
     accelerator.load_state()
     assert f"starts from scratch: no checkpoint in {tmp_path / 'checkpoints'} yet" in capsys.readouterr().out
     names = [Path(accelerator.save_state()).name for _ in range(3)]
-    # A path of one's own is used, kept, and not continued from.
+    # An explicit path is kept, and automatic resumption ignores it.
     assert accelerator.save_state(tmp_path / "best") == str(tmp_path / "best")
     assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     assert {path.name for path in all_checkpoints(tmp_path / "checkpoints")} == {"checkpoint_1", "checkpoint_2"}
     accelerator.end_training()
     (tmp_path / "checkpoints" / "checkpoint_2" / "model.safetensors").write_bytes(b"damaged")
-    again = Own(tmp_path)
+    again = Attempt(tmp_path)
     with pytest.warns(UserWarning, match="skipping a damaged checkpoint"):
         again.accelerator.load_state()
     assert f"continues from {tmp_path / 'checkpoints' / 'checkpoint_1'}" in capsys.readouterr().out
@@ -605,12 +605,12 @@ def test_where_it_saves_and_what_it_continues(tmp_path: Path, capsys: pytest.Cap
     again.accelerator.end_training()
 
 
-def test_a_relative_folder_stays_where_it_was_at_construction(
+def test_a_relative_project_dir_is_resolved_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    run = Own(Path("run"), project_config=ProjectConfiguration(total_limit=2))
+    run = Attempt(Path("run"), project_config=ProjectConfiguration(total_limit=2))
     accelerator = run.accelerator
     monkeypatch.chdir(tmp_path / "elsewhere")
     folder = tmp_path / "run" / "checkpoints"
@@ -618,9 +618,9 @@ def test_a_relative_folder_stays_where_it_was_at_construction(
     assert os.path.lexists(folder / NAME) and len(all_checkpoints(folder)) == 2
     accelerator.load_state()
     assert f"continues from {folder / 'checkpoint_2'}" in capsys.readouterr().out
-    # A path of one's own is the caller's, as in any other program.
-    accelerator.save_state("own")
-    assert os.listdir() == ["own"] and accelerator.project_dir == Path("run")
+    # An explicit relative path is relative to the current folder.
+    accelerator.save_state("best")
+    assert os.listdir() == ["best"] and accelerator.project_dir == Path("run")
     accelerator.end_training()
     monkeypatch.chdir(tmp_path)
     config = ProjectConfiguration("run", automatic_checkpoint_naming=True)
@@ -628,11 +628,11 @@ def test_a_relative_folder_stays_where_it_was_at_construction(
     assert config.checkpoint_folder == folder
 
 
-def test_a_save_after_the_end_keeps_out_of_the_released_folder(tmp_path: Path) -> None:
-    accelerator = Own(tmp_path).accelerator
+def test_saving_into_the_released_folder_after_end_training_raises(tmp_path: Path) -> None:
+    accelerator = Attempt(tmp_path).accelerator
     accelerator.save_state()
     accelerator.end_training()
-    later = hold(tmp_path)
+    later = auto_resuming(tmp_path)
     for path in (None, tmp_path / "checkpoints" / "mine"):
         with pytest.raises(
             LeydenError, match=r"save_state\(\) after end_training\(\), which released .*checkpoints to"
@@ -646,16 +646,16 @@ def test_a_save_after_the_end_keeps_out_of_the_released_folder(tmp_path: Path) -
     accelerator.load_state(tmp_path / "best")
 
 
-def test_a_loop_may_end_in_another_thread(tmp_path: Path) -> None:
+def test_end_training_may_be_called_from_another_thread(tmp_path: Path) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        for came in (False, True):
-            tracker = Closed()
-            run = Own(tmp_path, log_with=tracker)
+        for signaled in (False, True):
+            tracker = CloseCountingTracker()
+            run = Attempt(tmp_path, log_with=tracker)
             run.accelerator.init_trackers("own")
-            if came:
-                # A signal that the loop has not been told of acts as without Leyden.
+            if signaled:
+                # A signal that the loop never polled reaches the previous handler.
                 signal.raise_signal(signal.SIGTERM)
                 assert seen == [signal.SIGTERM] * 2
             errors: list[Any] = []
@@ -665,7 +665,7 @@ def test_a_loop_may_end_in_another_thread(tmp_path: Path) -> None:
                 thread.start()
                 thread.join()
             assert not errors and tracker.count == 1 and os.listdir(tmp_path / "checkpoints") == []
-            if not came:
+            if not signaled:
                 signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGTERM)
         assert seen == [signal.SIGTERM] * 3

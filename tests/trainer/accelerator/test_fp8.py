@@ -1,4 +1,4 @@
-"""fp8 in a loop that the user writes: the Trainer's numbers, Accelerate's recipes, and what a launch describes."""
+"""fp8 in a custom loop: parity with the Trainer, Accelerate's recipes, and the settings of `leyden launch`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Net(Regression):
         super().__init__(net, lambda module: torch.optim.AdamW(module.parameters(), lr=0.01))
 
 
-def by_accelerator(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
+def train_epoch(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
     for x, y in loader:
         with accelerator.accumulate(model):
             accelerator.backward(F.mse_loss(model(x).float(), y))
@@ -45,7 +45,7 @@ def by_accelerator(accelerator: Accelerator, model: nn.Module, optimizer: Any, l
             optimizer.zero_grad()
 
 
-def test_a_loop_trains_as_the_trainer_and_resumes_exactly(tmp_path: Path) -> None:
+def test_an_fp8_loop_matches_the_trainer_and_resumes_exactly(tmp_path: Path) -> None:
     expected = Net()
     Trainer(
         **QUIET,
@@ -65,9 +65,9 @@ def test_a_loop_trains_as_the_trainer_and_resumes_exactly(tmp_path: Path) -> Non
         if resumes:
             accelerator.load_state(tmp_path / "state")
         else:
-            by_accelerator(accelerator, model, optimizer, loader)
+            train_epoch(accelerator, model, optimizer, loader)
             accelerator.save_state(tmp_path / "state")
-        by_accelerator(accelerator, model, optimizer, loader)
+        train_epoch(accelerator, model, optimizer, loader)
         unwrapped = accelerator.unwrap_model(model)
         assert accelerator.mixed_precision == "fp8" and list(unwrapped.state_dict()) == names
         found.append(unwrapped)
@@ -80,7 +80,7 @@ def precision_of(*handlers: Any, mixed_precision: Any = "fp8") -> Any:
     return Accelerator(cpu=True, mixed_precision=mixed_precision, kwargs_handlers=list(handlers)).precision
 
 
-def test_the_recipes_of_a_script_choose_the_precision() -> None:
+def test_recipe_kwargs_configure_the_precision() -> None:
     from torchao.float8 import Float8LinearConfig
 
     made = precision_of(AORecipeKwargs(pad_inner_dim=False, enable_fsdp_float8_all_gather=True))
@@ -94,7 +94,7 @@ def test_the_recipes_of_a_script_choose_the_precision() -> None:
     assert isinstance(precision_of(FP8RecipeKwargs()), Float8Precision)
 
 
-def test_invalid_recipes_name_the_fix() -> None:
+def test_invalid_recipes_raise_with_the_fix() -> None:
     with pytest.raises(ConfigurationError, match="MS-AMP is no longer maintained. Use AORecipeKwargs"):
         MSAMPRecipeKwargs(opt_level="O2")
     with pytest.raises(ConfigurationError, match="fp8_backend: MSAMP: MS-AMP is no longer maintained"):
@@ -110,21 +110,23 @@ def test_invalid_recipes_name_the_fix() -> None:
             precision_of(handler)
 
 
-def test_what_a_launch_describes_is_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp8_settings_of_the_launch_apply_unless_the_script_sets_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = {"fp8_backend": "AO", "fp8_pad_inner_dim": False}
     for name, value in LaunchSettings("fp8.yaml", accelerator="cpu", precision="fp8", fp8=keys).variables().items():
         monkeypatch.setenv(name, value)
     assert json.loads(dict(LaunchSettings("a", fp8=keys).variables())["LEYDEN_FP8"]) == keys
     for made in (
         Trainer(**QUIET).strategy.precision,
-        # A script that says fp8 itself leaves the recipe open.
+        # A script that only sets fp8 takes the recipe of the launch.
         Trainer(**QUIET, precision="fp8").strategy.precision,
         Accelerator().precision,
         Accelerator(mixed_precision="fp8").precision,
     ):
         assert isinstance(made, Float8Precision) and not made.pad_inner_dim
     assert "precision='fp8'" in capsys.readouterr().out
-    # What a script gives in full stands.
+    # A script's own precision or recipe overrides the launch.
     assert Trainer(**QUIET, precision="bf16").precision == "bf16-mixed"
     own: Any = Trainer(**QUIET, precision=Float8Precision("rowwise")).strategy.precision
     assert own.recipe == "rowwise" and own.pad_inner_dim

@@ -1,4 +1,4 @@
-"""What libraries read of an Accelerator's accumulation window."""
+"""`Accelerator.gradient_state`, by which libraries read the accumulation window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from leyden import Accelerator, ConfigurationError
 from leyden.trainer.accelerator.loop.gradient_state import GradientState
 
 
-def test_the_gradient_state_shows_window_and_loader() -> None:
+def test_gradient_state_tracks_the_window_and_the_active_loader() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(1, 1)
     model, loader = accelerator.prepare(model, DataLoader(torch.ones(3, 1)))
@@ -31,8 +31,8 @@ def test_the_gradient_state_shows_window_and_loader() -> None:
     assert state.plugin_kwargs["sync_each_batch"] is False
 
 
-def test_a_loop_that_counts_by_itself_says_when_optimizers_step() -> None:
-    """As transformers' Trainer does it, for each batch."""
+def test_setting_sync_gradients_controls_when_optimizers_step() -> None:
+    """transformers' Trainer sets it for each batch."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -48,6 +48,6 @@ def test_a_loop_that_counts_by_itself_says_when_optimizers_step() -> None:
     assert torch.equal(model.weight, before - 2.0)
 
 
-def test_there_is_no_gradient_state_of_the_whole_process() -> None:
+def test_constructing_a_global_gradient_state_raises() -> None:
     with pytest.raises(ConfigurationError, match=r"accelerator\.gradient_state"):
         GradientState()

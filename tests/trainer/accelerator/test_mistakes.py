@@ -1,4 +1,4 @@
-"""Mistakes that a loop of one's own is prone to: named, with what to do."""
+"""Common mistakes in custom loops: the errors and warnings that name them and the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leyden import (
 from leyden.utils import MegatronLMPlugin, ParallelismConfig
 
 
-def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -53,19 +53,19 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
         ),
     ],
 )
-def test_invalid_arguments_name_the_fix(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_raise_with_the_fix(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigurationError, TypeError), match=words):
         Accelerator(cpu=True, **arguments)
 
 
-def test_invalid_settings_name_the_fix() -> None:
+def test_invalid_settings_raise_with_the_fix() -> None:
     with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
         InitProcessGroupKwargs(init_method="tcp://host:1")
     with pytest.raises(ConfigurationError, match="1 or more"):
         ProjectConfiguration(total_limit=0)
 
 
-def test_planned_ranks_that_nobody_started_are_refused() -> None:
+def test_a_strategy_for_ranks_that_were_not_launched_raises() -> None:
     from leyden.strategies.ddp import DDPStrategy
 
     strategy = DDPStrategy(devices=[torch.device("cpu")] * 2)
@@ -73,8 +73,8 @@ def test_planned_ranks_that_nobody_started_are_refused() -> None:
         Accelerator(cpu=True, strategy=strategy)
 
 
-def test_an_unprepared_model_is_named() -> None:
-    model, optimizer = parts()
+def test_an_unprepared_model_is_reported() -> None:
+    model, optimizer = model_and_optimizer()
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(optimizer)
     with pytest.warns(UserWarning, match="no model was prepared"):
@@ -91,8 +91,8 @@ def test_an_unprepared_model_is_named() -> None:
         mixed.backward(model(torch.ones(1, 2)).sum())
 
 
-def test_an_unprepared_optimizer_is_named() -> None:
-    model, _ = parts()
+def test_an_unprepared_optimizer_is_reported() -> None:
+    model, _ = model_and_optimizer()
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
     accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -108,20 +108,20 @@ def test_an_unprepared_optimizer_is_named() -> None:
         scaled.backward(model(torch.ones(1, 2)).sum())
 
 
-def test_an_optimizer_of_another_model_is_named() -> None:
-    model, _ = parts()
-    _, foreign = parts()
+def test_an_optimizer_of_another_model_raises() -> None:
+    model, _ = model_and_optimizer()
+    _, other_optimizer = model_and_optimizer()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model, foreign = accelerator.prepare(model, foreign)
+    model, other_optimizer = accelerator.prepare(model, other_optimizer)
     accelerator.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(ConfigurationError, match="create it from the parameters of the model that you train"):
-        foreign.step()
+        other_optimizer.step()
     both = torch.optim.SGD([*model.parameters(), *nn.Linear(3, 1).parameters()], lr=0.1)
     with pytest.raises(ConfigurationError, match="2 of SGD's 4 parameters belong to no prepared model"):
         accelerator.prepare(both).step()
 
 
-def test_a_model_moved_after_prepare_is_named() -> None:
+def test_moving_a_model_after_prepare_raises() -> None:
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(1, 2)))
     model.to("meta")
@@ -129,17 +129,16 @@ def test_a_model_moved_after_prepare_is_named() -> None:
         next(iter(loader))
 
 
-def test_a_scheduler_without_its_optimizer_is_named() -> None:
-    _, optimizer = parts()
+def test_a_scheduler_without_its_optimizer_warns() -> None:
+    _, optimizer = model_and_optimizer()
     accelerator = Accelerator(cpu=True)
     with pytest.warns(UserWarning, match="Prepare the optimizer too"):
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
-def test_prepare_returns_other_objects_as_they_are() -> None:
-    """Any order, several calls, twice the same, and objects that are nothing to prepare."""
+def test_prepare_accepts_any_order_repeated_calls_and_other_objects() -> None:
     accelerator = Accelerator(cpu=True)
-    model, optimizer = parts()
+    model, optimizer = model_and_optimizer()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     text, made, stepped, own = accelerator.prepare("text", scheduler, optimizer, model)
     assert text == "text" and own is model and accelerator.prepare(model) is model
@@ -155,7 +154,7 @@ def test_prepare_returns_other_objects_as_they_are() -> None:
     assert one is two is None and accelerator.prepared_models == []
 
 
-def test_a_model_keeps_its_names_under_mixed_precision() -> None:
+def test_mixed_precision_keeps_parameter_names() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))
     x = torch.ones(1, 2)
@@ -168,7 +167,7 @@ def test_a_model_keeps_its_names_under_mixed_precision() -> None:
     assert bare is model and bare(x).dtype == torch.float32
 
 
-def test_compiled_models_keep_their_names() -> None:
+def test_compiled_models_keep_parameter_names() -> None:
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     bare = nn.Linear(2, 1)
     model = accelerator.prepare(bare)
@@ -179,7 +178,9 @@ def test_compiled_models_keep_their_names() -> None:
     assert torch.equal(model(torch.ones(1, 2)), bare(torch.ones(1, 2)))
 
 
-def test_debug_mode_says_what_a_rank_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_mode_prints_the_setup_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(1, 2)))
@@ -190,7 +191,7 @@ def test_debug_mode_says_what_a_rank_is(monkeypatch: pytest.MonkeyPatch, capsys:
     assert loader == "leyden: rank 0: loader of 1 batches by BatchSampler, batch_size 1"
 
 
-def test_leyden_launch_fills_what_is_left_open(
+def test_launch_settings_fill_arguments_left_at_their_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from leyden.trainer.launched import LaunchSettings

@@ -1,4 +1,4 @@
-"""The modules of Accelerate's names: what a script imports from them is there, or the error says what to use."""
+"""Modules with Accelerate's names: each import a script makes works, or its error suggests the replacement."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from leyden.utils import (
 
 
 @pytest.mark.parametrize("name", leyden._MODULES)
-def test_every_name_of_a_module_is_there(name: str) -> None:
+def test_every_exported_name_exists(name: str) -> None:
     module = importlib.import_module(f"leyden.{name}")
     assert all(getattr(module, entry) is not None for entry in getattr(module, "__all__", ()))
     assert operator.attrgetter(name)(leyden) is module
 
 
-def test_the_modules_are_those_of_accelerate() -> None:
+def test_modules_have_the_names_of_accelerates_modules() -> None:
     pytest.importorskip("accelerate")
     assert all(importlib.util.find_spec(f"accelerate.{name}") is not None for name in leyden._MODULES)
 
@@ -84,21 +84,21 @@ def test_the_modules_are_those_of_accelerate() -> None:
         ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
     ],
 )
-def test_a_name_that_leyden_lacks_says_what_to_use(line: str, words: str) -> None:
+def test_importing_an_unsupported_name_suggests_the_replacement(line: str, words: str) -> None:
     with pytest.raises(ImportError, match=words):
         exec(line)
     assert not hasattr(leyden, "no_such_name")
     assert not hasattr(leyden, "EarlyStopping")
 
 
-def test_libraries_and_devices_are_asked_for_by_name() -> None:
+def test_is_available_functions_report_libraries_and_devices() -> None:
     from leyden.utils import is_tensorboard_available, is_xpu_available  # type: ignore[attr-defined]
 
     assert is_tensorboard_available() is True
     assert is_xpu_available() is torch.xpu.is_available()
 
 
-def test_collectives_of_one_process_return_what_they_get() -> None:
+def test_collectives_on_one_process_return_their_input() -> None:
     tensor = torch.arange(2.0)
     assert gather(tensor) is tensor and gather_object([1, "a"]) == [1, "a"]
     assert broadcast({"x": tensor})["x"] is tensor and broadcast_object_list([1, 2]) == [1, 2]
@@ -110,7 +110,7 @@ def test_collectives_of_one_process_return_what_they_get() -> None:
     assert extract_model_from_parallel(nn.DataParallel(nn.Identity())).__class__ is nn.Identity
 
 
-def test_states_are_there_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_classes_work_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (AcceleratorState().num_processes, AcceleratorState().mixed_precision) == (1, "no")
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
@@ -118,7 +118,7 @@ def test_states_are_there_without_an_accelerator(monkeypatch: pytest.MonkeyPatch
     assert PartialState().is_main_process
 
 
-def test_enums_are_taken_as_words(tmp_path: Path) -> None:
+def test_enum_members_are_accepted_as_strings(tmp_path: Path) -> None:
     assert str(PrecisionType.BF16) == "bf16"
     accelerator = Accelerator(
         cpu=True,
@@ -133,7 +133,7 @@ def test_enums_are_taken_as_words(tmp_path: Path) -> None:
     assert DistributedDataParallelKwargs().to_kwargs() == {}
 
 
-def test_a_dynamo_plugin_compiles_with_its_arguments() -> None:
+def test_a_dynamo_plugin_passes_its_arguments_to_torch_compile() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True))
     assert (accelerator.options.backend, accelerator.options.compile_options) == ("eager", {"fullgraph": True})
     assert type(accelerator.prepare(nn.Linear(1, 1))).__name__ == "OptimizedModule"
@@ -143,7 +143,7 @@ def test_a_dynamo_plugin_compiles_with_its_arguments() -> None:
         TorchDynamoPlugin(use_regional_compilation=True)
 
 
-def test_a_parallelism_config_is_ddp_fsdp_or_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parallelism_config_builds_ddp_fsdp_hsdp_or_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     built: Any = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2).build(
         FullyShardedDataParallelPlugin(min_num_params=3)
     )
@@ -166,7 +166,7 @@ def test_a_parallelism_config_is_ddp_fsdp_or_both(monkeypatch: pytest.MonkeyPatc
         Accelerator(cpu=True, parallelism_config={"dp_shard_size": 2})
 
 
-def test_a_seedable_sampler_orders_by_seed_and_epoch_alone() -> None:
+def test_a_seedable_samplers_order_depends_only_on_seed_and_epoch() -> None:
     sampler = SeedableRandomSampler(range(20), data_seed=3)
     first = [batch.tolist() for batch in DataLoader(torch.arange(20), 4, sampler=sampler)]
     assert sampler.epoch == 1
@@ -176,15 +176,15 @@ def test_a_seedable_sampler_orders_by_seed_and_epoch_alone() -> None:
     assert [batch.tolist() for batch in DataLoader(torch.arange(20), 4, sampler=sampler)] != first
 
 
-def test_tensorboard_files_lie_in_the_folder_of_the_project(tmp_path: Path) -> None:
+def test_tensorboard_writes_to_the_project_folder_without_versions(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1})
     accelerator.log({"loss": 0.5}, step=1)
     accelerator.end_training()
-    own = Accelerator(cpu=True, log_with=TensorBoardTracker("alone", tmp_path))
-    own.init_trackers("ignored")
-    own.log({"loss": 0.5}, step=1)
-    own.end_training()
+    accelerator = Accelerator(cpu=True, log_with=TensorBoardTracker("alone", tmp_path))
+    accelerator.init_trackers("ignored")
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
     for name in ("digits", "alone"):
         assert list((tmp_path / name).glob("events.out.tfevents.*"))
         assert not list((tmp_path / name).glob("version_*"))

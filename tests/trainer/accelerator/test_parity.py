@@ -1,4 +1,4 @@
-"""A loop of one's own through the Accelerator: the weights of the plain torch loop, bit for bit."""
+"""Custom loops with the Accelerator end with the weights of the plain torch loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     return model, optimizer, scheduler, DataLoader(pairs(9), 2, shuffle=True)
 
 
-def state_of(model: nn.Module) -> list[Tensor]:
+def weights_of(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -33,7 +33,7 @@ def assert_same(ours: list[Tensor], plain: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
-def by_hand(precision: str, accumulation: int, init_scale: float) -> tuple[list[Tensor], list[float]]:
+def plain_loop(precision: str, accumulation: int, init_scale: float) -> tuple[list[Tensor], list[float]]:
     model, optimizer, scheduler, loader = build()
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
     dtype, rates = DTYPES[precision], []
@@ -53,15 +53,15 @@ def by_hand(precision: str, accumulation: int, init_scale: float) -> tuple[list[
                     scheduler.step()
                 optimizer.zero_grad()
                 rates.append(scheduler.get_last_lr()[0])
-    return state_of(model), rates
+    return weights_of(model), rates
 
 
 @pytest.mark.parametrize(
     ("precision", "accumulation", "init_scale"),
     [("no", 1, 1.0), ("no", 2, 1.0), ("bf16", 2, 1.0), ("fp16", 1, 2.0**10), ("fp16", 3, 2.0**30)],
 )
-def test_weights_and_rates_are_those_of_the_plain_loop(precision: str, accumulation: int, init_scale: float) -> None:
-    """9 samples in batches of 2, so that the last window is short, and the last batch too."""
+def test_weights_and_learning_rates_match_the_plain_loop(precision: str, accumulation: int, init_scale: float) -> None:
+    """9 samples in batches of 2, so the last window and the last batch are short."""
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=precision,
@@ -85,13 +85,13 @@ def test_weights_and_rates_are_those_of_the_plain_loop(precision: str, accumulat
             if accelerator.sync_gradients:
                 rates.append(scheduler.get_last_lr()[0])
                 skips += accelerator.optimizer_step_was_skipped
-    plain, plain_rates = by_hand(precision, accumulation, init_scale)
-    assert_same(state_of(accelerator.unwrap_model(model)), plain)
+    plain, plain_rates = plain_loop(precision, accumulation, init_scale)
+    assert_same(weights_of(accelerator.unwrap_model(model)), plain)
     assert rates == plain_rates
     assert (skips > 0) == (init_scale > 2.0**20)
 
 
-def gan() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer, DataLoader[Any]]:
+def gan_parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(2)
     generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
     critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -99,8 +99,8 @@ def gan() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Opti
     return generator, critic, *steps, DataLoader(pairs(9), 3, shuffle=True)
 
 
-def penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-    """WGAN-GP: the critic's gradient between real and made samples has norm 1."""
+def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """Returns WGAN-GP's penalty, which pulls the critic's gradient between real and fake samples to norm 1."""
     weight = torch.rand(len(real), 1)
     between = (weight * real + (1 - weight) * fake).requires_grad_()
     [gradient] = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
@@ -112,7 +112,9 @@ def train_gan(parts: Any, backward: Callable[..., None], step: Callable[[Any], N
     for _ in range(2):
         for real, _ in loader:
             fake = generator(torch.randn(len(real), 3))
-            loss = critic(fake.detach()).mean() - critic(real).mean() + 10 * penalty(critic, real, fake.detach())
+            loss = (
+                critic(fake.detach()).mean() - critic(real).mean() + 10 * gradient_penalty(critic, real, fake.detach())
+            )
             backward(loss)
             step(optimizer_c)
             optimizer_c.zero_grad()
@@ -120,14 +122,14 @@ def train_gan(parts: Any, backward: Callable[..., None], step: Callable[[Any], N
             step(optimizer_g)
             optimizer_g.zero_grad()
             optimizer_c.zero_grad()
-    return state_of(generator) + state_of(critic)
+    return weights_of(generator) + weights_of(critic)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_gan_with_gradient_penalty_trains_as_the_plain_loop(precision: str) -> None:
-    """Two models, two optimizers and one scaler; backward through a gradient."""
+def test_a_gan_with_gradient_penalty_matches_the_plain_loop(precision: str) -> None:
+    """Two models and optimizers share one scaler, and backward runs through a gradient."""
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    generator, critic, optimizer_g, optimizer_c, loader = gan()
+    generator, critic, optimizer_g, optimizer_c, loader = gan_parts()
     critic, loader, generator = accelerator.prepare(critic, loader, generator)
     optimizer_c, optimizer_g = accelerator.prepare(optimizer_c, optimizer_g)
     parts = (generator, critic, optimizer_g, optimizer_c, loader)
@@ -139,7 +141,7 @@ def test_a_gan_with_gradient_penalty_trains_as_the_plain_loop(precision: str) ->
         scaler.step(optimizer)
         scaler.update()
 
-    plain = gan()
+    plain = gan_parts()
     for model in plain[:2] if precision == "fp16" else ():
         model.forward = torch.autocast("cpu", torch.float16)(model.forward)  # type: ignore[method-assign]
     assert_same(ours, train_gan(plain, lambda loss: scaler.scale(loss).backward(), step))
@@ -147,8 +149,8 @@ def test_a_gan_with_gradient_penalty_trains_as_the_plain_loop(precision: str) ->
         assert accelerator.scaler.get_scale() == scaler.get_scale()
 
 
-def test_one_backward_for_two_optimizers_scales_once() -> None:
-    """The scale changes after both, as in torch's own recipe for several optimizers."""
+def test_one_backward_for_two_optimizers_updates_the_scale_once() -> None:
+    """The scale is updated after both steps, as in torch's recipe for several optimizers."""
 
     def parts() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(3)
@@ -175,13 +177,13 @@ def test_one_backward_for_two_optimizers_scales_once() -> None:
             scaler.step(step)
             step.zero_grad()
         scaler.update()
-    assert_same(state_of(model), state_of(plain))
+    assert_same(weights_of(model), weights_of(plain))
     assert accelerator.scaler.get_scale() == scaler.get_scale() == 64.0
 
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_short_last_window_is_divided_by_its_length(sized: bool) -> None:
-    """7 batches by 4: a window's gradients are the mean over its batches, with or without a loader's length."""
+    """7 batches in windows of 4: gradients are the mean over the window's batches, with sized and unsized loaders."""
     data: Any = pairs(7) if sized else Stream(pairs(7))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = nn.Linear(4, 1)
@@ -201,12 +203,12 @@ def test_a_short_last_window_is_divided_by_its_length(sized: bool) -> None:
     assert windows == [4, 3]
     for start, stop, gradient in ((0, 4, gradients[0]), (4, 7, gradients[1])):
         x, y = pairs(7)[start:stop]
-        [wanted] = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight])
-        torch.testing.assert_close(gradient, wanted)
+        [expected] = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight])
+        torch.testing.assert_close(gradient, expected)
 
 
-def test_a_sum_is_divided_by_the_items_of_its_window() -> None:
-    """Tokens: batches of 1, 3 and 2 items make one step, whose gradient is the mean over 6."""
+def test_num_items_averages_a_summed_loss_over_its_window() -> None:
+    """Batches of 1, 3 and 2 items, such as tokens, make one step whose gradient is the mean over 6."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = nn.Linear(4, 1)
     x, y = pairs(6)[:]
@@ -217,17 +219,17 @@ def test_a_sum_is_divided_by_the_items_of_its_window() -> None:
             accelerator.backward(loss, num_items=len(x[rows]))
             norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
-    [wanted] = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight])
-    torch.testing.assert_close(model.weight.grad, wanted)
-    assert norm >= wanted.norm()
+    [expected] = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight])
+    torch.testing.assert_close(model.weight.grad, expected)
+    assert norm >= expected.norm()
 
 
-def test_a_closure_evaluates_the_loss_in_the_step() -> None:
+def test_an_optimizer_step_accepts_a_closure() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = build()
     model, optimizer = accelerator.prepare(model, optimizer)
     x, y = pairs(9)[:]
-    before = state_of(model)
+    before = weights_of(model)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -236,10 +238,10 @@ def test_a_closure_evaluates_the_loss_in_the_step() -> None:
         return loss
 
     optimizer.step(closure)
-    assert not torch.equal(before[0], state_of(model)[0])
+    assert not torch.equal(before[0], weights_of(model)[0])
 
 
-def test_windows_continue_over_epochs_without_sync_with_dataloader() -> None:
+def test_windows_span_epochs_without_sync_with_dataloader() -> None:
     from leyden import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
@@ -260,7 +262,7 @@ def test_windows_continue_over_epochs_without_sync_with_dataloader() -> None:
 
 
 @pytest.mark.parametrize("chosen", ["all", "one", "several"])
-def test_unscaled_gradients_are_those_of_the_loss_and_the_step_unscales_no_more(chosen: str) -> None:
+def test_unscale_gradients_is_not_repeated_by_the_step(chosen: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
@@ -274,7 +276,7 @@ def test_unscaled_gradients_are_those_of_the_loss_and_the_step_unscales_no_more(
     assert first.weight.item() == pytest.approx(before - 2.0)
 
 
-def test_gradients_inside_a_window_stay_scaled() -> None:
+def test_unscale_gradients_inside_a_window_does_nothing() -> None:
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="fp16",
@@ -293,10 +295,10 @@ def test_gradients_inside_a_window_stay_scaled() -> None:
     assert gradients == [512.0, 1.0]
 
 
-def test_loaders_prepared_alone_may_stay_where_they_are() -> None:
+def test_device_placement_false_yields_batches_unmoved() -> None:
     accelerator = Accelerator(cpu=True)
     batches = [torch.ones(1), torch.zeros(1)]
-    there = accelerator.prepare_data_loader(batches, device_placement=False)
-    assert all(ours is given for ours, given in zip(there, batches, strict=True))
-    # Another object each time: a list of batches is not known again.
+    unmoved = accelerator.prepare_data_loader(batches, device_placement=False)
+    assert all(ours is given for ours, given in zip(unmoved, batches, strict=True))
+    # A second call with the same list prepares it again, with its own placement.
     assert [batch.item() for batch in accelerator.prepare_data_loader(batches)] == [1.0, 0.0]

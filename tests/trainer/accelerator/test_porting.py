@@ -1,4 +1,4 @@
-"""Scripts that were written for Accelerate: what their calls return and do here."""
+"""Scripts written for Accelerate: their calls behave as they do there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from leyden import Accelerator, ConfigurationError, DataLoaderConfiguration, Ful
 from leyden.utils import RNGType
 
 
-class Several(nn.Module):
-    """Returns more than a tensor."""
+class NestedOutputs(nn.Module):
+    """A model that returns a dict of tensors of several types."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,31 +33,31 @@ class Several(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_prepared_model_returns_float32_under_mixed_precision(precision: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    model = accelerator.prepare(Several())
+    model = accelerator.prepare(NestedOutputs())
     found = model(torch.ones(1, 2))
     assert found["logits"].dtype == found["hidden"][0].dtype == torch.float32
     assert (found["hidden"][1].dtype, found["hidden"][2].dtype) == (torch.int64, torch.float64)
-    # Computed in half precision all the same.
+    # The values are still computed in half precision.
     half = torch.bfloat16 if precision == "bf16" else torch.float16
     assert torch.equal(found["logits"], found["logits"].to(half).float())
     found["logits"].sum().backward()
     assert model.layer.weight.grad.dtype == torch.float32
-    left = Accelerator(cpu=True, mixed_precision=precision, convert_outputs=False).prepare(Several())
-    assert left(torch.ones(1, 2))["logits"].dtype == half
+    unconverted = Accelerator(cpu=True, mixed_precision=precision, convert_outputs=False).prepare(NestedOutputs())
+    assert unconverted(torch.ones(1, 2))["logits"].dtype == half
 
 
-def test_unwrapping_takes_the_conversion_off_and_leaves_a_forward_of_ones_own() -> None:
+def test_unwrapping_removes_the_output_conversion_but_keeps_a_patched_forward() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = nn.Linear(2, 2)
-    own = model.forward
-    vars(model)["forward"] = lambda x: own(x) * 0
+    original_forward = model.forward
+    vars(model)["forward"] = lambda x: original_forward(x) * 0
     prepared = accelerator.prepare(model)
     assert prepared(torch.ones(1, 2)).dtype == torch.float32
     bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert bare(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
 
 
-def test_unwrapping_keeps_a_model_compiled_and_takes_data_parallel_off() -> None:
+def test_unwrapping_keeps_compilation_and_removes_data_parallel() -> None:
     accelerator = Accelerator(cpu=True)
     compiled = torch.compile(nn.Linear(2, 1), backend="eager")
     prepared = accelerator.prepare(compiled)
@@ -67,8 +67,8 @@ def test_unwrapping_keeps_a_model_compiled_and_takes_data_parallel_off() -> None
     assert accelerator.unwrap_model(nn.DataParallel(module)) is module
 
 
-def trained(prepares: bool, items: bool) -> torch.Tensor:
-    """Five batches of a stream, by windows of two: that the last one closes early is known only then."""
+def weights_after_stream(prepares: bool, items: bool) -> torch.Tensor:
+    """Returns the weights after five batches of a stream in windows of two, the last of which ends early."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
@@ -87,14 +87,14 @@ def trained(prepares: bool, items: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("items", [False, True])
-def test_an_optimizer_of_ones_own_steps_under_sync_gradients_as_a_prepared_one(items: bool) -> None:
+def test_an_unprepared_optimizer_stepping_on_sync_gradients_matches_a_prepared_one(items: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(trained(False, items), trained(True, items))
+        assert torch.equal(weights_after_stream(False, items), weights_after_stream(True, items))
 
 
-@pytest.mark.parametrize(("mistake", "words"), [("step", "weights changed"), ("zero_grad", "gradients were cleared")])
-def test_an_optimizer_of_ones_own_that_disregards_the_window_is_named(mistake: str, words: str) -> None:
+@pytest.mark.parametrize(("method", "words"), [("step", "weights changed"), ("zero_grad", "gradients were cleared")])
+def test_an_unprepared_optimizer_that_ignores_the_window_raises(method: str, words: str) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,14 +103,14 @@ def test_an_optimizer_of_ones_own_that_disregards_the_window_is_named(mistake: s
     def one_batch() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
-            getattr(optimizer, mistake)()
+            getattr(optimizer, method)()
 
     one_batch()
     with pytest.raises(ConfigurationError, match=words):
         one_batch()
 
 
-def test_load_state_refuses_what_would_be_without_effect(tmp_path: Path) -> None:
+def test_load_state_rejects_arguments_without_effect(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "saved")
@@ -124,7 +124,7 @@ def test_load_state_refuses_what_would_be_without_effect(tmp_path: Path) -> None
     assert model.weight.dtype == torch.float32
 
 
-def test_a_prepared_loader_copies_and_pickles() -> None:
+def test_a_prepared_loader_can_be_copied_and_pickled() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(6.0), 2))
     expected = [batch.tolist() for batch in loader]
@@ -136,7 +136,7 @@ def test_a_prepared_loader_copies_and_pickles() -> None:
     assert [batch.tolist() for batch in copy.copy(skipped)] == expected[2:]
 
 
-def test_a_scheduler_with_total_steps_stops_at_its_end() -> None:
+def test_a_scheduler_past_its_total_steps_warns_and_keeps_its_rate() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,12 +159,12 @@ def test_a_scheduler_with_total_steps_stops_at_its_end() -> None:
     assert copy.copy(scheduler).scheduler is schedule
 
 
-def test_log_with_is_what_was_given(tmp_path: Path) -> None:
+def test_log_with_returns_the_given_trackers(tmp_path: Path) -> None:
     assert Accelerator(cpu=True).log_with == []
     assert Accelerator(cpu=True, log_with="csv", project_dir=tmp_path).log_with == ["csv"]
 
 
-def test_settings_are_read_by_the_names_of_accelerate() -> None:
+def test_settings_are_attributes_with_accelerates_names() -> None:
     plain = Accelerator(cpu=True)
     assert (plain.multi_device, plain.is_fsdp2, plain.step_scheduler_with_optimizer) == (False, False, True)
     assert (plain.split_batches, plain.dispatch_batches, plain.even_batches) == (False, None, True)
@@ -173,10 +173,14 @@ def test_settings_are_read_by_the_names_of_accelerate() -> None:
         [],
     )
     config = DataLoaderConfiguration(True, False, False, True, non_blocking=True, use_stateful_dataloader=True)
-    given = Accelerator(
+    configured = Accelerator(
         cpu=True, dataloader_config=config, rng_types=["torch", RNGType.CUDA], step_scheduler_with_optimizer=False
     )
-    assert (given.split_batches, given.dispatch_batches, given.even_batches) == (True, False, False)
-    assert (given.use_seedable_sampler, given.non_blocking, given.use_stateful_dataloader) == (True, True, True)
-    assert (given.rng_types, given.step_scheduler_with_optimizer) == (["torch", "cuda"], False)
+    assert (configured.split_batches, configured.dispatch_batches, configured.even_batches) == (True, False, False)
+    assert (configured.use_seedable_sampler, configured.non_blocking, configured.use_stateful_dataloader) == (
+        True,
+        True,
+        True,
+    )
+    assert (configured.rng_types, configured.step_scheduler_with_optimizer) == (["torch", "cuda"], False)
     assert Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).is_fsdp2

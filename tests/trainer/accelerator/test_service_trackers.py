@@ -1,4 +1,4 @@
-"""Trackers of Aim, ClearML, DVCLive, SwanLab and Trackio: what each wrote without a server, read back."""
+"""Trackers of Aim, ClearML, DVCLive, SwanLab and Trackio: the data that each stores without a server, read back."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from leyden.trainer.accelerator.records.tracking import SERVICES
 CONFIG = {"lr": 0.1, "layers": (8, 4), "optimizer": {"name": "sgd", "device": torch.device("cpu")}}
 
 
-def run(service: str, folder: Path, **options: Any) -> tuple[Accelerator, Any]:
-    """Records settings, two steps of numbers and a text; returns the tracker, still open."""
+def start_tracker(service: str, folder: Path, **options: Any) -> tuple[Accelerator, Any]:
+    """Records settings and two steps of numbers; returns the Accelerator and its tracker, still open."""
     pytest.importorskip(service, reason=f"{service} is not installed")
     accelerator = Accelerator(cpu=True, log_with=service, project_dir=folder)
     accelerator.init_trackers("digits", CONFIG, {service: options})
@@ -32,7 +32,7 @@ def run(service: str, folder: Path, **options: Any) -> tuple[Accelerator, Any]:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_whose_package_is_missing_is_left_out_with_a_warning(
+def test_a_tracker_without_its_package_is_skipped_with_a_warning(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, SERVICES[name][1], None)
@@ -40,7 +40,7 @@ def test_a_service_whose_package_is_missing_is_left_out_with_a_warning(
         accelerator = Accelerator(cpu=True, log_with=[name, "csv"], project_dir=tmp_path)
     accelerator.init_trackers("digits", CONFIG, {name: {"anything": 1}})
     accelerator.log({"loss": 0.5}, step=1)
-    # A script that asks for it goes on, too.
+    # Calls on the skipped tracker do nothing.
     accelerator.get_tracker(name).log_images({"seen": torch.rand(2, 2)}, step=1)
     accelerator.get_tracker(name, unwrap=True).add_tags("any")
     accelerator.end_training()
@@ -50,13 +50,13 @@ def test_a_service_whose_package_is_missing_is_left_out_with_a_warning(
     assert name not in Accelerator(cpu=True, log_with="all").log_with
 
 
-def test_options_of_another_service_are_refused(tmp_path: Path) -> None:
+def test_init_kwargs_for_an_unused_tracker_raise(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
     with pytest.raises(ConfigurationError, match="init_kwargs has an unknown tracker 'aim'"):
         accelerator.init_trackers("digits", init_kwargs={"aim": {}})
 
 
-def test_clearml_names_a_plot_and_its_line() -> None:
+def test_clearml_splits_a_metric_name_into_title_and_series() -> None:
     from leyden.trainer.accelerator.records.service_trackers import _title_and_series
 
     names = {"eval_loss": ("loss", "eval"), "loss": ("loss", "train"), "test_": ("test_", "train")}
@@ -65,9 +65,9 @@ def test_clearml_names_a_plot_and_its_line() -> None:
         ClearMLTracker("digits").log_table("t")
 
 
-def test_trackio_keeps_numbers_texts_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_records_numbers_text_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    accelerator, tracker = run("trackio", tmp_path, name="first", embed=False)
+    accelerator, tracker = start_tracker("trackio", tmp_path, name="first", embed=False)
     accelerator.log({"note": "a text", "nested": {"a": 1.0}}, step=3)
     assert (tracker.tracker.project, tracker.tracker.name) == ("digits", "first")
     accelerator.end_training()
@@ -83,10 +83,10 @@ def test_trackio_keeps_numbers_texts_and_settings(tmp_path: Path, monkeypatch: p
     assert {name: json.loads(config)[name] for name in CONFIG} == json_value(CONFIG)
 
 
-def test_dvclive_keeps_numbers_and_settings_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dvclive_records_numbers_and_settings_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yaml = pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
-    accelerator, tracker = run("dvclive", tmp_path, dir="live", save_dvc_exp=False)
+    accelerator, tracker = start_tracker("dvclive", tmp_path, dir="live", save_dvc_exp=False)
     with pytest.warns(
         UserWarning, match="the tracker 'dvclive' records only numbers and texts, and drops weights, which is "
     ):
@@ -109,8 +109,8 @@ def test_dvclive_keeps_numbers_and_settings_in_its_folder(tmp_path: Path, monkey
     assert json.loads((tmp_path / "own/metrics.json").read_text())["loss"] == 1.0
 
 
-def test_aim_keeps_numbers_texts_images_and_settings(tmp_path: Path) -> None:
-    accelerator, tracker = run("aim", tmp_path, experiment="mine", log_system_params=False)
+def test_aim_records_numbers_text_images_and_settings(tmp_path: Path) -> None:
+    accelerator, tracker = start_tracker("aim", tmp_path, experiment="mine", log_system_params=False)
     accelerator.log({"note": "a text"}, step=3, log_kwargs={"aim": {"context": {"subset": "val"}}})
     image = numpy.zeros((4, 6, 3), dtype=numpy.uint8)
     options = {"aim_image": {"quality": 50}, "track": {"context": {"subset": "val"}}}
@@ -121,7 +121,7 @@ def test_aim_keeps_numbers_texts_images_and_settings(tmp_path: Path) -> None:
     import aim
     from aim.storage.context import Context
 
-    # Read-only runs see what Aim's server has put into its index.
+    # A read-only run would see only what Aim's server has indexed.
     found = aim.Run(name, repo=str(tmp_path), log_system_params=False)
     assert (found.name, found.experiment, found["hparams"]) == ("digits", "mine", json_value(CONFIG))
     assert found.get_metric("train_loss", Context({})).values.sparse_list()[1] == [0.5, 0.25]
@@ -134,8 +134,8 @@ def test_aim_keeps_numbers_texts_images_and_settings(tmp_path: Path) -> None:
     found.close()
 
 
-def test_swanlab_keeps_numbers_texts_and_images_offline(tmp_path: Path) -> None:
-    accelerator, tracker = run("swanlab", tmp_path, mode="offline", log_dir=str(tmp_path / "swan"))
+def test_swanlab_records_numbers_text_and_images_offline(tmp_path: Path) -> None:
+    accelerator, tracker = start_tracker("swanlab", tmp_path, mode="offline", log_dir=str(tmp_path / "swan"))
     accelerator.log({"note": "a text"}, step=3)
     tracker.log_images({"seen": [numpy.zeros((4, 6, 3), dtype=numpy.uint8)]}, step=3)
     assert tracker.tracker.config["lr"] == 0.1
@@ -145,13 +145,17 @@ def test_swanlab_keeps_numbers_texts_and_images_offline(tmp_path: Path) -> None:
         assert part in written, part
 
 
-def test_clearml_keeps_numbers_texts_tables_and_images_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearml_records_numbers_text_tables_and_images_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
     pytest.importorskip("clearml", reason="clearml is not installed")
     from clearml import Task
 
     Task.set_offline(True)
-    accelerator, tracker = run("clearml", tmp_path, auto_connect_frameworks=False, auto_connect_arg_parser=False)
+    accelerator, tracker = start_tracker(
+        "clearml", tmp_path, auto_connect_frameworks=False, auto_connect_arg_parser=False
+    )
     accelerator.log({"eval_loss": 1.0, "note": "a text"}, step=3)
     accelerator.log({"final": 2.0})
     tracker.log_images({"seen": [numpy.zeros((4, 6, 3), dtype=numpy.uint8)] * 2}, step=3)
@@ -170,7 +174,7 @@ def test_clearml_keeps_numbers_texts_tables_and_images_offline(tmp_path: Path, m
     assert b"step 3, note: a text" in found and b"sgd" in found and b"rows" in found
 
 
-def test_names_of_trackers_are_those_of_accelerate() -> None:
+def test_tracker_names_match_accelerate() -> None:
     import leyden.tracking as tracking
 
     kinds = [getattr(tracking, kind) for kind, _ in SERVICES.values()]

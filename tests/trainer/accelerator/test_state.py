@@ -1,4 +1,4 @@
-"""save_state and load_state: what comes back, where loaders go on, names and limits, and weights for others."""
+"""save_state and load_state: restored state, loader positions, checkpoint names and limits, and exported weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leyden import Accelerator, CheckpointError, ConfigurationError, ProjectConf
 
 
 class Counter:
-    """An object with a state of its own."""
+    """A registered object with state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -32,7 +32,7 @@ class Counter:
 
 
 class Run:
-    """A loop with everything that a checkpoint holds."""
+    """A loop with one object of each kind that a checkpoint holds."""
 
     def __init__(self, seed: int = 0, precision: str = "no", accumulation: int = 1, **arguments: Any) -> None:
         torch.manual_seed(seed)
@@ -69,14 +69,14 @@ class Run:
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("how", ["skip", "plain"])
 @pytest.mark.parametrize("stop", [2, 6, 9])
-def test_a_resumed_loop_gives_each_sample_once(tmp_path: Path, precision: str, how: str, stop: int) -> None:
-    """Saved at a batch of the first epoch, at its last one, and in the second; with `skip_first_batches` or without."""
-    whole = Run(precision=precision)
+def test_a_resumed_loop_yields_each_sample_once(tmp_path: Path, precision: str, how: str, stop: int) -> None:
+    """Saves inside the first epoch, at its end and inside the second; resumes with and without `skip_first_batches`."""
+    uninterrupted = Run(precision=precision)
     for epoch in range(2):
-        for index, batch in enumerate(whole.loader):
-            whole.step(batch)
+        for index, batch in enumerate(uninterrupted.loader):
+            uninterrupted.step(batch)
             if epoch * 6 + index + 1 == stop:
-                whole.accelerator.save_state(tmp_path / "saved")
+                uninterrupted.accelerator.save_state(tmp_path / "saved")
     run = Run(seed=1, precision=precision)
     run.accelerator.load_state(tmp_path / "saved")
     start, skip = divmod(stop, 6)
@@ -85,61 +85,61 @@ def test_a_resumed_loop_gives_each_sample_once(tmp_path: Path, precision: str, h
         batches = run.accelerator.skip_first_batches(run.loader, skip) if first and how == "skip" else run.loader
         for batch in batches:
             run.step(batch)
-    assert run.seen == whole.seen[2 * stop :]
-    assert run.result() == whole.result()
+    assert run.seen == uninterrupted.seen[2 * stop :]
+    assert run.result() == uninterrupted.result()
 
 
 @pytest.mark.parametrize("stop", [5, 6, 12])
-def test_the_loaders_iteration_says_which_epoch_a_resumed_loop_is_in(tmp_path: Path, stop: int) -> None:
-    """Saved inside an epoch, and with the last batch of one, of which nothing is left."""
-    whole = Run()
+def test_loader_iteration_is_the_epoch_of_a_resumed_loop(tmp_path: Path, stop: int) -> None:
+    """Saves inside an epoch, and after the last batch of one."""
+    uninterrupted = Run()
     for _ in range(2):
-        for batch in whole.loader:
-            whole.step(batch)
-            if whole.accelerator.steps == stop:
-                whole.accelerator.save_state(tmp_path / "saved")
+        for batch in uninterrupted.loader:
+            uninterrupted.step(batch)
+            if uninterrupted.accelerator.steps == stop:
+                uninterrupted.accelerator.save_state(tmp_path / "saved")
     run = Run(seed=1)
     run.accelerator.load_state(tmp_path / "saved")
     assert run.loader.iteration == stop // 6
     for _ in range(run.loader.iteration, 2):
         for batch in run.loader:
             run.step(batch)
-    assert run.seen == whole.seen[2 * stop :]
-    assert run.result() == whole.result()
+    assert run.seen == uninterrupted.seen[2 * stop :]
+    assert run.result() == uninterrupted.result()
 
 
-def test_a_save_between_two_epochs_resumes_with_the_next(tmp_path: Path) -> None:
-    whole = Run()
+def test_a_checkpoint_saved_between_epochs_resumes_at_the_next_epoch(tmp_path: Path) -> None:
+    uninterrupted = Run()
     for epoch in range(2):
-        for batch in whole.loader:
-            whole.step(batch)
+        for batch in uninterrupted.loader:
+            uninterrupted.step(batch)
         if epoch == 0:
-            whole.accelerator.save_state(tmp_path / "epoch_0")
+            uninterrupted.accelerator.save_state(tmp_path / "epoch_0")
     run = Run(seed=1)
     run.accelerator.load_state(str(tmp_path / "epoch_0"))
     for batch in run.loader:
         run.step(batch)
-    assert run.seen == whole.seen[12:]
-    assert run.result() == whole.result()
+    assert run.seen == uninterrupted.seen[12:]
+    assert run.result() == uninterrupted.result()
 
 
-def test_a_save_inside_a_window_is_written_at_its_end(tmp_path: Path) -> None:
-    """Asked for after 2 of 3 batches, and skipped to by the number that was asked for: nothing twice, nothing lost."""
-    whole = Run(accumulation=3)
-    for index, batch in enumerate(whole.loader):
-        whole.step(batch)
+def test_a_save_inside_an_accumulation_window_is_deferred_to_its_end(tmp_path: Path) -> None:
+    """Saves after 2 of 3 batches and skips 2 after resuming: no sample is repeated or lost."""
+    uninterrupted = Run(accumulation=3)
+    for index, batch in enumerate(uninterrupted.loader):
+        uninterrupted.step(batch)
         if index == 1:
-            whole.accelerator.save_state(tmp_path / "saved")
+            uninterrupted.accelerator.save_state(tmp_path / "saved")
         assert (tmp_path / "saved").exists() == (index > 2)
     run = Run(seed=1, accumulation=3)
     run.accelerator.load_state(tmp_path / "saved")
     for batch in run.accelerator.skip_first_batches(run.loader, 2):
         run.step(batch)
-    assert run.seen == whole.seen[6:]
-    assert run.result() == whole.result()
+    assert run.seen == uninterrupted.seen[6:]
+    assert run.result() == uninterrupted.result()
 
 
-def test_automatic_names_count_on_and_keep_the_newest(tmp_path: Path) -> None:
+def test_automatic_naming_keeps_counting_and_total_limit_keeps_the_newest(tmp_path: Path) -> None:
     def config() -> ProjectConfiguration:
         return ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
 
@@ -152,12 +152,12 @@ def test_automatic_names_count_on_and_keep_the_newest(tmp_path: Path) -> None:
     again = Run(project_dir=tmp_path, project_config=config())
     again.accelerator.load_state()
     assert Path(again.accelerator.save_state()).name == "checkpoint_3"
-    anew = Run(project_dir=tmp_path, project_config=config())
-    anew.accelerator.save_state()
+    fresh_run = Run(project_dir=tmp_path, project_config=config())
+    fresh_run.accelerator.save_state()
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_3"]
 
 
-def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_removes_no_checkpoint(tmp_path: Path) -> None:
     config = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1)
     run = Run(project_dir=tmp_path, project_config=config)
     run.accelerator.save_state()
@@ -167,7 +167,7 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
 
 
-def test_saving_again_to_a_name_replaces_it(tmp_path: Path) -> None:
+def test_saving_to_an_existing_checkpoint_replaces_it(tmp_path: Path) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "last")
     run.step(next(iter(run.loader)))
@@ -181,7 +181,7 @@ def test_saving_again_to_a_name_replaces_it(tmp_path: Path) -> None:
         run.accelerator.save_state(tmp_path / "mine")
 
 
-def test_two_models_come_back_by_their_order(tmp_path: Path) -> None:
+def test_models_are_restored_by_order(tmp_path: Path) -> None:
     def pair(seed: int) -> tuple[Accelerator, nn.Module, nn.Module]:
         torch.manual_seed(seed)
         accelerator = Accelerator(cpu=True)
@@ -196,8 +196,8 @@ def test_two_models_come_back_by_their_order(tmp_path: Path) -> None:
         Accelerator(cpu=True).load_state(tmp_path / "gan")
 
 
-def test_what_hooks_save_and_load_is_left_out(tmp_path: Path) -> None:
-    """As diffusers' scripts do: the hook writes into the folder, and takes the weights out."""
+def test_models_removed_by_hooks_are_not_saved_or_loaded(tmp_path: Path) -> None:
+    """The hooks save and load the model themselves, as diffusers' scripts do."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1))
 
@@ -221,20 +221,20 @@ def test_what_hooks_save_and_load_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(model.weight, weight)
 
 
-@pytest.mark.parametrize("taken", [0, 1])
-def test_the_models_that_hooks_leave_come_back(tmp_path: Path, taken: int) -> None:
+@pytest.mark.parametrize("removed", [0, 1])
+def test_models_that_hooks_leave_are_restored(tmp_path: Path, removed: int) -> None:
     accelerator = Accelerator(cpu=True)
     models = accelerator.prepare(nn.Linear(2, 1), nn.Linear(2, 1))
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(taken))
-    accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(taken))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(removed))
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(removed))
     accelerator.save_state(tmp_path / "saved")
-    left, weight = models[1 - taken], models[1 - taken].weight.detach().clone()
+    left, weight = models[1 - removed], models[1 - removed].weight.detach().clone()
     nn.init.zeros_(left.weight)
     accelerator.load_state(tmp_path / "saved")
     assert torch.equal(left.weight, weight)
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_errors_name_missing_files_and_invalid_arguments(tmp_path: Path) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "saved")
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -249,6 +249,8 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
 
 
 class Tied(nn.Module):
+    """A model whose head shares the weight of its embedding."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 8)
@@ -261,14 +263,14 @@ class Tied(nn.Module):
         return out
 
 
-def test_weights_are_saved_as_others_load_them(tmp_path: Path) -> None:
+def test_save_model_writes_files_that_other_libraries_load(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     accelerator.save_model(model, tmp_path / "one")
-    whole = load_file(tmp_path / "one" / "model.safetensors")
-    assert set(whole) == {"embed.weight", "body.weight", "body.bias"}
+    uninterrupted = load_file(tmp_path / "one" / "model.safetensors")
+    assert set(uninterrupted) == {"embed.weight", "body.weight", "body.bias"}
     fresh = Tied()
-    missing, unexpected = fresh.load_state_dict(whole, strict=False)
+    missing, unexpected = fresh.load_state_dict(uninterrupted, strict=False)
     assert (missing, unexpected) == (["head.weight"], [])
     assert torch.equal(fresh.head.weight, model.head.weight)
 
@@ -278,15 +280,15 @@ def test_weights_are_saved_as_others_load_them(tmp_path: Path) -> None:
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert not (tmp_path / "one" / "model.safetensors").exists()
     joined = {k: v for name in names for k, v in load_file(tmp_path / "one" / name).items()}
-    assert all(torch.equal(joined[name], whole[name]) for name in whole)
-    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in whole.values())
+    assert all(torch.equal(joined[name], uninterrupted[name]) for name in uninterrupted)
+    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in uninterrupted.values())
 
     accelerator.save_model(model, tmp_path / "bin", safe_serialization=False)
     loaded = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(loaded["embed.weight"], model.embed.weight)
 
 
-def test_save_writes_what_the_name_asks_for(tmp_path: Path) -> None:
+def test_save_chooses_the_format_by_extension(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     state = {"a": torch.ones(2), "part": torch.arange(6.0).view(2, 3)[:, 1:]}
     accelerator.save(state, tmp_path / "a.safetensors")
@@ -300,10 +302,10 @@ def test_save_writes_what_the_name_asks_for(tmp_path: Path) -> None:
     assert not (tmp_path / "b.bin").exists()
 
 
-def test_a_skipped_loader_loads_nothing_before(tmp_path: Path) -> None:
+def test_skip_first_batches_does_not_load_skipped_samples(tmp_path: Path) -> None:
     loaded: list[int] = []
 
-    class Noted(torch.utils.data.Dataset[int]):
+    class RecordingDataset(torch.utils.data.Dataset[int]):
         def __len__(self) -> int:
             return 1000
 
@@ -312,16 +314,18 @@ def test_a_skipped_loader_loads_nothing_before(tmp_path: Path) -> None:
             return index
 
     torch.manual_seed(0)
-    whole = [batch.tolist() for batch in DataLoader(Noted(), 10, shuffle=True)]
+    uninterrupted = [batch.tolist() for batch in DataLoader(RecordingDataset(), 10, shuffle=True)]
     loaded.clear()
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Noted(), 10, shuffle=True))
+    loader = accelerator.prepare(DataLoader(RecordingDataset(), 10, shuffle=True))
     skipped = accelerator.skip_first_batches(loader, 97)
     assert len(skipped) == 3
-    assert [batch.tolist() for batch in skipped] == whole[97:]
+    assert [batch.tolist() for batch in skipped] == uninterrupted[97:]
     assert len(loaded) == 30
     torch.manual_seed(0)
-    assert [b.tolist() for b in skip_first_batches(DataLoader(Noted(), 10, shuffle=True), 98)] == whole[98:]
-    # The next epoch has another order, and all of it.
+    assert [
+        b.tolist() for b in skip_first_batches(DataLoader(RecordingDataset(), 10, shuffle=True), 98)
+    ] == uninterrupted[98:]
+    # The next epoch has a new order and all samples.
     assert sorted(index for batch in loader for index in batch.tolist()) == list(range(1000))

@@ -1,4 +1,4 @@
-"""Trackers: the Trainer's loggers and a user's own, through init_trackers, log and end_training."""
+"""Trackers, both the Trainer's loggers and custom classes, through init_trackers, log and end_training."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from leyden.callbacks import CSVLogger
 from leyden.tracking import MLflowTracker, TensorBoardTracker, on_main_process
 
 
-class Noted(GeneralTracker):
-    """Keeps a list of its calls."""
+class RecordingTracker(GeneralTracker):
+    """A tracker that records its calls."""
 
-    name = "noted"
+    name = "recording"
     requires_logging_directory = True
 
     def __init__(self, run: str, logging_dir: str, tag: str = "") -> None:
@@ -46,17 +46,17 @@ class Noted(GeneralTracker):
         self.calls.append("finished")
 
 
-def test_every_tracker_records_settings_values_and_texts(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with=["tensorboard", "csv", Noted], project_dir=tmp_path)
-    accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"noted": {"tag": "a"}})
+def test_trackers_record_settings_values_and_text(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", "csv", RecordingTracker], project_dir=tmp_path)
+    accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"recording": {"tag": "a"}})
     with pytest.warns(UserWarning, match="'csv' records only numbers and drops the text of note"):
-        accelerator.log({"loss": torch.tensor(0.5), "note": "text"}, step=3, log_kwargs={"noted": {"commit": True}})
-    noted, board = accelerator.get_tracker("noted"), accelerator.get_tracker("tensorboard", unwrap=True)
+        accelerator.log({"loss": torch.tensor(0.5), "note": "text"}, step=3, log_kwargs={"recording": {"commit": True}})
+    recording, board = accelerator.get_tracker("recording"), accelerator.get_tracker("tensorboard", unwrap=True)
     board.add_scalar("extra", 1.0, 3)
-    with pytest.raises(ConfigurationError, match="no tracker 'wandb'. Known: tensorboard, csv, noted"):
+    with pytest.raises(ConfigurationError, match="no tracker 'wandb'. Known: tensorboard, csv, recording"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
-    assert noted.calls == [
+    assert recording.calls == [
         *("digits", tmp_path.name, "a", {"lr": 0.1}),
         (3, {"loss": torch.tensor(0.5), "note": "text"}, {"commit": True}),
         "finished",
@@ -68,18 +68,17 @@ def test_every_tracker_records_settings_values_and_texts(tmp_path: Path) -> None
     assert (tmp_path / "digits" / "version_0" / "hparams.json").exists()
 
 
-class Unfinished(GeneralTracker):
-    """Has no log."""
+class WithoutLog(GeneralTracker):
+    """A tracker without a log method."""
 
-    name = "unfinished"
+    name = "without_log"
 
 
 class Nameless(GeneralTracker):
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Nothing."""
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
 
 
-class Decorated(GeneralTracker):
+class MainProcessTracker(GeneralTracker):
     name = "decorated"
 
     @on_main_process
@@ -88,18 +87,18 @@ class Decorated(GeneralTracker):
 
 
 @pytest.mark.parametrize(("rank", "main_only", "found"), [(0, True, "logged"), (1, True, None), (1, False, "logged")])
-def test_a_method_for_the_main_process_leaves_other_ranks_out(
+def test_on_main_process_skips_other_ranks_if_main_process_only(
     rank: int, main_only: bool, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(Decorated, "main_process_only", main_only)
-    assert Decorated().log({}) == found
-    assert Decorated.log.__name__ == "log"
+    monkeypatch.setattr(MainProcessTracker, "main_process_only", main_only)
+    assert MainProcessTracker().log({}) == found
+    assert MainProcessTracker.log.__name__ == "log"
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 6), (2, 1, 8, 6), (2, 8, 6, 3)])
-def test_images_have_their_channels_first_or_last(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_images_may_have_channels_first_or_last(tmp_path: Path, shape: tuple[int, ...]) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run")
     accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(shape)}, step=1)
@@ -109,7 +108,7 @@ def test_images_have_their_channels_first_or_last(tmp_path: Path, shape: tuple[i
     assert (image.height, image.width) == (8, 12)
 
 
-def test_the_form_of_images_that_could_be_either_is_given_by_name(tmp_path: Path) -> None:
+def test_dataformats_resolves_an_ambiguous_image_layout(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run")
     accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(2, 3, 6, 3)}, step=1, dataformats="NHWC")
@@ -122,7 +121,7 @@ def test_the_form_of_images_that_could_be_either_is_given_by_name(tmp_path: Path
     assert b"| 1 | 2 |" in events.Tensors("rows/text_summary")[0].tensor_proto.string_val[0]
 
 
-def test_a_tracker_of_numbers_refuses_images(tmp_path: Path) -> None:
+def test_a_tracker_for_numbers_rejects_images_and_tables(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
     accelerator.init_trackers("run")
     with pytest.raises(ConfigurationError, match="the tracker 'csv' cannot record images"):
@@ -131,16 +130,16 @@ def test_a_tracker_of_numbers_refuses_images(tmp_path: Path) -> None:
         accelerator.get_tracker("csv").log_table("rows", ["a"], [[1]])
 
 
-def test_an_unfinished_tracker_is_refused_before_anything_is_logged() -> None:
+def test_an_incomplete_tracker_class_raises_at_construction() -> None:
     with pytest.raises(TypeError, match="abstract method '?log"):
-        Unfinished()
-    with pytest.raises(ConfigurationError, match="class Unfinished, which has no log. Define def log"):
-        Accelerator(cpu=True, log_with=Unfinished)
+        WithoutLog()
+    with pytest.raises(ConfigurationError, match="class WithoutLog, which has no log. Define def log"):
+        Accelerator(cpu=True, log_with=WithoutLog)
     with pytest.raises(ConfigurationError, match='Nameless without a name. Set name = "mine"'):
         Accelerator(cpu=True, log_with=Nameless())
 
 
-def test_a_logger_is_taken_as_a_tracker(tmp_path: Path) -> None:
+def test_a_logger_works_as_a_tracker(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     accelerator = Accelerator(cpu=True, log_with=logger)
     accelerator.init_trackers("run")
@@ -162,7 +161,7 @@ def test_wandb_records_values_and_images_offline(tmp_path: Path) -> None:
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/images/digits_*.png"))
 
 
-def test_a_batch_is_made_smaller_until_it_fits() -> None:
+def test_find_executable_batch_size_halves_the_batch_until_it_fits() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     tried = []
 
@@ -179,39 +178,39 @@ def test_a_batch_is_made_smaller_until_it_fits() -> None:
         train(32, 2)
 
     @find_executable_batch_size(starting_batch_size=2)
-    def never(batch_size: int) -> None:
+    def never_fits(batch_size: int) -> None:
         raise MemoryError("none")
 
     with pytest.raises(RuntimeError, match="down to 1"):
-        never()
+        never_fits()
 
     @find_executable_batch_size
-    def wrong(batch_size: int) -> None:
+    def failing(batch_size: int) -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        wrong()
+        failing()
 
 
-def test_a_seed_of_one_device_is_the_seed_itself() -> None:
+def test_a_device_specific_seed_on_one_process_is_the_seed_itself() -> None:
     set_seed(3)
     first = torch.rand(2)
     set_seed(3, device_specific=True)
     assert torch.equal(torch.rand(2), first)
 
 
-def test_a_rank_logger_logs_in_turn_and_names_the_line_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_logger_logs_in_order_and_records_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         get_logger("mine", "INFO").info("in order", in_order=True)
         get_logger("mine").warning_once("once")
         get_logger("mine").warning_once("once")
         get_logger("mine").log(logging.INFO, "by level")
     assert [record.message for record in caplog.records] == ["in order", "once", "by level"]
-    here = (Path(__file__).name, "test_a_rank_logger_logs_in_turn_and_names_the_line_of_the_call")
+    here = (Path(__file__).name, "test_a_rank_logger_logs_in_order_and_records_the_callers_line")
     assert {(record.filename, record.funcName) for record in caplog.records} == {here}
 
 
-def test_one_process_is_the_main_rank_and_gathers_what_it_has() -> None:
+def test_a_single_process_is_the_main_process_and_gathers_its_own_data() -> None:
     state, accelerator, tensor = PartialState(cpu=True), Accelerator(cpu=True), torch.rand(2)
     assert (state.num_processes, state.is_main_process, state.distributed_type) == (1, True, "NO")
     assert torch.equal(accelerator.gather_for_metrics(tensor), tensor)
@@ -221,9 +220,9 @@ def test_one_process_is_the_main_rank_and_gathers_what_it_has() -> None:
         accelerator.on_process(lambda: 3, process_index=1)
 
 
-def test_a_notebook_launch_on_one_process_calls_the_function_in_its_precision() -> None:
+def test_notebook_launcher_on_one_process_calls_the_function_with_its_precision() -> None:
     assert notebook_launcher(lambda a: a + 1, (1,), num_processes=1) == 2
-    # Read by code that runs on Accelerate itself, as transformers' Trainer does.
+    # Code that runs on Accelerate, such as transformers' Trainer, reads the variable.
     variable = "ACCELERATE_MIXED_PRECISION"
     assert notebook_launcher(os.environ.get, (variable,), num_processes=1, mixed_precision="bf16") == "bf16"
     assert variable not in os.environ
@@ -237,7 +236,7 @@ def test_a_profile_is_written_for_each_rank(tmp_path: Path) -> None:
     assert (tmp_path / "profile_0.json").exists()
 
 
-def test_mlflow_records_settings_and_values_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_records_settings_values_and_artifacts_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="the extra leyden[mlflow] is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     accelerator = Accelerator(cpu=True, log_with="mlflow", project_dir=tmp_path)
@@ -261,7 +260,7 @@ def test_mlflow_records_settings_and_values_in_a_folder(tmp_path: Path, monkeypa
     assert client.get_run(run).info.status == "FINISHED"
 
 
-def test_comet_writes_its_archive_offline(tmp_path: Path) -> None:
+def test_comet_writes_an_archive_offline(tmp_path: Path) -> None:
     pytest.importorskip("comet_ml", reason="the extra leyden[comet_ml] is not installed")
     accelerator = Accelerator(cpu=True, log_with="comet_ml", project_dir=tmp_path)
     accelerator.init_trackers("digits", {"lr": 0.1}, {"comet_ml": {"online": False}})

@@ -1,4 +1,4 @@
-"""A transformers model through the Accelerator: what is saved is what transformers itself loads."""
+"""transformers models prepared by the Accelerator: transformers loads the saved files."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def prepared() -> tuple[Accelerator, Any]:
     return accelerator, model
 
 
-def same(first: Any, second: Any) -> bool:
+def same_weights(first: Any, second: Any) -> bool:
     expected, found = first.state_dict(), second.state_dict()
     return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize("size", ["10GB", "4KB"])
-def test_save_model_in_one_file_and_in_shards(size: str, prepared: Any, tmp_path: Path) -> None:
+def test_transformers_loads_the_files_of_save_model(size: str, prepared: Any, tmp_path: Path) -> None:
     accelerator, model = prepared
     accelerator.save_model(model, tmp_path, max_shard_size=size)
     unwrapped = accelerator.unwrap_model(model)
     unwrapped.config.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists() == (size == "4KB")
-    assert same(unwrapped, transformers.BertModel.from_pretrained(tmp_path))
+    assert same_weights(unwrapped, transformers.BertModel.from_pretrained(tmp_path))
 
 
-def test_save_pretrained_of_a_prepared_model(prepared: Any, tmp_path: Path) -> None:
+def test_save_pretrained_works_on_a_prepared_model(prepared: Any, tmp_path: Path) -> None:
     accelerator, model = prepared
     accelerator.unwrap_model(model).save_pretrained(
         tmp_path,
@@ -51,4 +51,4 @@ def test_save_pretrained_of_a_prepared_model(prepared: Any, tmp_path: Path) -> N
         save_function=accelerator.save,
         state_dict=accelerator.get_state_dict(model),
     )
-    assert same(accelerator.unwrap_model(model), transformers.BertModel.from_pretrained(tmp_path))
+    assert same_weights(accelerator.unwrap_model(model), transformers.BertModel.from_pretrained(tmp_path))

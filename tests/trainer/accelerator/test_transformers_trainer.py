@@ -1,4 +1,4 @@
-"""transformers' Trainer with Leyden's Accelerator in the place of its own: the same losses and weights, bit for bit."""
+"""transformers' Trainer with Leyden's Accelerator instead of Accelerate's: the same losses and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(kind, folder, **arguments):
 
 for arguments in json.loads(sys.argv[1]):
     theirs, ours = run(Theirs, "theirs", **arguments), run(Ours, "ours", **arguments)
-    # Sharded sums of gradients are added in another order.
+    # FSDP sums gradients in another order.
     exact = ours[4].state.fsdp_plugin is None
     print("kind", ours[4].distributed_type.value)
     close = torch.equal if exact else lambda a, b: torch.allclose(a, b, atol=1e-6)
@@ -60,7 +60,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_the_attributes_that_it_reads_are_there() -> None:
+def test_the_accelerator_has_the_attributes_that_transformers_trainer_reads() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.state.fsdp_plugin is None
     assert accelerator.state.deepspeed_plugin is None
@@ -70,7 +70,7 @@ def test_the_attributes_that_it_reads_are_there() -> None:
         pass
     sharded = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=True))
     found = sharded.state.fsdp_plugin
-    # Version 2, and whole weights where nobody asked for shards.
+    # FSDP 2, and full state dicts unless shards are requested.
     assert (found.fsdp_version, found.state_dict_type, found.activation_checkpointing) == (2, "FULL_STATE_DICT", True)
 
 
@@ -93,7 +93,7 @@ def run(folder: Path, arguments: list[dict[str, object]], *flags: str) -> str:
     return done.stdout
 
 
-def test_one_process_trains_saves_and_evaluates_as_with_accelerate(tmp_path: Path) -> None:
+def test_training_saving_and_evaluation_on_one_process_match_accelerate(tmp_path: Path) -> None:
     saves = {"gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
     run(tmp_path, [{}, {"bf16": True}, {**saves, "eval_steps": 2}])
     assert (tmp_path / "ours" / "checkpoint-4" / "model.safetensors").is_file()
@@ -101,6 +101,6 @@ def test_one_process_trains_saves_and_evaluates_as_with_accelerate(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.parametrize(("flag", "kind"), [("", "MULTI_CPU"), ("--use_fsdp", "FSDP")])
-def test_two_ranks_train_as_with_accelerate(flag: str, kind: str, tmp_path: Path) -> None:
+def test_training_on_two_ranks_matches_accelerate(flag: str, kind: str, tmp_path: Path) -> None:
     flags = ["--cpu", "--num_processes", "2", *([flag] if flag else [])]
     assert f"kind {kind}" in run(tmp_path, [{}, {"gradient_accumulation_steps": 2}], *flags)

@@ -1,4 +1,4 @@
-"""Searches of a learning rate and a batch size: what they find, and that they leave everything as it was."""
+"""Learning rate and batch size searches: their results, and that they leave the run unchanged."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from leyden.strategies import FSDPStrategy, SingleDeviceStrategy
 from leyden.trainer.tuning.learning_rate import LRFinder
 
 
-class Noisy(Dataset[Tensor]):
-    """Draws random numbers for each sample."""
+class NoisySamples(Dataset[Tensor]):
+    """Samples with random noise from torch and `random`."""
 
     def __init__(self, size: int = 64) -> None:
         self.x = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
@@ -41,7 +41,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Net(Squares):
-    """Dropout, batch norm, and attributes that a run changes."""
+    """A net with dropout, batch norm, and attributes that a run changes."""
 
     def __init__(self, lr: float = 0.01, batch_size: int = 4) -> None:
         super().__init__(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2)))
@@ -54,13 +54,13 @@ class Net(Squares):
         return super().training_step(batch, batch_idx)
 
 
-class OwnLoaders(Net):
-    """Makes its loaders by its batch size, and runs out of memory beyond a limit."""
+class MemoryLimited(Net):
+    """Creates loaders of its batch size, and runs out of memory beyond a limit."""
 
     def __init__(self, limit: int = 24, size: int = 64) -> None:
         super().__init__()
         self.net = nn.Linear(4, 2)
-        self.limit, self.samples = limit, Noisy(size)
+        self.limit, self.samples = limit, NoisySamples(size)
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.samples, self.batch_size, shuffle=True)
@@ -79,14 +79,14 @@ class OwnLoaders(Net):
         return self.loss(batch)
 
 
-def seeded(make: Any = Net) -> Any:
+def make_seeded(make: Any = Net) -> Any:
     torch.manual_seed(0)
     random.seed(0)
     return make()
 
 
 def loader(**arguments: Any) -> DataLoader[Any]:
-    return DataLoader(Noisy(), 4, shuffle=True, **arguments)
+    return DataLoader(NoisySamples(), 4, shuffle=True, **arguments)
 
 
 def trainer(folder: Path, **arguments: Any) -> Trainer:
@@ -96,24 +96,24 @@ def trainer(folder: Path, **arguments: Any) -> Trainer:
     return Trainer(callbacks=parts, default_root_dir=folder, **{**settings, **arguments})
 
 
-def outcome(module: Net, run: Trainer) -> Any:
+def final_state(module: Net, run: Trainer) -> Any:
     tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     optimizer: Any = run.optimizers[0].state_dict()
     drawn = (torch.rand(3), random.random())
     return tensors, optimizer, module.order, drawn, run.global_step, module.hparams
 
 
-def files(folder: Path) -> dict[str, int]:
+def csv_sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*.csv"))}
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_a_run_after_the_searches_is_the_run_without_them(tmp_path: Path, own_generator: bool) -> None:
+def test_lr_find_leaves_the_next_fit_unchanged(tmp_path: Path, own_generator: bool) -> None:
     found = []
     for searches in (True, False):
         folder = tmp_path / str(searches)
         folder.mkdir()
-        module, run = seeded(), trainer(folder)
+        module, run = make_seeded(), trainer(folder)
         data = loader(generator=torch.Generator().manual_seed(5)) if own_generator else loader()
         if searches:
             before = (list(folder.rglob("*")), torch.get_rng_state(), random.getstate(), dict(vars(module)))
@@ -123,25 +123,25 @@ def test_a_run_after_the_searches_is_the_run_without_them(tmp_path: Path, own_ge
             assert before[0] == after[0] and torch.equal(before[1], after[1]) and before[2:] == after[2:]
             assert run.global_step == 0 and not module.order and module.training
         run.fit(module, data, data)
-        found.append((*outcome(module, run), files(folder)))
+        found.append((*final_state(module, run), csv_sizes(folder)))
     assert not differences(*found)
 
 
-def test_the_callback_gives_the_rate_before_the_optimizer_is_made(tmp_path: Path) -> None:
+def test_learning_rate_finder_sets_the_rate_before_the_optimizer_is_created(tmp_path: Path) -> None:
     finder = LearningRateFinder(num_training_steps=40, min_lr=1e-4)
-    module, run = seeded(), trainer(tmp_path / "one", callbacks=[finder])
+    module, run = make_seeded(), trainer(tmp_path / "searched", callbacks=[finder])
     run.fit(module, loader(), loader())
     assert finder.optimal_lr is not None and module.lr == finder.optimal_lr.suggestion() != 0.01
-    searched = outcome(module, run)
-    plain, other = seeded(), trainer(tmp_path / "other")
+    searched = final_state(module, run)
+    plain, other = make_seeded(), trainer(tmp_path / "plain")
     plain.lr = module.lr
     other.fit(plain, loader(), loader())
-    assert not differences(searched, outcome(plain, other))
+    assert not differences(searched, final_state(plain, other))
 
 
 def test_a_resumed_fit_does_not_search_again(tmp_path: Path) -> None:
     finder = LearningRateFinder(num_training_steps=20)
-    module, run = seeded(), trainer(tmp_path, callbacks=[finder])
+    module, run = make_seeded(), trainer(tmp_path, callbacks=[finder])
     run.fit(module, loader(), loader())
     again, resumed = LearningRateFinder(num_training_steps=20), Net(lr=0.5)
     other = trainer(tmp_path / "resumed", callbacks=[again], max_epochs=3)
@@ -149,8 +149,8 @@ def test_a_resumed_fit_does_not_search_again(tmp_path: Path) -> None:
     assert again.optimal_lr is None and other.optimizers[0].param_groups[0]["lr"] == module.lr
 
 
-class Draws(OwnLoaders):
-    """Calls its loggers in each step, by names of TensorBoard and W&B."""
+class LogsInEveryStep(MemoryLimited):
+    """Calls its loggers in each step, with methods of TensorBoard and W&B."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.logger.experiment.add_image("first", batch, batch_idx)
@@ -160,22 +160,22 @@ class Draws(OwnLoaders):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_module_may_call_its_loggers_in_a_trial(tmp_path: Path) -> None:
+def test_logger_calls_in_a_trial_write_nothing(tmp_path: Path) -> None:
     run = Trainer(**{**QUIET, "logger": [CSVLogger(tmp_path / "one"), CSVLogger(tmp_path / "other")]})
-    assert Tuner(run).lr_find(Draws(), num_training=12, update_attr=False) is not None
-    assert Tuner(run).scale_batch_size(Draws(), max_val=4) == 4
+    assert Tuner(run).lr_find(LogsInEveryStep(), num_training=12, update_attr=False) is not None
+    assert Tuner(run).scale_batch_size(LogsInEveryStep(), max_val=4) == 4
     assert not list(tmp_path.iterdir()) and [type(logger) for logger in run.loggers] == [CSVLogger, CSVLogger]
 
 
-def test_a_search_where_validation_counts_batches_over_epochs() -> None:
+def test_searches_run_when_validation_counts_batches_across_epochs() -> None:
     run = Trainer(check_val_every_n_epoch=None, val_check_interval=5, **QUIET)
     found = Tuner(run).lr_find(Net(), loader(), num_training=12, update_attr=False)
     assert found is not None and len(found.results["lr"]) == 12
-    assert Tuner(run).scale_batch_size(OwnLoaders(), max_val=4) == 4
+    assert Tuner(run).scale_batch_size(MemoryLimited(), max_val=4) == 4
 
 
-class AtEpochs(LearningRateFinder):
-    """As in Lightning's documentation: at epochs of its own."""
+class SearchAtEpochs(LearningRateFinder):
+    """Searches at chosen epochs, like the example in Lightning's documentation."""
 
     def on_fit_start(self, *args: Any) -> None:
         return
@@ -185,22 +185,22 @@ class AtEpochs(LearningRateFinder):
             self.lr_find(trainer, module)
 
 
-def test_a_search_within_a_fit_changes_nothing_but_the_rate(tmp_path: Path) -> None:
-    finder = AtEpochs(num_training_steps=20, update_attr=False)
+def test_a_search_during_fit_changes_only_the_learning_rate(tmp_path: Path) -> None:
+    finder = SearchAtEpochs(num_training_steps=20, update_attr=False)
     found = []
     for name, callbacks in {"with": [finder], "without": []}.items():
-        module, run = seeded(), trainer(tmp_path / name, callbacks=callbacks)
+        module, run = make_seeded(), trainer(tmp_path / name, callbacks=callbacks)
         run.fit(module, loader(), loader())
-        found.append(outcome(module, run))
+        found.append(final_state(module, run))
     assert finder.optimal_lr is not None and not differences(*found)
-    finder = AtEpochs(num_training_steps=20)
-    module, run = seeded(), trainer(tmp_path / "rate", callbacks=[finder])
+    finder = SearchAtEpochs(num_training_steps=20)
+    module, run = make_seeded(), trainer(tmp_path / "rate", callbacks=[finder])
     run.fit(module, loader(), loader())
     assert run.optimizers[0].param_groups[0]["lr"] == module.lr != 0.01
 
 
-class Falls(Squares):
-    """A parabola: the loss falls until the rate is too large."""
+class Parabola(Squares):
+    """A parabola, whose loss falls until the learning rate is too large."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 1))
@@ -209,32 +209,32 @@ class Falls(Squares):
 
 
 @pytest.mark.parametrize(("mode", "second"), [("linear", 0.01 + 0.99 / 9), ("exponential", 0.01 * 100 ** (1 / 9))])
-def test_rates_go_from_the_first_to_the_last(mode: str, second: float) -> None:
+def test_lr_find_sweeps_from_min_lr_to_max_lr(mode: str, second: float) -> None:
     data = torch.ones(20, 3, 2)
     found = Tuner(Trainer(**QUIET)).lr_find(
-        Falls(), data, min_lr=0.01, num_training=10, mode=mode, early_stop_threshold=None, update_attr=False
+        Parabola(), data, min_lr=0.01, num_training=10, mode=mode, early_stop_threshold=None, update_attr=False
     )
     assert found is not None
     rates = found.results["lr"]
     assert rates[1] == pytest.approx(second) and (rates[0], rates[-1]) == (0.01, pytest.approx(1.0))
 
 
-def test_the_search_ends_where_the_loss_grows_and_suggests_a_rate_below() -> None:
-    module = Falls()
+def test_lr_find_stops_when_the_loss_diverges_and_suggests_a_lower_rate() -> None:
+    module = Parabola()
     found = Tuner(Trainer(**QUIET)).lr_find(module, torch.ones(4, 3, 2), min_lr=1e-5, max_lr=1e4)
     assert found is not None and len(found.results["lr"]) < 100
     assert module.learning_rate == found.suggestion() and 1e-5 < module.learning_rate < 1
 
 
-def test_the_trial_accumulates_and_clips_as_the_run_does() -> None:
+def test_trials_accumulate_and_clip_gradients_like_the_run() -> None:
     found = Tuner(Trainer(accumulate_grad_batches=2, gradient_clip_val=0.5, **QUIET)).lr_find(
-        seeded(Falls), torch.ones(8, 3, 2), num_training=6, update_attr=False
+        make_seeded(Parabola), torch.ones(8, 3, 2), num_training=6, update_attr=False
     )
     same = Tuner(Trainer(callbacks=GradientAccumulation(2), gradient_clip_val=0.5, **QUIET)).lr_find(
-        seeded(Falls), torch.ones(8, 3, 2), num_training=6, update_attr=False
+        make_seeded(Parabola), torch.ones(8, 3, 2), num_training=6, update_attr=False
     )
     data, losses = torch.ones(8, 3, 2), []
-    module = seeded(Falls)
+    module = make_seeded(Parabola)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 1e-8 * 1e8 ** (step / 5)
@@ -253,45 +253,45 @@ def test_the_trial_accumulates_and_clips_as_the_run_does() -> None:
     assert found.results["loss"] == same.results["loss"] == pytest.approx(smoothed, rel=1e-6)
 
 
-class Configured(Net):
-    """Has callbacks of its own."""
+class WithCallbacks(Net):
+    """A net with the callbacks that the given function returns."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, make_callbacks: Any) -> None:
         super().__init__()
-        self.own = own
+        self.make_callbacks = make_callbacks
 
     def configure_callbacks(self) -> Any:
-        return self.own()
+        return self.make_callbacks()
 
 
-def test_the_modules_own_callbacks_take_no_part_in_trials_but_its_accumulation(tmp_path: Path) -> None:
+def test_of_the_modules_callbacks_only_accumulation_runs_in_trials(tmp_path: Path) -> None:
     finders: list[LearningRateFinder] = []
 
-    def own() -> list[Any]:
+    def make_callbacks() -> list[Any]:
         finders.append(LearningRateFinder(num_training_steps=12))
         return [finders[-1], ModelCheckpoint(tmp_path / "saved"), GradientAccumulation(4)]
 
-    module = Configured(own)
+    module = WithCallbacks(make_callbacks)
     found = Tuner(Trainer(**QUIET)).lr_find(module, loader(), num_training=12, update_attr=False)
     assert found is not None and len(found.results["lr"]) == 12 and not list(tmp_path.iterdir())
     alone = Tuner(Trainer(accumulate_grad_batches=4, **QUIET)).lr_find(
-        Configured(list), loader(), num_training=12, update_attr=False
+        WithCallbacks(list), loader(), num_training=12, update_attr=False
     )
     assert alone is not None and alone.results["lr"] == found.results["lr"]
     Trainer(max_epochs=1, **QUIET).fit(module, loader())
-    # That of the fit has searched, and those of trials have not.
+    # Only the finder of the fit has searched, not those of the trials.
     assert sum(finder.optimal_lr is not None for finder in finders) == 1
 
 
-class AtStart(LearningRateFinder):
-    """Searches in on_fit_start, where the optimizer has been made."""
+class SearchAtStart(LearningRateFinder):
+    """Searches in on_fit_start, after the optimizer is created."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.lr_find(trainer, module)
 
 
-def test_a_search_in_on_fit_start_changes_the_optimizer_that_is_there(tmp_path: Path) -> None:
-    module, run = seeded(), trainer(tmp_path, callbacks=[AtStart(num_training_steps=30)])
+def test_a_search_in_on_fit_start_updates_the_existing_optimizer(tmp_path: Path) -> None:
+    module, run = make_seeded(), trainer(tmp_path, callbacks=[SearchAtStart(num_training_steps=30)])
     run.fit(module, loader(), loader())
     assert run.optimizers[0].param_groups[0]["lr"] == module.lr != 0.01
 
@@ -308,20 +308,22 @@ def test_a_search_in_on_fit_start_changes_the_optimizer_that_is_there(tmp_path: 
     ],
     ids=str,
 )
-def test_limits_do_not_end_a_search(method: Any, arguments: dict[str, Any], search: dict[str, Any]) -> None:
+def test_batch_limits_do_not_end_a_batch_size_search(
+    method: Any, arguments: dict[str, Any], search: dict[str, Any]
+) -> None:
     run = Trainer(**{**QUIET, **arguments})
-    assert Tuner(run).scale_batch_size(OwnLoaders(), method=method, **search) == 16
-    # One batch holds all of 12 samples from 16 on.
-    assert Tuner(run).scale_batch_size(OwnLoaders(size=12), method=method, **search) == 16
+    assert Tuner(run).scale_batch_size(MemoryLimited(), method=method, **search) == 16
+    # From 16 on, one batch holds all 12 samples.
+    assert Tuner(run).scale_batch_size(MemoryLimited(size=12), method=method, **search) == 16
 
 
-def test_too_few_points_give_no_suggestion() -> None:
+def test_too_few_finite_losses_give_no_suggestion() -> None:
     found = LRFinder("linear", 0.0, 1.0, 3, {"lr": [0.1, 0.2, 0.3], "loss": [3.0, float("nan"), 1.0]})
     with pytest.warns(UserWarning, match="too few finite losses"):
         assert found.suggestion() is None
 
 
-def test_plot_names_the_missing_package() -> None:
+def test_plot_draws_the_curve_or_names_the_missing_package() -> None:
     found = LRFinder("linear", 0.0, 1.0, 3, {"lr": [0.1, 0.2, 0.3], "loss": [3.0, 2.0, 1.0]})
     try:
         import matplotlib as mpl
@@ -333,15 +335,15 @@ def test_plot_names_the_missing_package() -> None:
     assert found.plot(suggest=True).axes[0].get_xlabel() == "Learning rate"
 
 
-def test_hyperparameters_are_given_the_rate() -> None:
-    class Kept(Falls):
+def test_lr_find_updates_the_hyperparameter() -> None:
+    class HparamsParabola(Parabola):
         def __init__(self, learning_rate: float = 1.0) -> None:
             super().__init__()
             del self.learning_rate
             self.save_hyperparameters()
             self.configure = lambda m: torch.optim.SGD(m.parameters(), lr=m.hparams.learning_rate)
 
-    module = Kept()
+    module = HparamsParabola()
     found = Tuner(Trainer(**QUIET)).lr_find(module, torch.ones(4, 3, 2), min_lr=1e-5, max_lr=1e4)
     assert found is not None and module.hparams["learning_rate"] == found.suggestion() != 1.0
 
@@ -358,8 +360,8 @@ def test_hyperparameters_are_given_the_rate() -> None:
         ("binsearch", 1000, 50, 64),
     ],
 )
-def test_the_largest_batch_that_fits(mode: str, limit: int, size: int, expected: int) -> None:
-    module = seeded(lambda: OwnLoaders(limit, size))
+def test_scale_batch_size_finds_the_largest_batch_that_fits(mode: str, limit: int, size: int, expected: int) -> None:
+    module = make_seeded(lambda: MemoryLimited(limit, size))
     before = torch.get_rng_state()
     assert Tuner(Trainer(**QUIET)).scale_batch_size(module, mode=mode) == module.batch_size == expected
     assert torch.equal(before, torch.get_rng_state()) and not module.order
@@ -368,66 +370,66 @@ def test_the_largest_batch_that_fits(mode: str, limit: int, size: int, expected:
 @pytest.mark.parametrize(
     "more", [{"accumulate_grad_batches": "auto"}, {"callbacks": [AutoAccumulation(micro_batches=2)]}]
 )
-def test_batches_are_not_cut_while_their_size_is_searched(more: dict[str, Any]) -> None:
-    module = seeded(lambda: OwnLoaders(24, 64))
+def test_auto_accumulation_does_not_split_batches_during_the_search(more: dict[str, Any]) -> None:
+    module = make_seeded(lambda: MemoryLimited(24, 64))
     assert Tuner(Trainer(**QUIET, **more)).scale_batch_size(module) == 16
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
-def test_a_batch_size_for_evaluation(method: Any) -> None:
-    module = OwnLoaders()
+def test_scale_batch_size_works_for_evaluation(method: Any) -> None:
+    module = MemoryLimited()
     assert Tuner(Trainer(**QUIET)).scale_batch_size(module, method=method, max_val=8) == 8
 
 
-def test_the_callback_makes_loaders_of_the_size(tmp_path: Path) -> None:
+def test_batch_size_finder_fits_with_loaders_of_the_found_size(tmp_path: Path) -> None:
     finder = BatchSizeFinder()
-    module, run = seeded(OwnLoaders), trainer(tmp_path / "one", callbacks=[finder], max_epochs=1)
+    module, run = make_seeded(MemoryLimited), trainer(tmp_path / "searched", callbacks=[finder], max_epochs=1)
     run.fit(module)
     assert finder.optimal_batch_size == module.batch_size == 16 and run.global_step == 4
-    searched = outcome(module, run)
-    plain, other = seeded(OwnLoaders), trainer(tmp_path / "other", max_epochs=1)
+    searched = final_state(module, run)
+    plain, other = make_seeded(MemoryLimited), trainer(tmp_path / "plain", max_epochs=1)
     plain.batch_size = 16
     other.fit(plain)
-    assert not differences(searched, outcome(plain, other))
+    assert not differences(searched, final_state(plain, other))
 
 
-class Data(DataModule):
-    """Has the size, and counts its set-ups."""
+class SizedData(DataModule):
+    """Holds the batch size, and counts calls of setup."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch_size, self.set_up = 2, 0
-        self.samples = Noisy()
+        self.batch_size, self.setups = 2, 0
+        self.samples = NoisySamples()
 
     def setup(self, stage: str) -> None:
-        self.set_up += 1
+        self.setups += 1
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.samples, self.batch_size, shuffle=True)
 
 
-def test_a_datamodule_is_tried_as_a_copy() -> None:
-    data, module = Data(), Net()
+def test_searches_set_up_a_copy_of_the_datamodule() -> None:
+    data, module = SizedData(), Net()
     del module.batch_size
     assert Tuner(Trainer(**QUIET)).scale_batch_size(module, datamodule=data, max_val=8) == data.batch_size == 8
-    assert data.set_up == 0 and data.trainer is None
-    assert Tuner(Trainer(**QUIET)).lr_find(module, data, num_training=12) is not None and data.set_up == 0
+    assert data.setups == 0 and data.trainer is None
+    assert Tuner(Trainer(**QUIET)).lr_find(module, data, num_training=12) is not None and data.setups == 0
 
 
 def raises(message: str) -> Any:
     return pytest.raises(ConfigurationError, match=message)
 
 
-def test_what_cannot_be_searched_is_refused_by_name() -> None:
+def test_impossible_searches_raise() -> None:
     tuner, data = Tuner(Trainer(**QUIET)), torch.ones(4, 3, 4)
     with raises("train_dataloaders=DataLoader, whose batch size is fixed"):
         tuner.scale_batch_size(Net(), loader())
     with raises("cannot be searched on 2 ranks"):
-        Tuner(Trainer(strategy="ddp", devices=2, **QUIET)).scale_batch_size(OwnLoaders())
+        Tuner(Trainer(strategy="ddp", devices=2, **QUIET)).scale_batch_size(MemoryLimited())
     with raises("have batch: set self.batch"):
-        tuner.scale_batch_size(OwnLoaders(), batch_arg_name="batch")
+        tuner.scale_batch_size(MemoryLimited(), batch_arg_name="batch")
     with raises("a batch of 1 does not fit"):
-        tuner.scale_batch_size(OwnLoaders(limit=0))
+        tuner.scale_batch_size(MemoryLimited(limit=0))
     with raises("have no rate to set"):
         tuner.lr_find(Net(), data, attr_name="rate")
     with raises("needs method='fit'"):
@@ -456,27 +458,27 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
         (lambda: BatchSizeFinder(max_val=1), "less than init_val"),
     ],
 )
-def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
+def test_invalid_finder_arguments_raise(make: Any, message: str) -> None:
     with raises(message):
         make()
 
 
-def test_fast_dev_run_searches_nothing() -> None:
+def test_fast_dev_run_skips_searches() -> None:
     tuner = Tuner(Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False))
     with pytest.warns(UserWarning, match="skips the search for a learning rate"):
         assert tuner.lr_find(Net(), loader()) is None
     with pytest.warns(UserWarning, match="skips the search for a batch size"):
-        assert tuner.scale_batch_size(OwnLoaders()) is None
+        assert tuner.scale_batch_size(MemoryLimited()) is None
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
-def searched_on_ranks() -> list[Any]:
+def search_then_fit() -> list[Any]:
     found = []
     for make in (lambda: "ddp", FSDPStrategy):
         results = []
         for searches in (True, False):
             torch.manual_seed(0)
-            module = Falls()
+            module = Parabola()
             run = Trainer(strategy=make(), devices=2, max_epochs=1, **QUIET)
             numbers: Any = torch.randn(24, 2, generator=torch.Generator().manual_seed(1))
             data = DataLoader(numbers, 3, shuffle=True)
@@ -491,29 +493,29 @@ def searched_on_ranks() -> list[Any]:
     return found
 
 
-def test_a_learning_rate_is_searched_on_ranks_before_fit() -> None:
-    one, other = run_world(2, searched_on_ranks)
+def test_lr_find_on_two_ranks_leaves_the_next_fit_unchanged() -> None:
+    one, other = run_world(2, search_then_fit)
     assert one == other
     assert one[0]["loss"] == pytest.approx(one[1]["loss"], rel=1e-4)
 
 
-def swept(strategy: str, devices: int, batch_size: int) -> Any:
+def sweep(strategy: str, devices: int, batch_size: int) -> Any:
     torch.manual_seed(0)
     samples = torch.randn(25, 2, generator=torch.Generator().manual_seed(1))
     run = Trainer(strategy=strategy, devices=devices, **QUIET)
     data = DataLoader(samples, batch_size)  # type: ignore[arg-type]
-    found = Tuner(run).lr_find(Falls(), data, num_training=15, min_lr=1e-3, update_attr=False)
+    found = Tuner(run).lr_find(Parabola(), data, num_training=15, min_lr=1e-3, update_attr=False)
     assert found is not None
     return found.results
 
 
-def test_a_rank_without_a_sample_takes_part_in_the_search() -> None:
-    one, other = run_world(2, swept, "ddp", 2, 3)
-    alone = swept("auto", 1, 6)
+def test_a_rank_without_samples_joins_the_search() -> None:
+    one, other = run_world(2, sweep, "ddp", 2, 3)
+    alone = sweep("auto", 1, 6)
     assert one == other and len(alone["lr"]) == 15 and one["lr"] == alone["lr"]
     assert one["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
-def test_what_forked_ranks_found_comes_back() -> None:
-    forked, alone = swept("ddp_fork", 2, 3), swept("auto", 1, 6)
+def test_results_of_forked_ranks_are_returned() -> None:
+    forked, alone = sweep("ddp_fork", 2, 3), sweep("auto", 1, 6)
     assert forked["lr"] == alone["lr"] and forked["loss"] == pytest.approx(alone["loss"], rel=1e-4)
