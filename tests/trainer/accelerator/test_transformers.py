@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import same_weights
 
 from leyden import Accelerator
 
@@ -26,11 +27,6 @@ def prepared() -> tuple[Accelerator, Any]:
     accelerator.backward(model(torch.arange(12).view(2, 6)).pooler_output.square().mean())
     optimizer.step()
     return accelerator, model
-
-
-def same_weights(first: Any, second: Any) -> bool:
-    expected, found = first.state_dict(), second.state_dict()
-    return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize("size", ["10GB", "4KB"])
