@@ -1,4 +1,4 @@
-"""What the tests of the command line share: `leyden` in a process of its own, and a cache folder of its own."""
+"""Fixtures for tests of the command line: `leyden` as a subprocess or in process, each with its own cache folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Leyden = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def clean_environ(folder: Path) -> dict[str, str]:
-    gone = ("LEYDEN_", "SLURM_", "RANK", "LOCAL_", "WORLD_", "MASTER_", "HF_HOME", "PYTEST_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
+    """Returns the current environment without variables of launchers, with the cache in `folder`."""
+    prefixes = ("LEYDEN_", "SLURM_", "RANK", "LOCAL_", "WORLD_", "MASTER_", "HF_HOME", "PYTEST_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     return {
         **clean,
@@ -29,21 +30,21 @@ def clean_environ(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def module_environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The same as `environ`, for what the tests of a file share."""
+    """`environ` for module-scoped fixtures."""
     return clean_environ(tmp_path_factory.mktemp("module"))
 
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """An environment in which nobody has started ranks and no file lies about."""
+    """An environment without a launcher's variables and without default configuration files."""
     return clean_environ(tmp_path)
 
 
 @pytest.fixture
-def here(
+def invoke(
     tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Leyden:
-    """Runs `leyden …` in this process, where it starts no rank: a second is saved that importing torch takes."""
+    """Runs `leyden …` in this process, which saves the import of torch; for commands that start no ranks."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         from leyden.trainer.cli.main import main
@@ -71,7 +72,7 @@ def run_leyden(
 
 @pytest.fixture
 def leyden(tmp_path: Path, environ: dict[str, str]) -> Leyden:
-    """Runs `leyden …` in a folder of its own and waits for it; returns the process with what it printed."""
+    """Runs `leyden …` as a subprocess in the test's folder; returns its exit code and output."""
 
     def run(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
         return run_leyden(tmp_path, {**environ, **variables}, *arguments, timeout=timeout)
@@ -81,5 +82,5 @@ def leyden(tmp_path: Path, environ: dict[str, str]) -> Leyden:
 
 @pytest.fixture(scope="session")
 def leyden_in() -> Leyden:
-    """Runs `leyden …` in a given folder, for fixtures that several tests share."""
+    """Runs `leyden …` as a subprocess in a given folder, for fixtures with a wider scope."""
     return lambda folder, *arguments: run_leyden(folder, clean_environ(folder), *arguments, timeout=240)

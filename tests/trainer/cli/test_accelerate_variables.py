@@ -1,4 +1,4 @@
-"""Code that runs on Accelerate itself follows `leyden launch`, too: transformers' Trainer, for one."""
+"""`leyden launch` also configures code that runs on Accelerate, such as transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FILES = {
     "megatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 1, "
     "megatron_lm_sequence_parallelism: true, megatron_lm_recompute_activations: false}",
 }
-# They come from the library's own defaults where a file does not have them.
-LEFT_OUT = (
+# Accelerate sets these from its defaults even when the file does not have them.
+DEFAULTED = (
     "ACCELERATE_DYNAMO_",
     "ACCELERATE_MIXED_PRECISION",
     "MEGATRON_LM_",
@@ -49,8 +49,8 @@ LEFT_OUT = (
 )
 
 
-def theirs(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What Accelerate's launcher would set for a file."""
+def accelerate_variables(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Returns the variables that Accelerate's launcher sets for a file."""
     launch = pytest.importorskip("accelerate.commands.launch")
     from accelerate.utils import launch as environments
 
@@ -69,13 +69,13 @@ def theirs(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_accelerates_variables_are_those_of_its_own_launcher(
+def test_variables_equal_those_of_accelerates_launcher(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(COMMON + FILES[name])
     ours = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
-    expected = {key: value.lower() for key, value in theirs(file, monkeypatch).items()}
+    expected = {key: value.lower() for key, value in accelerate_variables(file, monkeypatch).items()}
     found = {key: value.lower() for key, value in ours.items() if key.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_"))}
     if name.startswith("fsdp"):
         assert (found.pop("FSDP_CPU_RAM_EFFICIENT_LOADING"), expected.pop("FSDP_CPU_RAM_EFFICIENT_LOADING")) == (
@@ -83,10 +83,10 @@ def test_accelerates_variables_are_those_of_its_own_launcher(
             "true",
         )
     assert {key: expected.get(key) for key in found} == found
-    assert [key for key in expected if key not in found and not key.startswith(LEFT_OUT)] == []
+    assert [key for key in expected if key not in found and not key.startswith(DEFAULTED)] == []
 
 
-def test_the_axes_of_a_mesh_are_accelerates_too(tmp_path: Path) -> None:
+def test_mesh_axes_are_set_as_accelerates_variables(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("num_processes: 2\nuse_cpu: true\nparallelism_config: {parallelism_config_tp_size: 2}\n")
     found = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
@@ -127,7 +127,7 @@ ours = leyden.Trainer(max_steps=1, logger=False, enable_checkpointing=False, ena
 ours.fit(module, torch.utils.data.DataLoader(torch.arange(32).reshape(4, 8)))
 leydens = {"size": module.size, "strategy": ours.strategy.name}
 
-# On both ranks the weights of the file: nobody skips them.
+# Both ranks load the weights of the file.
 model = GPT2LMHeadModel.from_pretrained("saved")
 size = float(sum(p.detach().abs().sum() for p in model.parameters()))
 data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(16, 4)]
@@ -148,7 +148,7 @@ json.dump({"leyden": leydens, "transformers": transformers}, open(f"rank-{os.env
 
 @pytest.fixture(scope="module")
 def launched(leyden_in: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, list[dict[str, Any]]]:
-    """The sum of a file's absolute weights, and what two ranks of one launch found with Leyden and transformers."""
+    """Returns the sum of a file's absolute weights, and the records of two launched ranks."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers", minversion="5")
     import torch
@@ -167,17 +167,17 @@ def launched(leyden_in: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return float(sum(p.detach().abs().sum() for p in model.parameters())), found
 
 
-def test_transformers_trainer_trains_on_both_ranks_and_in_the_precision_of_the_launch(launched: Any) -> None:
+def test_transformers_trainer_uses_the_ranks_and_precision_of_the_launch(launched: Any) -> None:
     size, ranks = launched
     first, second = (found["transformers"] for found in ranks)
     assert first == second
     assert first["dtype"] == "torch.bfloat16"
-    # Accelerate shards on GPUs alone.
+    # Accelerate shards only on GPUs.
     assert (first["wrapped"], first["ranks"], first["steps"]) == ("DistributedDataParallel", 2, 2)
     assert first["size"] == pytest.approx(size, rel=1e-6)
 
 
-def test_from_pretrained_under_fsdp_has_the_weights_of_the_file_on_every_rank(launched: Any) -> None:
+def test_from_pretrained_under_fsdp_loads_the_weights_on_every_rank(launched: Any) -> None:
     size, ranks = launched
     for found in ranks:
         assert found["leyden"] == {"size": pytest.approx(size, rel=1e-6), "strategy": "fsdp"}

@@ -1,4 +1,4 @@
-"""`LeydenCLI`: what a command line, files and variables become, and what a run keeps of them."""
+"""`LeydenCLI`: objects built from the command line, files and variables, and the configuration that a run saves."""
 
 from __future__ import annotations
 
@@ -28,46 +28,48 @@ QUICK = [
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolate_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("LEYDEN_")]:
         monkeypatch.delenv(name)
 
 
-def cli_of(
+def fit_cli(
     *args: str, model: Any = OwnNet, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any
 ) -> Any:
     return kind(model, data, args=["fit", *QUICK, *args], **kwargs)
 
 
-def built(*args: str, model: Any = OwnNet, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any) -> Any:
+def build_cli(
+    *args: str, model: Any = OwnNet, data: Any = Points, kind: type[LeydenCLI] = LeydenCLI, **kwargs: Any
+) -> Any:
     return kind(model, data, args=[*QUICK, *args], run=False, **kwargs)
 
 
-def written(path: str) -> Any:
+def read_yaml(path: str) -> Any:
     return yaml.safe_load(Path(path).read_text())
 
 
-def write(path: str, **values: Any) -> str:
+def write_yaml(path: str, **values: Any) -> str:
     Path(path).write_text(yaml.safe_dump(values))
     return path
 
 
-def fails(capsys: pytest.CaptureFixture[str], call: Any) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], call: Any) -> str:
     with pytest.raises(SystemExit) as ended:
         call()
     assert ended.value.code == 2
     return capsys.readouterr().err
 
 
-def test_arguments_of_all_classes_are_options() -> None:
-    cli = built("--model.width=7", "--data.batch_size", "16", "--trainer.max_epochs=3", "--trainer.devices=1")
+def test_arguments_of_module_data_and_trainer_are_options() -> None:
+    cli = build_cli("--model.width=7", "--data.batch_size", "16", "--trainer.max_epochs=3", "--trainer.devices=1")
     assert (cli.model.hparams.width, cli.datamodule.batch_size, cli.trainer.max_epochs) == (7, 16, 3)
     assert cli.subcommand is None
     assert cli.config.model.width == cli.config["model"]["width"] == cli.config["model.width"] == 7
 
 
-def test_the_saved_configuration_repeats_the_run_to_the_same_weights() -> None:
+def test_the_saved_configuration_repeats_the_run_exactly() -> None:
     args = [
         "--trainer.logger=true",
         "--seed_everything=7",
@@ -75,21 +77,21 @@ def test_the_saved_configuration_repeats_the_run_to_the_same_weights() -> None:
         "--optimizer=AdamW",
         "--optimizer.lr=0.2",
     ]
-    first = cli_of(*args, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", model=Bare)
+    first = fit_cli(*args, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", model=Bare)
     torch.rand(3)
     again = LeydenCLI(Bare, Points, args=["fit", "--config=logs/version_0/config.yaml"])
     assert again.trainer.log_dir == "logs/version_1"
     assert Path("logs/version_0/config.yaml").read_text() == Path("logs/version_1/config.yaml").read_text()
     mine, other = first.model.state_dict(), again.model.state_dict()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
-    different = cli_of(*args[:1], "--seed_everything=8", *args[2:], model=Bare).model.state_dict()
+    different = fit_cli(*args[:1], "--seed_everything=8", *args[2:], model=Bare).model.state_dict()
     assert not torch.equal(mine["net.0.weight"], different["net.0.weight"])
 
 
-def test_each_subcommand_runs_between_its_hooks() -> None:
+def test_subcommands_call_their_before_and_after_hooks() -> None:
     seen: list[str] = []
 
-    class Own(LeydenCLI):
+    class CustomCLI(LeydenCLI):
         def before_fit(self) -> None:
             seen.append(f"before fit {self.trainer.global_step}")
 
@@ -99,26 +101,26 @@ def test_each_subcommand_runs_between_its_hooks() -> None:
         def before_test(self) -> None:
             seen.append("before test")
 
-    cli_of(kind=Own)
+    fit_cli(kind=CustomCLI)
     for name in ("validate", "test", "predict"):
-        Own(OwnNet, Points, args=[name, *QUICK[:1], *QUICK[2:]])
+        CustomCLI(OwnNet, Points, args=[name, *QUICK[:1], *QUICK[2:]])
     assert seen == ["before fit 0", "after fit 4", "before test"]
 
 
-def test_arguments_of_fit_are_options() -> None:
-    cli = cli_of("--trainer.enable_checkpointing=true", "--max_steps=2")
+def test_arguments_of_the_subcommands_method_are_options() -> None:
+    cli = fit_cli("--trainer.enable_checkpointing=true", "--max_steps=2")
     assert cli.trainer.global_step == 2
     loaded = OwnNet.load_from_checkpoint(cli.trainer.last_checkpoint)
     assert torch.equal(loaded.net[0].weight, cli.model.net[0].weight)
-    resumed = cli_of("--trainer.enable_checkpointing=true", "--ckpt_path=last", "--trainer.max_epochs=2")
+    resumed = fit_cli("--trainer.enable_checkpointing=true", "--ckpt_path=last", "--trainer.max_epochs=2")
     assert resumed.trainer.global_step == 8
     assert "checkpoints" in resumed.trainer.ckpt_path
     tested = LeydenCLI(OwnNet, Points, args=["test", *QUICK[:1], *QUICK[2:], "--ckpt_path=last", "--model.width=4"])
     assert torch.equal(tested.model.net[0].weight, resumed.model.net[0].weight)
 
 
-def test_the_configuration_that_one_subcommand_saves_is_read_by_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    cli_of("--trainer.enable_checkpointing=true", "--max_steps=2", "--model.width=5", "--restore=weights")
+def test_a_saved_configuration_works_for_other_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+    fit_cli("--trainer.enable_checkpointing=true", "--max_steps=2", "--model.width=5", "--restore=weights")
     for name in ("validate", "test", "predict"):
         run = LeydenCLI(OwnNet, Points, args=[name, "--config=config.yaml", "--ckpt_path=last"])
         assert run.model.hparams.width == 5
@@ -126,22 +128,22 @@ def test_the_configuration_that_one_subcommand_saves_is_read_by_the_others(capsy
     words = ["fit", "--config=test-config.yaml", "--ckpt_path=null", "--max_steps=1"]
     again = LeydenCLI(OwnNet, Points, args=words, save_config_callback=None)
     assert (again.trainer.global_step, again.model.hparams.width) == (1, 5)
-    built = LeydenCLI(OwnNet, Points, args=["--config=test-config.yaml"], run=False)
-    assert built.model.hparams.width == 5
-    assert "max_steps" in fails(capsys, lambda: LeydenCLI(OwnNet, Points, args=["test", "--max_steps=1"]))
+    cli = LeydenCLI(OwnNet, Points, args=["--config=test-config.yaml"], run=False)
+    assert cli.model.hparams.width == 5
+    assert "max_steps" in error_of(capsys, lambda: LeydenCLI(OwnNet, Points, args=["test", "--max_steps=1"]))
 
 
-def test_an_option_of_ones_own_takes_the_place_of_an_argument_of_the_method() -> None:
-    class Own(LeydenCLI):
+def test_a_custom_option_overrides_an_argument_of_the_method() -> None:
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.add_argument("--max_steps", default="many")
             parser.add_argument("--verbose", type=int, default=3)
 
-    cli = cli_of("--max_steps=few", kind=Own)
+    cli = fit_cli("--max_steps=few", kind=CustomCLI)
     assert (cli.trainer.global_step, cli.config.fit.max_steps, cli.config.fit.verbose) == (4, "few", 3)
 
 
-def test_a_method_of_ones_own_trainer_is_a_subcommand() -> None:
+def test_a_method_of_a_custom_trainer_can_be_a_subcommand() -> None:
     seen: list[Any] = []
 
     class Counting(Trainer):
@@ -149,7 +151,7 @@ def test_a_method_of_ones_own_trainer_is_a_subcommand() -> None:
             """Count parameters."""
             seen.append((type(datamodule), factor * sum(one.numel() for one in model.parameters())))
 
-    class Own(LeydenCLI):
+    class CustomCLI(LeydenCLI):
         @staticmethod
         def subcommands() -> dict[str, set[str]]:
             return {**LeydenCLI.subcommands(), "count": {"model", "datamodule"}}
@@ -158,64 +160,68 @@ def test_a_method_of_ones_own_trainer_is_a_subcommand() -> None:
             seen.append(self.config.count.factor)
 
     args = ["count", "--factor=2", "--model.width=1", "--trainer.logger=false"]
-    Own(OwnNet, Points, args=args, trainer_class=Counting)
+    CustomCLI(OwnNet, Points, args=args, trainer_class=Counting)
     assert seen == [2, (Points, 2 * 7)]
 
 
 @pytest.mark.parametrize("name", ["OwnNet", "configured.OwnNet"])
-def test_any_module_and_data_are_taken_by_name(name: str) -> None:
-    cli = built(f"--model={name}", "--model.width=3", "--data=FewPoints", "--data.batch_size=2", model=None, data=None)
+def test_modules_and_data_are_chosen_by_name(name: str) -> None:
+    cli = build_cli(
+        f"--model={name}", "--model.width=3", "--data=FewPoints", "--data.batch_size=2", model=None, data=None
+    )
     assert (type(cli.model), cli.model.hparams.width, type(cli.datamodule)) == (OwnNet, 3, FewPoints)
     assert len(cli.datamodule.data) == 16
     assert cli.config.model.class_path == "configured.OwnNet"
 
 
-def test_a_base_class_takes_its_subclasses_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_subclass_mode_accepts_only_subclasses(capsys: pytest.CaptureFixture[str]) -> None:
     kwargs: dict[str, Any] = {
         "model": OwnNet,
         "data": FewPoints,
         "subclass_mode_model": True,
         "subclass_mode_data": True,
     }
-    assert type(built("--model=OwnNet", "--data=FewPoints", **kwargs).model) is OwnNet
-    assert "subclass of OwnNet" in fails(capsys, lambda: built("--model=configured.Bare", "--data=FewPoints", **kwargs))
+    assert type(build_cli("--model=OwnNet", "--data=FewPoints", **kwargs).model) is OwnNet
+    assert "subclass of OwnNet" in error_of(
+        capsys, lambda: build_cli("--model=configured.Bare", "--data=FewPoints", **kwargs)
+    )
 
 
-def test_a_function_may_stand_in_place_of_a_class() -> None:
-    def narrow(half: int = 1) -> OwnNet:
+def test_a_function_may_replace_the_module_class() -> None:
+    def make_net(half: int = 1) -> OwnNet:
         return OwnNet(width=2 * half)
 
-    assert built("--model.half=3", model=narrow).model.hparams.width == 6
+    assert build_cli("--model.half=3", model=make_net).model.hparams.width == 6
 
 
-def test_an_optimizer_and_a_scheduler_are_taken_by_name() -> None:
+def test_an_optimizer_and_a_scheduler_are_chosen_by_name() -> None:
     args = ["--optimizer=Adam", "--optimizer.lr=0.25", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
-    cli = cli_of(*args, model=Bare)
+    cli = fit_cli(*args, model=Bare)
     optimizer = cli.trainer.optimizers[0]
     assert type(optimizer) is torch.optim.Adam
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_a_scheduler_that_watches_a_metric_has_its_name() -> None:
+def test_reduce_lr_on_plateau_receives_its_monitor() -> None:
     args = [
         "--optimizer=SGD",
         "--optimizer.lr=1",
         "--lr_scheduler=ReduceLROnPlateau",
         "--lr_scheduler.monitor=val_loss",
     ]
-    cli = cli_of(*args, "--lr_scheduler.factor=0.5", "--lr_scheduler.patience=0", "--trainer.max_epochs=3", model=Bare)
+    cli = fit_cli(*args, "--lr_scheduler.factor=0.5", "--lr_scheduler.patience=0", "--trainer.max_epochs=3", model=Bare)
     [config] = cli.trainer.lr_scheduler_configs
     assert (type(config.scheduler), config.monitor) == (ReduceLROnPlateau, "val_loss")
 
 
-def test_an_optimizer_of_the_configuration_replaces_the_modules_own_with_a_warning() -> None:
+def test_a_configured_optimizer_replaces_configure_optimizers_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="OwnNet.configure_optimizers is not called"):
-        cli = cli_of("--optimizer=torch.optim.RMSprop")
+        cli = fit_cli("--optimizer=torch.optim.RMSprop")
     assert type(cli.trainer.optimizers[0]) is torch.optim.RMSprop
 
 
-def test_a_subclass_says_how_a_scheduler_steps_and_which_classes_there_are() -> None:
-    class Own(LeydenCLI):
+def test_a_cli_subclass_fixes_optimizer_and_scheduler_classes_and_the_interval() -> None:
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.add_optimizer_args(torch.optim.Adam)
             parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
@@ -224,38 +230,38 @@ def test_a_subclass_says_how_a_scheduler_steps_and_which_classes_there_are() -> 
         def configure_optimizers(module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
             return [optimizer], [{"scheduler": lr_scheduler, "interval": "step"}]
 
-    cli = cli_of("--optimizer.lr=1", "--lr_scheduler.gamma=0.5", model=Bare, kind=Own)
+    cli = fit_cli("--optimizer.lr=1", "--lr_scheduler.gamma=0.5", model=Bare, kind=CustomCLI)
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
 
 
 def test_several_optimizers_are_linked_to_arguments() -> None:
-    class Own(LeydenCLI):
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.add_optimizer_args(nested_key="one", link_to="model.first")
             parser.add_optimizer_args(torch.optim.Adam, nested_key="two", link_to="model.second")
 
-    cli = cli_of("--one=SGD", "--one.lr=0.5", "--two.lr=0.25", model=Described, kind=Own)
+    cli = fit_cli("--one=SGD", "--one.lr=0.5", "--two.lr=0.25", model=Described, kind=CustomCLI)
     found = [(type(made), made.param_groups[0]["lr"]) for made in cli.trainer.optimizers]
     assert found == [(torch.optim.SGD, 0.5), (torch.optim.Adam, 0.25)]
 
-    class Twice(LeydenCLI):
+    class UnlinkedCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.add_optimizer_args(nested_key="one")
             parser.add_optimizer_args(nested_key="two")
 
     with pytest.raises(ConfigurationError, match="one and two are optimizers of the same module. Link them"):
-        built("--one=SGD", model=Bare, kind=Twice)
+        build_cli("--one=SGD", model=Bare, kind=UnlinkedCLI)
 
 
-def test_a_module_is_given_what_makes_its_optimizer() -> None:
+def test_modules_receive_optimizer_and_scheduler_callables() -> None:
     encoder = ["--model.encoder=torch.nn.Linear", "--model.encoder.in_features=4", "--model.encoder.out_features=4"]
-    cli = cli_of(*encoder, "--trainer.logger=CSVLogger", model=Composed)
+    cli = fit_cli(*encoder, "--trainer.logger=CSVLogger", model=Composed)
     assert type(cli.trainer.optimizers[0]) is torch.optim.Adam
     assert cli.trainer.lr_scheduler_configs[0].scheduler.step_size == 3
     again = LeydenCLI(Composed, Points, args=["fit", "--config=logs/version_0/config.yaml"])
     assert torch.equal(again.model.encoder.weight, cli.model.encoder.weight)
     given = ["--model.optimizer=SGD", "--model.scheduler=leyden.trainer.cli.ReduceLROnPlateau"]
-    cli = cli_of(*encoder, *given, "--model.scheduler.monitor=loss", model=Composed)
+    cli = fit_cli(*encoder, *given, "--model.scheduler.monitor=loss", model=Composed)
     assert type(cli.trainer.optimizers[0]) is torch.optim.SGD
     assert cli.trainer.lr_scheduler_configs[0].monitor == "loss"
 
@@ -264,132 +270,139 @@ RELU = nn.ReLU()
 PARTS = [nn.Linear(1, 1)]
 
 
-def test_a_default_without_a_text_is_left_to_the_code() -> None:
-    class Odd(Bare):
+def test_a_default_that_cannot_be_serialized_is_omitted() -> None:
+    class WithActivation(Bare):
         def __init__(self, activation: Any = RELU, width: int = 2) -> None:
             super().__init__(width)
 
-    cli_of("--optimizer=SGD", "--model.width=3", "--trainer.logger=true", model=Odd)
-    assert written("logs/version_0/config.yaml")["model"] == {"width": 3}
+    fit_cli("--optimizer=SGD", "--model.width=3", "--trainer.logger=true", model=WithActivation)
+    assert read_yaml("logs/version_0/config.yaml")["model"] == {"width": 3}
 
 
-def test_an_argument_that_no_file_can_hold_is_left_out_as_a_whole() -> None:
-    class Holder(Bare):
+def test_an_argument_containing_an_object_is_omitted_entirely() -> None:
+    class WithParts(Bare):
         def __init__(  # type: ignore[no-untyped-def]
             self, parts: list[nn.Module] = PARTS, untyped=(PARTS,), opts: Any = None, width: int = 2
         ) -> None:
             super().__init__(width)
             assert parts is not None and untyped
 
-    cli = built("--optimizer=SGD", model=Holder)
+    cli = build_cli("--optimizer=SGD", model=WithParts)
     assert yaml.safe_load(cli.parser.dump(cli.config))["model"] == {"width": 2}
     assert json.loads(cli.parser.dump(cli.config, format="json"))["model"] == {"width": 2}
     values = {"model": {"opts": {"a": RELU, "b": 1}, "width": 3}}
-    cli = LeydenCLI(Holder, Points, args=values, run=False)
+    cli = LeydenCLI(WithParts, Points, args=values, run=False)
     with pytest.warns(UserWarning, match="--model.opts holds an object that no configuration file can hold"):
         assert yaml.safe_load(cli.parser.dump(cli.config))["model"] == {"width": 3}
 
 
-def test_an_argument_of_a_nested_class_that_no_file_can_hold_is_left_out_as_a_whole() -> None:
-    cli = built("--model=HoldsParts", model=None)
+def test_an_argument_of_a_chosen_class_containing_an_object_is_omitted_entirely() -> None:
+    cli = build_cli("--model=HoldsParts", model=None)
     text = cli.parser.dump(cli.config, skip_none=False)
     assert yaml.safe_load(text)["model"] == {"class_path": "configured.HoldsParts", "init_args": {"width": 4}}
 
 
-def test_callbacks_are_added_one_by_one_and_by_class_path() -> None:
+def test_callbacks_are_appended_by_options_or_listed_in_a_file() -> None:
     stop = [
         "--trainer.callbacks+=EarlyStopping",
         "--trainer.callbacks.monitor=val_loss",
         "--trainer.callbacks.patience=5",
     ]
-    cli = built(*stop, "--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch")
+    cli = build_cli(*stop, "--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch")
     [first] = [one for one in cli.trainer.callbacks if isinstance(one, EarlyStopping)]
     [second] = [one for one in cli.trainer.callbacks if isinstance(one, LearningRateMonitor)]
     assert (first.monitor, first.patience, second.logging_interval) == ("val_loss", 5, "epoch")
     paths = {"class_path": "configured.OwnNotes", "init_args": {"text": "file"}}
-    path = write("run.yaml", trainer={"callbacks": [paths], "logger": {"class_path": "leyden.callbacks.CSVLogger"}})
+    path = write_yaml(
+        "run.yaml", trainer={"callbacks": [paths], "logger": {"class_path": "leyden.callbacks.CSVLogger"}}
+    )
     cli = LeydenCLI(OwnNet, Points, args=["--config", path], run=False)
     assert [one.text for one in cli.trainer.callbacks if isinstance(one, OwnNotes)] == ["file"]
     assert isinstance(cli.trainer.logger, CSVLogger)
 
 
-def test_a_forced_callback_has_options_of_its_own() -> None:
-    class Own(LeydenCLI):
+def test_a_forced_callback_has_its_own_options() -> None:
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.add_lightning_class_args(OwnNotes, "notes")
             parser.set_defaults({"notes.text": "forced", "notes.often": 2})
 
-    cli = built(
+    cli = build_cli(
         "--notes.often=3",
         "--trainer.callbacks=OwnNotes",
-        kind=Own,
+        kind=CustomCLI,
         trainer_defaults={"callbacks": OwnNotes("default")},
     )
     notes = [(one.text, one.often) for one in cli.trainer.callbacks if isinstance(one, OwnNotes)]
     assert sorted(notes) == [("default", 1), ("forced", 3), ("nothing", 1)]
 
 
-def test_defaults_of_the_trainer_are_replaced_and_can_be_overridden() -> None:
+def test_options_override_trainer_defaults() -> None:
     defaults = {"max_epochs": 5, "logger": {"class_path": "CSVLogger", "init_args": {"name": "mine"}}}
     cli = LeydenCLI(OwnNet, Points, args=[], run=False, trainer_defaults=defaults)
     assert (cli.trainer.max_epochs, cli.trainer.logger.name) == (5, "mine")
 
     with pytest.raises(ConfigurationError, match=r"trainer_defaults: options cannot override logger=.*lazy_instance"):
-        built(trainer_defaults={"logger": CSVLogger("x")})
+        build_cli(trainer_defaults={"logger": CSVLogger("x")})
 
-    class Longer(Trainer):
+    class ExtraArgumentTrainer(Trainer):
         def __init__(self, *, extra: int = 1, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             self.extra = extra
 
-    assert built("--trainer.extra=4", trainer_class=Longer, trainer_defaults=defaults).trainer.extra == 4
+    assert (
+        build_cli("--trainer.extra=4", trainer_class=ExtraArgumentTrainer, trainer_defaults=defaults).trainer.extra == 4
+    )
 
 
-def test_an_argument_of_another_group_is_linked() -> None:
-    class Own(LeydenCLI):
+def test_arguments_of_two_groups_can_be_linked() -> None:
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.link_arguments("data.batch_size", "model.width")
 
-    assert built("--data.batch_size=3", kind=Own).model.hparams.width == 3
+    assert build_cli("--data.batch_size=3", kind=CustomCLI).model.hparams.width == 3
 
-    class Late(LeydenCLI):
+    class InstantiateLinkCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.link_arguments("data.wide", "model.width", apply_on="instantiate")
 
-    cli = cli_of("--trainer.logger=true", kind=Late)
+    cli = fit_cli("--trainer.logger=true", kind=InstantiateLinkCLI)
     assert cli.model.hparams.width == 6
-    assert "width" not in written("logs/version_0/config.yaml")["model"]
-    assert LeydenCLI.__subclasses__() and Late(OwnNet, Points, args=["fit", "-c", "logs/version_0/config.yaml"]).model
+    assert "width" not in read_yaml("logs/version_0/config.yaml")["model"]
+    assert (
+        LeydenCLI.__subclasses__()
+        and InstantiateLinkCLI(OwnNet, Points, args=["fit", "-c", "logs/version_0/config.yaml"]).model
+    )
 
 
-def test_a_submodule_has_a_default_from_a_dict_or_a_lazy_instance_and_unchecked_arguments() -> None:
+def test_class_arguments_accept_dict_and_lazy_defaults_and_dict_kwargs() -> None:
     from jsonargparse import lazy_instance
 
     described = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 3}}
     for default in (described, lazy_instance(nn.Linear, in_features=4, out_features=3)):
 
-        class Own(LeydenCLI):
+        class CustomCLI(LeydenCLI):
             encoder = default
 
             def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
                 parser.set_defaults({"model.encoder": self.encoder})
 
-        assert built(model=Composed, kind=Own).model.encoder.out_features == 3
+        assert build_cli(model=Composed, kind=CustomCLI).model.encoder.out_features == 3
     profiler = {"class_path": "PyTorchProfiler", "dict_kwargs": {"profile_memory": True}}
-    path = write("run.yaml", trainer={"profiler": profiler})
-    assert type(built("--config", path).trainer.profiler).__name__ == "PyTorchProfiler"
+    path = write_yaml("run.yaml", trainer={"profiler": profiler})
+    assert type(build_cli("--config", path).trainer.profiler).__name__ == "PyTorchProfiler"
 
 
-def test_an_optimizer_of_ones_own_is_taken_by_name() -> None:
+def test_a_custom_optimizer_is_chosen_by_name() -> None:
     before = OwnCounter.steps
-    cli_of("--optimizer=OwnCounter", "--optimizer.lr=0.1", model=Bare)
+    fit_cli("--optimizer=OwnCounter", "--optimizer.lr=0.1", model=Bare)
     assert OwnCounter.steps == before + 4
 
 
-def test_files_follow_one_another_and_groups_have_files_of_their_own() -> None:
-    one = write("one.yaml", trainer={"max_epochs": 10, "min_epochs": 2}, model={"width": 3})
-    two = write("two.yaml", trainer={"max_epochs": 20})
-    group = write("model.yaml", width=9, rate=0.5)
+def test_later_files_override_earlier_ones_and_groups_may_have_files() -> None:
+    one = write_yaml("one.yaml", trainer={"max_epochs": 10, "min_epochs": 2}, model={"width": 3})
+    two = write_yaml("two.yaml", trainer={"max_epochs": 20})
+    group = write_yaml("model.yaml", width=9, rate=0.5)
     cli = LeydenCLI(OwnNet, Points, args=["--config", one, "--config", two], run=False)
     assert (cli.trainer.max_epochs, cli.trainer.fit_loop.min_epochs, cli.model.hparams.width) == (20, 2, 3)
     cli = LeydenCLI(OwnNet, Points, args=["--config", one, "--model", group, "--model.rate=0.25"], run=False)
@@ -398,43 +411,43 @@ def test_files_follow_one_another_and_groups_have_files_of_their_own() -> None:
     assert (raw.trainer.max_epochs, raw.model.hparams.width) == (4, 2)
 
 
-def test_a_file_before_the_subcommand_has_a_section_for_each() -> None:
+def test_a_file_before_the_subcommand_has_a_section_per_subcommand() -> None:
     both = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    path = write(
+    path = write_yaml(
         "both.yaml", fit={"trainer": {**both, "max_steps": 2}}, test={"trainer": {**both, "limit_test_batches": 1}}
     )
     assert LeydenCLI(OwnNet, Points, args=["--config", path, "fit"]).trainer.global_step == 2
     assert LeydenCLI(OwnNet, Points, args=["--config", path, "test"]).trainer.limit_test_batches == 1
 
 
-def test_a_file_of_another_file_system_is_read() -> None:
+def test_a_remote_file_is_read() -> None:
     import fsspec
 
     with fsspec.open("memory://runs/config.yaml", "w") as file:
         file.write("model:\n  width: 11\n")
-    assert built("--config=memory://runs/config.yaml").model.hparams.width == 11
+    assert build_cli("--config=memory://runs/config.yaml").model.hparams.width == 11
 
 
-def test_environment_variables_and_default_files_stand_below_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_override_environment_variables_and_default_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEYDEN_FIT__MODEL__WIDTH", "5")
     monkeypatch.setenv("LEYDEN_FIT__MODEL__RATE", "0.5")
-    cli = cli_of("--model.rate=0.125", parser_kwargs={"default_env": True})
+    cli = fit_cli("--model.rate=0.125", parser_kwargs={"default_env": True})
     assert (cli.model.hparams.width, cli.model.hparams.rate) == (5, 0.125)
-    assert built().model.hparams.width == 4
-    path = write("defaults.yaml", model={"width": 8})
+    assert build_cli().model.hparams.width == 4
+    path = write_yaml("defaults.yaml", model={"width": 8})
     monkeypatch.setenv("PL_CONFIG", path)
     monkeypatch.setenv("PL_MODEL__RATE", "0.25")
-    cli = built(parser_kwargs={"default_env": True, "env_prefix": "PL"})
+    cli = build_cli(parser_kwargs={"default_env": True, "env_prefix": "PL"})
     assert (cli.model.hparams.width, cli.model.hparams.rate) == (8, 0.25)
     parser_kwargs = {"fit": {"default_config_files": [path]}}
-    assert cli_of(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 8
+    assert fit_cli(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 8
     parser_kwargs = {"fit": {"default_env": True}}
-    assert cli_of(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 5
-    assert built(parser_kwargs={"default_config_files": [path]}).model.hparams.width == 8
+    assert fit_cli(parser_kwargs=parser_kwargs, save_config_callback=None).model.hparams.width == 5
+    assert build_cli(parser_kwargs={"default_config_files": [path]}).model.hparams.width == 8
 
 
-def test_a_class_that_is_slow_to_import_is_found_in_every_source() -> None:
-    """In processes of their own: a class that is imported is found anyway."""
+def test_a_lazily_imported_class_is_found_in_every_source() -> None:
+    """Runs in new processes, since a class that is already imported would be found anyway."""
     program = """
 import os, sys
 from configured import OwnNet
@@ -447,9 +460,9 @@ assert type(cli.trainer.strategy).__name__ == "FSDPStrategy", cli.trainer.strate
 """
     trainer = {"accelerator": "cpu", "strategy": "FSDPStrategy", "logger": False}
     Path("outer").mkdir()
-    write("outer/o.yaml", trainer="deep.yaml")
-    write("outer/deep.yaml", **trainer)
-    write("t.yaml", trainer=trainer)
+    write_yaml("outer/o.yaml", trainer="deep.yaml")
+    write_yaml("outer/deep.yaml", **trainer)
+    write_yaml("t.yaml", trainer=trainer)
     paths = os.pathsep.join(path for path in sys.path if path)
     variables = {"LEYDEN_TRAINER__STRATEGY": "FSDPStrategy", "LEYDEN_TRAINER__ACCELERATOR": "cpu"}
     for source in ("nested", "default", "variable"):
@@ -458,10 +471,10 @@ assert type(cli.trainer.strategy).__name__ == "FSDPStrategy", cli.trainer.strate
         assert done.returncode == 0, (source, done.stderr)
 
 
-def test_values_are_interpolated() -> None:
+def test_omegaconf_interpolates_values() -> None:
     pytest.importorskip("omegaconf")
-    path = write("shared.yaml", model={"width": "${data.batch_size}"}, data={"batch_size": 12})
-    assert built("--config", path, parser_kwargs={"parser_mode": "omegaconf"}).model.hparams.width == 12
+    path = write_yaml("shared.yaml", model={"width": "${data.batch_size}"}, data={"batch_size": 12})
+    assert build_cli("--config", path, parser_kwargs={"parser_mode": "omegaconf"}).model.hparams.width == 12
 
 
 def test_a_configuration_may_be_a_dict_or_a_namespace() -> None:
@@ -477,27 +490,27 @@ def test_a_configuration_may_be_a_dict_or_a_namespace() -> None:
 def test_a_printed_configuration_loads_again(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         stop = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=loss"]
-        cli_of("--model=OwnNet", *stop, "--print_config", model=None)
+        fit_cli("--model=OwnNet", *stop, "--print_config", model=None)
     assert not ended.value.code
     Path("printed.yaml").write_text(capsys.readouterr().out)
-    printed = written("printed.yaml")
+    printed = read_yaml("printed.yaml")
     assert printed["model"] == {"class_path": "configured.OwnNet", "init_args": {"width": 4, "rate": 0.1}}
     assert set(printed["trainer"]) >= {"max_epochs", "strategy", "precision"}
     cli = LeydenCLI(None, Points, args=["fit", "--config=printed.yaml"])
     assert cli.trainer.global_step == 4
 
 
-def test_numbers_keep_their_kind_in_a_file() -> None:
+def test_saved_numbers_keep_their_type() -> None:
     options = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=2"]
-    cli = cli_of(*options, "--trainer.precision=bf16-mixed", "--trainer.hang_timeout=false", "--trainer.logger=true")
-    kept = written("logs/version_0/config.yaml")["trainer"]
+    cli = fit_cli(*options, "--trainer.precision=bf16-mixed", "--trainer.hang_timeout=false", "--trainer.logger=true")
+    kept = read_yaml("logs/version_0/config.yaml")["trainer"]
     assert [kept[name] for name in ("limit_train_batches", "limit_val_batches", "val_check_interval")] == [2, 1.0, 2]
     assert [type(kept[name]) for name in ("limit_train_batches", "limit_val_batches")] == [int, float]
     assert kept["hang_timeout"] is False
     assert cli.trainer.global_step == 2
 
 
-def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_options_of_nested_classes(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*args: str) -> str:
         with pytest.raises(SystemExit) as ended:
             LeydenCLI(None, None, args=["fit", *args])
@@ -529,151 +542,153 @@ def test_help_shows_the_options_of_a_nested_class(capsys: pytest.CaptureFixture[
         (["train", "--model=OwnNet"], "invalid choice: 'train'"),
     ],
 )
-def test_a_wrong_command_line_is_short(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = fails(capsys, lambda: LeydenCLI(args=args))
+def test_an_invalid_command_line_prints_a_short_error(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = error_of(capsys, lambda: LeydenCLI(args=args))
     assert words in text
     assert len(text.splitlines()) <= 6
 
 
-def test_a_class_that_is_no_module_is_refused() -> None:
+def test_a_class_of_another_kind_raises() -> None:
     with pytest.raises(ConfigurationError, match="model: the class Linear is not a Trainer, TrainModule"):
         LeydenCLI(nn.Linear, run=False, args=[])
 
 
-def test_an_error_of_a_class_is_raised_as_it_is() -> None:
+def test_an_error_in_a_constructor_is_raised_unchanged() -> None:
     for model, args in ((configured.Broken, []), (None, ["--model=configured.Broken"])):
         with pytest.raises(LookupError, match="the table of weights is missing"):
-            built(*args, model=model)
+            build_cli(*args, model=model)
 
 
-def test_a_scheduler_needs_an_optimizer() -> None:
+def test_a_scheduler_without_an_optimizer_raises() -> None:
     with pytest.raises(ConfigurationError, match="needs an optimizer. Give --optimizer too"):
-        built("--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
+        build_cli("--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
 
 
-def test_a_launch_fills_what_the_configuration_leaves_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_settings_fill_arguments_left_at_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEYDEN_LAUNCHED_FROM", "flags")
     monkeypatch.setenv("LEYDEN_PRECISION", "bf16-mixed")
-    assert built().trainer.precision == "bf16-mixed"
-    assert built("--trainer.precision=64-true").trainer.precision == "64-true"
+    assert build_cli().trainer.precision == "bf16-mixed"
+    assert build_cli("--trainer.precision=64-true").trainer.precision == "64-true"
 
 
 @pytest.mark.parametrize(("seed", "kept"), [("true", 3), ("false", False), ("11", 11)])
-def test_the_seed_is_kept_as_a_number(seed: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_everything_resolves_to_a_number(seed: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEYDEN_SEED", "3")
     torch.manual_seed(77)
-    cli = built(f"--seed_everything={seed}")
+    cli = build_cli(f"--seed_everything={seed}")
     assert cli.config.seed_everything == kept
     torch.manual_seed(77 if kept is False else kept)
     assert torch.equal(OwnNet().net[0].weight, cli.model.net[0].weight)
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_jsonargparse_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     monkeypatch.delitem(sys.modules, "leyden.trainer.cli.configuration.argument_parser")
     with pytest.raises(ImportError, match=r"LeydenCLI needs the package 'jsonargparse': pip install 'leyden\[cli\]'"):
         LeydenCLI(OwnNet, Points, run=False, args=[])
 
 
-def test_an_object_is_built_from_its_description() -> None:
+def test_instantiate_class_builds_an_object_from_its_description() -> None:
     made = instantiate_class((4, 2), {"class_path": "torch.nn.Linear", "init_args": {"bias": False}})
     assert (made.in_features, made.bias) == (4, None)
     with pytest.raises(ConfigurationError, match="torch.nn has no Liner. Did you mean 'Linear'"):
         instantiate_class((), {"class_path": "torch.nn.Liner"})
 
 
-# the configuration that a run keeps -----------------------------------------------------------------------------------
-def test_another_runs_configuration_is_not_replaced() -> None:
-    cli_of("--model.width=5")
-    assert written("config.yaml")["model"]["width"] == 5
+# the configuration that a run saves -----------------------------------------------------------------------------------
+def test_another_runs_configuration_is_not_overwritten() -> None:
+    fit_cli("--model.width=5")
+    assert read_yaml("config.yaml")["model"]["width"] == 5
     before = os.stat("config.yaml").st_mtime_ns
-    cli_of("--model.width=5")
+    fit_cli("--model.width=5")
     with pytest.raises(ConfigurationError, match="config.yaml is the configuration of another run. Use another folder"):
-        cli_of("--model.width=6")
+        fit_cli("--model.width=6")
     assert os.stat("config.yaml").st_mtime_ns == before
-    cli_of("--model.width=6", save_config_kwargs={"overwrite": True})
-    assert written("config.yaml")["model"]["width"] == 6
-    cli_of("--model.width=7", save_config_kwargs={"config_filename": "wide.yaml"})
-    assert written("wide.yaml")["model"]["width"] == 7
+    fit_cli("--model.width=6", save_config_kwargs={"overwrite": True})
+    assert read_yaml("config.yaml")["model"]["width"] == 6
+    fit_cli("--model.width=7", save_config_kwargs={"config_filename": "wide.yaml"})
+    assert read_yaml("wide.yaml")["model"]["width"] == 7
 
 
-def test_a_run_that_resumes_keeps_the_earlier_configuration_beside_its_own() -> None:
+def test_a_resumed_run_keeps_the_earlier_configuration() -> None:
     options = ["--trainer.enable_checkpointing=true", "--trainer.resume=auto", "--trainer.logger=CSVLogger"]
-    cli_of(*options)
-    cli_of(*options)
+    fit_cli(*options)
+    fit_cli(*options)
     assert sorted(path.name for path in Path("logs/version_0").glob("config*")) == ["config.yaml"]
-    cli_of(*options, "--trainer.max_epochs=2")
+    fit_cli(*options, "--trainer.max_epochs=2")
     assert [path.name for path in Path("logs").iterdir()] == ["version_0"]
-    assert written("logs/version_0/config-1.yaml")["trainer"]["max_epochs"] == 1
-    assert written("logs/version_0/config.yaml")["trainer"]["max_epochs"] == 2
+    assert read_yaml("logs/version_0/config-1.yaml")["trainer"]["max_epochs"] == 1
+    assert read_yaml("logs/version_0/config.yaml")["trainer"]["max_epochs"] == 2
 
 
-MANY: dict[str, Any] = {"save_config_kwargs": {"multifile": True}}
+MULTIFILE: dict[str, Any] = {"save_config_kwargs": {"multifile": True}}
 
 
-def parts() -> list[str]:
-    """A module's and a DataModule's file in a folder `own`, as options."""
-    Path("own").mkdir(exist_ok=True)
-    write("own/model.yaml", width=5)
-    write("own/data.yaml", batch_size=4)
-    return ["--model=own/model.yaml", "--data=own/data.yaml"]
+def part_options() -> list[str]:
+    """Writes a file for the module and one for the data into a folder `parts`; returns their options."""
+    Path("parts").mkdir(exist_ok=True)
+    write_yaml("parts/model.yaml", width=5)
+    write_yaml("parts/data.yaml", batch_size=4)
+    return ["--model=parts/model.yaml", "--data=parts/data.yaml"]
 
 
-def test_the_files_of_a_configuration_are_saved_each_by_its_name_and_kept_by_a_run_that_resumes() -> None:
-    options = [*parts(), "--trainer.enable_checkpointing=true", "--trainer.resume=auto"]
-    first = cli_of(*options, "--model.rate=0.5", **MANY)
+def test_multifile_saves_each_file_by_name_and_a_resumed_run_keeps_them() -> None:
+    options = [*part_options(), "--trainer.enable_checkpointing=true", "--trainer.resume=auto"]
+    first = fit_cli(*options, "--model.rate=0.5", **MULTIFILE)
     saved = {name: Path(name).read_text() for name in ("config.yaml", "model.yaml", "data.yaml")}
-    assert written("config.yaml")["model"] == "model.yaml"
-    assert written("model.yaml") == {"width": 5, "rate": 0.5}
+    assert read_yaml("config.yaml")["model"] == "model.yaml"
+    assert read_yaml("model.yaml") == {"width": 5, "rate": 0.5}
     again = LeydenCLI(OwnNet, Points, args=["fit", "--config=config.yaml", "--trainer.default_root_dir=again"])
     assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
-    cli_of(*options, "--model.rate=0.5", **MANY)
+    fit_cli(*options, "--model.rate=0.5", **MULTIFILE)
     assert not Path("config-1").exists()
-    resumed = cli_of(*options, "--same_run=true", "--model.rate=0.25", "--trainer.max_epochs=2", **MANY)
+    resumed = fit_cli(*options, "--same_run=true", "--model.rate=0.25", "--trainer.max_epochs=2", **MULTIFILE)
     assert resumed.trainer.global_step == 16
-    assert (written("model.yaml")["rate"], written("config.yaml")["trainer"]["max_epochs"]) == (0.25, 2)
+    assert (read_yaml("model.yaml")["rate"], read_yaml("config.yaml")["trainer"]["max_epochs"]) == (0.25, 2)
     assert {path.name: path.read_text() for path in Path("config-1").iterdir()} == saved
     before = LeydenCLI(OwnNet, Points, args=["--config=config-1/config.yaml"], run=False)
     assert (before.model.hparams.rate, before.trainer.max_epochs) == (0.5, 1)
     assert [path.name for path in Path().glob(".*")] == []
 
 
-def test_files_of_another_run_are_not_replaced_nor_those_of_ones_own() -> None:
-    cli_of(*parts(), **MANY)
+def test_multifile_overwrites_neither_another_runs_files_nor_user_files() -> None:
+    fit_cli(*part_options(), **MULTIFILE)
     with pytest.raises(ConfigurationError, match="model.yaml is the configuration of another run. Use another folder"):
-        cli_of(*parts(), "--model.width=6", **MANY)
-    assert written("model.yaml")["width"] == 5
-    cli_of(*parts(), "--model.width=6", save_config_kwargs={"multifile": True, "overwrite": True})
-    assert written("model.yaml")["width"] == 6
+        fit_cli(*part_options(), "--model.width=6", **MULTIFILE)
+    assert read_yaml("model.yaml")["width"] == 5
+    fit_cli(*part_options(), "--model.width=6", save_config_kwargs={"multifile": True, "overwrite": True})
+    assert read_yaml("model.yaml")["width"] == 6
     Path("config.yaml").unlink()
-    write("model.yaml", width=7)
+    write_yaml("model.yaml", width=7)
     for resume in ("auto", "null"):
         with pytest.raises(ConfigurationError, match="model.yaml is not part of a saved configuration"):
-            cli_of("--model=model.yaml", "--trainer.default_root_dir=.", f"--trainer.resume={resume}", **MANY)
-    assert written("model.yaml") == {"width": 7}
+            fit_cli("--model=model.yaml", "--trainer.default_root_dir=.", f"--trainer.resume={resume}", **MULTIFILE)
+    assert read_yaml("model.yaml") == {"width": 7}
 
 
-def test_two_files_of_a_configuration_need_two_names() -> None:
+def test_multifile_requires_distinct_file_names() -> None:
     Path("other").mkdir()
-    options = [*parts(), f"--data={write('other/model.yaml', batch_size=2)}"]
+    options = [*part_options(), f"--data={write_yaml('other/model.yaml', batch_size=2)}"]
     with pytest.raises(ConfigurationError, match="two files of the configuration are called model.yaml. Rename one"):
-        cli_of(*options, **MANY)
-    options = [f"--model={write('own/config.yaml', width=2)}"]
+        fit_cli(*options, **MULTIFILE)
+    options = [f"--model={write_yaml('parts/config.yaml', width=2)}"]
     with pytest.raises(ConfigurationError, match="a part of the configuration is called config.yaml, like the main"):
-        cli_of(*options, **MANY)
+        fit_cli(*options, **MULTIFILE)
     assert not list(Path().glob("*.yaml"))
 
 
-def test_an_evaluation_leaves_the_files_of_the_fit() -> None:
-    cli_of(*parts(), **MANY)
+def test_multifile_evaluations_do_not_overwrite_the_files_of_fit() -> None:
+    fit_cli(*part_options(), **MULTIFILE)
     for rate in ("0.5", "0.25"):
-        args = ["test", *QUICK[:1], *QUICK[2:], *parts(), f"--model.rate={rate}"]
-        LeydenCLI(OwnNet, Points, args=args, **MANY)
-    rates = [written(f"{folder}model.yaml")["rate"] for folder in ("", "test-config/", "test-config/config-1/")]
+        args = ["test", *QUICK[:1], *QUICK[2:], *part_options(), f"--model.rate={rate}"]
+        LeydenCLI(OwnNet, Points, args=args, **MULTIFILE)
+    rates = [read_yaml(f"{folder}model.yaml")["rate"] for folder in ("", "test-config/", "test-config/config-1/")]
     assert rates == [0.1, 0.25, 0.5]
     [callback] = [
         one
-        for one in LeydenCLI(OwnNet, Points, args=parts(), run=False, **MANY).trainer.callbacks
+        for one in LeydenCLI(OwnNet, Points, args=part_options(), run=False, **MULTIFILE).trainer.callbacks
         if isinstance(one, SaveConfigCallback)
     ]
     sent = ForkingPickler.loads(ForkingPickler.dumps(callback))
@@ -681,68 +696,68 @@ def test_an_evaluation_leaves_the_files_of_the_fit() -> None:
     assert yaml.safe_load(sent.parser.dump(sent.config))["model"]["width"] == 5
 
 
-def test_an_evaluation_keeps_its_own_and_a_quick_run_none() -> None:
-    cli_of()
+def test_evaluations_save_their_own_configuration_and_fast_dev_run_saves_none() -> None:
+    fit_cli()
     for width in ("3", "5"):
         LeydenCLI(OwnNet, Points, args=["test", *QUICK[:1], *QUICK[2:], f"--model.width={width}"])
     assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml", "test-config.yaml", "test-config-1.yaml"}
-    assert written("test-config.yaml")["model"]["width"] == 5
+    assert read_yaml("test-config.yaml")["model"]["width"] == 5
     Path("config.yaml").unlink()
-    cli_of("--trainer.fast_dev_run=true")
-    cli_of(save_config_callback=None)
+    fit_cli("--trainer.fast_dev_run=true")
+    fit_cli(save_config_callback=None)
     assert not Path("config.yaml").exists()
 
 
-def test_a_subclass_saves_the_configuration_to_a_logger_too() -> None:
+def test_a_callback_subclass_also_saves_the_configuration_to_the_logger() -> None:
     class ToLogger(SaveConfigCallback):
         def save_config(self, trainer: Any, module: Any, stage: str) -> None:
             trainer.logger.log_hyperparams({"config": self.parser.dump(self.config), "stage": stage})
 
-    cli_of("--trainer.logger=CSVLogger", "--model.width=5", save_config_callback=ToLogger)
+    fit_cli("--trainer.logger=CSVLogger", "--model.width=5", save_config_callback=ToLogger)
     logged = json.loads(Path("logs/version_0/hparams.json").read_text())
     assert logged["stage"] == "fit"
     assert yaml.safe_load(logged["config"])["model"]["width"] == 5
     assert Path("logs/version_0/config.yaml").exists()
     Path("logs/version_0/config.yaml").unlink()
-    cli_of("--trainer.logger=CSVLogger", save_config_callback=ToLogger, save_config_kwargs={"save_to_log_dir": False})
+    fit_cli("--trainer.logger=CSVLogger", save_config_callback=ToLogger, save_config_kwargs={"save_to_log_dir": False})
     assert list(Path("logs").glob("*/config.yaml")) == []
     with pytest.raises(ConfigurationError, match="saves no configuration at all"):
-        cli_of(save_config_kwargs={"save_to_log_dir": False})
+        fit_cli(save_config_kwargs={"save_to_log_dir": False})
 
 
-def test_a_saved_configuration_builds_the_runs_module_without_a_run() -> None:
-    class Own(LeydenCLI):
+def test_a_saved_configuration_builds_the_module_with_run_false() -> None:
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.add_argument("--ckpt_path", default="mine")
 
-    cli_of("--model.width=5", "--optimizer=Adam")
+    fit_cli("--model.width=5", "--optimizer=Adam")
     cli = LeydenCLI(OwnNet, Points, args=["--config=config.yaml"], run=False)
     assert (cli.model.hparams.width, cli.config.ckpt_path) == (5, None)
     assert type(cli.model.configure_optimizers()) is torch.optim.Adam
-    assert built(kind=Own).config.ckpt_path == "mine"
+    assert build_cli(kind=CustomCLI).config.ckpt_path == "mine"
 
 
-def test_one_cli_that_runs_nothing_fits_and_tests_with_one_configuration() -> None:
-    cli = built()
+def test_a_cli_with_run_false_saves_one_configuration_for_fit_and_test() -> None:
+    cli = build_cli()
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     cli.trainer.test(cli.model, datamodule=cli.datamodule)
     assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml"}
 
 
-def test_a_configuration_is_sent_to_spawned_ranks_as_its_text() -> None:
-    class Own(LeydenCLI):
+def test_a_configuration_is_pickled_as_text_for_spawned_ranks() -> None:
+    class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
             parser.link_arguments("data.batch_size", "model.width", compute_fn=lambda size: 2 * size)
 
-    cli = built("--data.batch_size=3", kind=Own)
+    cli = build_cli("--data.batch_size=3", kind=CustomCLI)
     [callback] = [one for one in cli.trainer.callbacks if isinstance(one, SaveConfigCallback)]
     sent = ForkingPickler.loads(ForkingPickler.dumps(callback))
     assert yaml.safe_load(sent.parser.dump(sent.config))["data"]["batch_size"] == 3
     assert sent.config.data.batch_size == 3
 
 
-def test_the_cause_of_an_error_is_kept() -> None:
+def test_an_error_in_a_constructor_keeps_its_cause() -> None:
     for model, args in ((configured.Caused, []), (None, ["--model=configured.Caused"])):
         with pytest.raises(RuntimeError, match="no table") as found:
-            built(*args, model=model)
+            build_cli(*args, model=model)
         assert isinstance(found.value.__cause__, LookupError)

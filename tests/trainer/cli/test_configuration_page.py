@@ -1,4 +1,4 @@
-"""docs/configuration.md runs: its files are written as they stand there, and its commands are run in their order."""
+"""docs/configuration.md is executable: its files are written as shown, and its commands run in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HYDRA = PAGE.index("## Hydra")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the files of the page, which is the current one."""
+    """Creates the files of the page in a folder, and changes to it."""
     for name, text in re.findall(r"```(?:python|yaml)\n# ([\w/]+\.\w+)\n(.*?)```", PAGE, re.DOTALL):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -38,7 +38,7 @@ def commands(text: str) -> list[str]:
 
 
 def run(line: str, environ: dict[str, str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs a line of the page, in this process if it starts no ranks; returns what it prints."""
+    """Runs a line of the page, in this process if it starts no ranks; returns its output."""
     line, _, file = line.partition(" > ")
     words = shlex.split(line)
     if "launch" in words or "--trainer.devices" in words:
@@ -59,11 +59,11 @@ def run(line: str, environ: dict[str, str], patch: pytest.MonkeyPatch, capsys: p
     return printed.out
 
 
-def same_ends(one: str, other: str) -> bool:
+def same_configurations(one: str, other: str) -> bool:
     return Path(one, "config.yaml").read_text() == Path(other, "config.yaml").read_text()
 
 
-def test_hydra_composes_what_a_cli_runs_and_saves(
+def test_a_cli_runs_and_saves_a_configuration_composed_by_hydra(
     folder: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("hydra", reason="pip install hydra-core")
@@ -73,11 +73,11 @@ def test_hydra_composes_what_a_cli_runs_and_saves(
         run(line, environ, monkeypatch, capsys)
     saved = yaml.safe_load((folder / "hydra_runs/logs/version_0/config.yaml").read_text())
     assert saved["model"] == {"class_path": "shapes.Net", "init_args": {"width": 16, "rate": 0.1}}
-    assert same_ends("hydra_runs/logs/version_0", "hydra_runs/logs/version_1")
+    assert same_configurations("hydra_runs/logs/version_0", "hydra_runs/logs/version_1")
 
 
 @pytest.mark.full
-def test_every_command_of_the_page_runs(
+def test_every_command_on_the_page_runs(
     folder: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = commands(PAGE[:HYDRA])

@@ -1,4 +1,4 @@
-"""`leyden fit` on ranks that it starts itself: one configuration for all of them, one error of one of them."""
+"""`leyden fit` on ranks that it starts itself: one saved configuration, and one report of a failing rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = [
 ]
 
 
-def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_ranks_save_one_configuration_that_repeats_the_run(leyden: Callable[..., Any], tmp_path: Path) -> None:
     variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
     done = leyden("fit", "--model=configured.OwnNet", *OPTIONS, "--trainer.default_root_dir=a", **variables)
     assert done.returncode == 0, done.stderr
@@ -33,13 +33,13 @@ def test_two_ranks_save_one_configuration_which_repeats_their_run(leyden: Callab
 
 
 @pytest.mark.full
-def test_an_error_of_a_rank_is_shown_once_with_its_line(leyden: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from configured import OwnNet\nclass Ends(OwnNet):\n    def training_step(self, batch, batch_idx):\n"
+def test_a_ranks_error_is_shown_once_with_its_line(leyden: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text(
+        "from configured import OwnNet\nclass FailingStep(OwnNet):\n    def training_step(self, batch, batch_idx):\n"
         "        raise LookupError('no such word')\n"
     )
     variables = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
-    done = leyden("fit", "--model=own.Ends", *OPTIONS, **variables)
+    done = leyden("fit", "--model=my_module.FailingStep", *OPTIONS, **variables)
     assert done.returncode == 1
     assert done.stderr.count("LookupError: no such word") == 1
     assert "training_step" in done.stderr

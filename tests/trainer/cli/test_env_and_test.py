@@ -11,8 +11,8 @@ import torch
 import leyden as leyden_package
 
 
-def test_env_can_be_pasted(here: Any, tmp_path: Path) -> None:
-    text = here("env").stdout
+def test_env_lists_versions_backends_and_the_configuration_file(invoke: Any, tmp_path: Path) -> None:
+    text = invoke("env").stdout
     assert text.splitlines()[0].split() == ["leyden", leyden_package.__version__]
     assert str(torch.__version__) in text
     assert "gloo" in text
@@ -20,27 +20,27 @@ def test_env_can_be_pasted(here: Any, tmp_path: Path) -> None:
     file = tmp_path / "cache" / "leyden" / "default_config.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("num_processes: 2\n")
-    assert "  num_processes: 2\n" in here("env").stdout
+    assert "  num_processes: 2\n" in invoke("env").stdout
 
 
-def test_env_shows_no_secret(here: Any, environ: dict[str, str], monkeypatch: Any, tmp_path: Path) -> None:
-    hidden = "hf_" + "aB3" * 12
-    named = {
+def test_env_masks_secrets(invoke: Any, environ: dict[str, str], monkeypatch: Any, tmp_path: Path) -> None:
+    token = "hf_" + "aB3" * 12
+    variables = {
         "WANDB_API_KEY": "secret-of-mine",
-        # Of the kinds that are shown.
+        # env prints variables with these prefixes.
         "LEYDEN_API_KEY": "secret-of-mine",
-        "NCCL_CONF": f"user=me;token={hidden}",
+        "NCCL_CONF": f"user=me;token={token}",
         "TORCH_HOME": "https://me:secret-of-mine@host/x",
     }
-    for name, value in named.items():
+    for name, value in variables.items():
         environ[name] = value
         monkeypatch.setenv(name, value)
     file = tmp_path / "cache" / "leyden" / "default_config.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text(f"num_processes: 2\ntpu_env: ['HUB={hidden}', WANDB_API_KEY=secret-of-mine]\n")
-    text = here("env").stdout
+    file.write_text(f"num_processes: 2\ntpu_env: ['HUB={token}', WANDB_API_KEY=secret-of-mine]\n")
+    text = invoke("env").stdout
     assert "secret-of-mine" not in text
-    assert hidden not in text
+    assert token not in text
     assert "TORCH_HOME" in text and "https://***@host/x" in text
     assert "  num_processes: 2\n  tpu_env: ['HUB=***', WANDB_API_KEY=***]\n" in text
 
@@ -64,7 +64,7 @@ def test_the_self_test_passes_on_two_ranks(strategy: str, leyden: Any, tmp_path:
     assert "bf16-mixed" in done.stdout
 
 
-def test_a_check_that_does_not_hold_ends_the_self_test() -> None:
+def test_a_failed_check_ends_the_self_test() -> None:
     from leyden.trainer.cli.launch.trial import check
 
     with pytest.raises(leyden_package.LeydenError, match="parity does not hold: the weights differ"):

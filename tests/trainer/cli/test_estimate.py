@@ -1,4 +1,4 @@
-"""`leyden estimate`: its numbers against the bytes that a real step takes, and the models it finds."""
+"""`leyden estimate`: its numbers against the bytes of a real step, and how it finds models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Net(TrainModule):
     def configure_model(self):
         self.blocks = nn.ModuleList(Block(self.width) for _ in range(4))
 
-class Needy(nn.Module):
+class RequiredWidth(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.layer = nn.Linear(width, width)
 
-class Looks(nn.Module):
+class ReadsWeights(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
@@ -61,7 +61,7 @@ def bytes_of(tensors: Any) -> int:
         ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
     ],
 )
-def test_one_rank_takes_what_a_real_step_takes(name: str, make: Any, dtype: torch.dtype) -> None:
+def test_the_estimate_for_one_rank_equals_a_real_step(name: str, make: Any, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     estimated = memory(model, "single_device", 1, "32-true" if dtype == torch.float32 else "bf16-true", name)
     for parameter in model.parameters():
@@ -77,7 +77,7 @@ def test_one_rank_takes_what_a_real_step_takes(name: str, make: Any, dtype: torc
     assert estimated.total == estimated.weights + estimated.gradients + estimated.optimizer
 
 
-def test_shards_are_counted_as_fully_shard_cuts_them() -> None:
+def test_shard_sizes_match_fully_shard() -> None:
     model = nn.Linear(4, 5)
     # Five rows on two ranks: the first has three.
     found = memory(model, "fsdp", 2, "32-true", "adamw")
@@ -95,8 +95,8 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("models")
-def test_a_train_module_that_builds_later(here: Any) -> None:
-    done = here("estimate", "models_to_estimate:Net", "--ranks", "1,4", "--dtypes", "float32,bf16")
+def test_modules_built_in_configure_model_are_counted(invoke: Any) -> None:
+    done = invoke("estimate", "models_to_estimate:Net", "--ranks", "1,4", "--dtypes", "float32,bf16")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[1] == "parameters  315, 312 of them trained; 1.2 KiB as built, buffers 0 B"
@@ -116,12 +116,12 @@ def test_a_train_module_that_builds_later(here: Any) -> None:
 
 
 @pytest.mark.usefixtures("models")
-def test_arguments_of_the_class(here: Any) -> None:
-    assert "--args" in here("estimate", "models_to_estimate:Needy").stderr
-    done = here("estimate-memory", "models_to_estimate.Needy", "--args", json.dumps({"width": 100_000}))
-    # Forty gigabytes, of which none is taken.
+def test_the_args_option_is_passed_to_the_class(invoke: Any) -> None:
+    assert "--args" in invoke("estimate", "models_to_estimate:RequiredWidth").stderr
+    done = invoke("estimate-memory", "models_to_estimate.RequiredWidth", "--args", json.dumps({"width": 100_000}))
+    # 40 GB of parameters, built without allocating them.
     assert "10,000,100,000" in done.stdout and "37.3 GiB" in done.stdout
-    done = here("estimate", "models_to_estimate:Looks")
+    done = invoke("estimate", "models_to_estimate:ReadsWeights")
     assert "note        built in memory" in done.stdout
 
 
@@ -139,13 +139,13 @@ def test_arguments_of_the_class(here: Any) -> None:
         (("models_to_estimate:Net", "--args", "width=3"), "not valid JSON"),
     ],
 )
-def test_mistakes_are_refused_with_a_fix(here: Any, arguments: tuple[str, ...], words: str) -> None:
-    done = here("estimate", *arguments)
+def test_invalid_options_are_refused_with_the_fix(invoke: Any, arguments: tuple[str, ...], words: str) -> None:
+    done = invoke("estimate", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
 
 
-def test_fp8_takes_what_bf16_does() -> None:
+def test_fp8_takes_as_much_memory_as_bf16() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     for strategy in ("single", "ddp", "fsdp"):
         found = [memory(model, strategy, 2, precision, "adamw") for precision in ("fp8", "bf16-mixed")]

@@ -1,4 +1,4 @@
-"""A Trainer under `leyden launch`: it takes what its script left open, and says so."""
+"""A Trainer under `leyden launch` takes its settings for arguments left at their defaults, and prints them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("launched")
-def test_arguments_left_open_are_filled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_settings_fill_arguments_left_at_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(logger=False)
     assert trainer.precision == "bf16-mixed"
     assert trainer.accumulate_grad_batches == 4
@@ -37,17 +37,17 @@ def test_arguments_left_open_are_filled(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("launched")
-def test_the_scripts_own_arguments_override_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scripts_arguments_override_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(precision="32-true", callbacks=GradientAccumulation(2), gradient_clip_val=None)
     assert trainer.precision == "32-true"
     assert trainer.accumulate_grad_batches == 2
     assert trainer.arguments.gradient_clip_val is None
     assert "the script sets precision, accumulate_grad_batches, gradient_clip_val itself" in capsys.readouterr().out
-    # A strategy that is an object brings its precision with it.
+    # A strategy object has its own precision.
     assert Trainer(strategy=SingleDeviceStrategy()).precision == "32-true"
 
 
-def test_a_module_is_compiled_where_the_launch_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_settings_compile_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     def graphs() -> int:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -60,43 +60,45 @@ def test_a_module_is_compiled_where_the_launch_asks_for_it(monkeypatch: pytest.M
     assert graphs() > 0
 
 
-class Broken(nn.Module):
+class GraphBreak(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x
 
 
-def test_an_accelerator_compiles_as_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the backend alone: mode, dynamic and fullgraph are the file's too."""
+def test_an_accelerator_compiles_with_the_options_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch sets mode, dynamic and fullgraph as well as the backend."""
     for name, value in LaunchSettings("file", compile={"backend": "eager", "fullgraph": True}).variables().items():
         monkeypatch.setenv(name, value)
-    model = Accelerator(cpu=True).prepare(Broken())
+    model = Accelerator(cpu=True).prepare(GraphBreak())
     with pytest.raises(Exception, match="graph_break"):
         model(torch.ones(1))
 
 
 @pytest.mark.usefixtures("launched")
-def test_only_rank_0_prints_what_is_filled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints_the_launch_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "1")
     assert filled_by_launch({})["precision"] == "bf16-mixed"
     assert capsys.readouterr().out == ""
 
 
-def test_a_section_of_the_file_makes_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_of_the_file_configures_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block,Head"}
     options |= {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}
     made = filled_by_launch({}, LaunchSettings("file", strategy="fsdp", options=options).variables())["strategy"]
     assert made.name == "fsdp"
     settings = {name: made.settings[name] for name in ("auto_wrap_policy", "reshard_after_forward", "cpu_offload")}
     assert settings == {"auto_wrap_policy": {"Block", "Head"}, "reshard_after_forward": False, "cpu_offload": True}
-    # The Trainer refuses what this version does not have, in its words.
+    # A strategy that this version lacks raises.
     for name, value in LaunchSettings("file", strategy="horovod", options={"tree": 2}).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="'horovod' is not known in this version"):
         Trainer(logger=False)
 
 
-def test_a_process_that_was_not_launched_is_filled_with_nothing(
+def test_without_a_launch_its_variables_have_no_effect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LEYDEN_PRECISION", "bf16-mixed")
@@ -104,7 +106,7 @@ def test_a_process_that_was_not_launched_is_filled_with_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_every_setting_travels_in_its_variable() -> None:
+def test_every_launch_setting_survives_a_round_trip_through_variables() -> None:
     full = LaunchSettings(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True, "auto", 90.0, ["x"])
     assert set(full.variables()) == {SOURCE, DEBUG, *TEXTS.values(), *VALUES.values()}
     assert read_launched(full.variables()) == full

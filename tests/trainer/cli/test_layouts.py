@@ -1,4 +1,4 @@
-"""`leyden estimate` by layouts: the bytes of a simulated rank's step are those of a real one's, and what it prints."""
+"""`leyden estimate` by layout: the bytes of a simulated step equal those of a real one, and the printed table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = {
 HOOKS: Any = SimpleNamespace(on_before_backward=(), on_after_backward=(), backward=None)
 
 
-class Dropping(GPT):
+class DropoutGPT(GPT):
     def __init__(self) -> None:
         super().__init__(dropout=0.1)
 
@@ -46,8 +46,8 @@ def batch() -> tuple[Tensor, ...]:
     return tuple(part[:4].clone() for part in data().tensors)
 
 
-class Counted:
-    """What a real step saves for backward, apart from what stands in a module as a parameter while it runs."""
+class SavedBytes:
+    """Counts the bytes that a real step saves for backward, excluding the modules' parameters."""
 
     def __init__(self) -> None:
         self.saved: dict[int, UntypedStorage] = {}
@@ -62,15 +62,15 @@ class Counted:
 
     def _enter(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
-            self._note(parameter, self.weights)
+            self._keep(parameter, self.weights)
 
     def _save(self, tensor: Tensor) -> Tensor:
-        self._note(tensor, self.saved)
+        self._keep(tensor, self.saved)
         return tensor
 
-    def _note(self, tensor: Tensor, noted: dict[int, UntypedStorage]) -> None:
+    def _keep(self, tensor: Tensor, storages: dict[int, UntypedStorage]) -> None:
         storage = getattr(local(tensor), "elem", local(tensor)).untyped_storage()
-        noted[storage._cdata] = storage
+        storages[storage._cdata] = storage
 
     @property
     def size(self) -> int:
@@ -81,9 +81,9 @@ def size(tensors: Any) -> int:
     return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
-def a_real_step(strategy: Any, module: GPT) -> tuple[int, int, int, int]:
+def real_step(strategy: Any, module: GPT) -> tuple[int, int, int, int]:
     [optimizer] = strategy.setup_optimizers([module], [module.configure_optimizers()])
-    counted = Counted()
+    counted = SavedBytes()
     with counted.counting():
         strategy.forward_backward(strategy.setup_step(module.training_step, module), batch(), (0,), Window(), HOOKS)
     optimizer.step()
@@ -92,14 +92,14 @@ def a_real_step(strategy: Any, module: GPT) -> tuple[int, int, int, int]:
     return size(parameters), size(p.grad for p in parameters), size(states), counted.size
 
 
-def on_real_ranks() -> dict[str, tuple[int, int, int, int]]:
+def bytes_on_real_ranks() -> dict[str, tuple[int, int, int, int]]:
     found = {}
     for name, (layout, plan, precision) in LAYOUTS.items():
         strategy = MeshStrategy(**layout.sizes, plan=plan, precision=find_precision(precision))
         strategy.setup_environment()
-        module = Dropping()
+        module = DropoutGPT()
         strategy.setup_modules([module])
-        found[name] = a_real_step(strategy, module)
+        found[name] = real_step(strategy, module)
         strategy.teardown()
     return found
 
@@ -124,14 +124,14 @@ class Net(TrainModule):
     def parallel_plan(self):
         return {"up": "colwise", "down": "rowwise"}
 
-class Reading(Net):
+class ReadsValues(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss if loss.item() < 9 else 2 * loss
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.1 / self.trainer.max_epochs)
 
-class Stubborn(Net):
+class NeedsMemory(Net):
     def __init__(self):
         super().__init__()
         self.largest = float(self.up.weight.max())
@@ -146,14 +146,14 @@ def pairs():
 def plain():
     return nn.Linear(4, 4)
 """
-LONELY = SCRIPT.split("class Reading")[0]
+NO_LOADER_SCRIPT = SCRIPT.split("class ReadsValues")[0]
 COMMANDS: dict[str, tuple[str, ...]] = {
     "two sizes": ("train.py:Net", "--tp", "1,2", "--ranks", "2"),
     "all": ("train.py:Net", "--layouts", "--ranks", "3"),
     "named data": ("train.py:Net", "--tp", "2", "--data", "train.py:pairs"),
-    "values are read": ("train.py:Reading", "--tp", "2"),
-    "in memory": ("train.py:Stubborn", "--tp", "2"),
-    "no loader": ("lonely.py", "--tp", "2"),
+    "values are read": ("train.py:ReadsValues", "--tp", "2"),
+    "in memory": ("train.py:NeedsMemory", "--tp", "2"),
+    "no loader": ("no_loader.py", "--tp", "2"),
     "no TrainModule": ("train.py:plain", "--dp_shard", "2"),
     "rows": ("train.py:Net", "--tp", "3"),
     "sizes": ("train.py:Net", "--tp", "3", "--ranks", "4"),
@@ -165,26 +165,26 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def on_simulated_ranks() -> tuple[dict[str, tuple[int, ...]], int]:
-    """The layouts' bytes, and those that one process saves without any strategy."""
+def bytes_on_simulated_ranks() -> tuple[dict[str, tuple[int, ...]], int]:
+    """Returns the bytes of each layout, and those that one process saves without a strategy."""
     from leyden.trainer.cli.estimate.layouts import Training
     from leyden.trainer.cli.estimate.traced_step import TracedBatch
 
     found: dict[str, tuple[int, ...]] = {}
     for name, (layout, plan, precision) in {**LAYOUTS, "1 rank": (Layout(1, 1, 1), PLAN, "32-true")}.items():
         with torch.device("meta"):
-            module = Dropping()
+            module = DropoutGPT()
         row = Training(module, plan, TracedBatch(batch(), "")).on(layout, precision)
         assert not row.notes and row.activations is not None
         found[name] = (row.memory.weights, row.memory.gradients, row.memory.optimizer, row.activations)
-    counted, module = Counted(), Dropping()
+    counted, module = SavedBytes(), DropoutGPT()
     with counted.counting():
         module.training_step(batch(), 0)
     return found, counted.size
 
 
 def run_commands(folder: Path, commands: dict[str, tuple[str, ...]]) -> dict[str, tuple[int, str]]:
-    """Runs all commands in one process, which stands for ranks of one mesh after the other."""
+    """Runs all commands in one process, which simulates the ranks of one mesh after the other."""
     os.chdir(folder)
     done = {}
     for name, arguments in commands.items():
@@ -199,15 +199,15 @@ def run_commands(folder: Path, commands: dict[str, tuple[str, ...]]) -> dict[str
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "train.py").write_text(SCRIPT)
-    (folder / "lonely.py").write_text(LONELY)
+    (folder / "no_loader.py").write_text(NO_LOADER_SCRIPT)
     return run_world(1, run_commands, folder, COMMANDS)[0]
 
 
 @pytest.mark.full
-def test_a_simulated_rank_keeps_what_a_real_one_does() -> None:
-    (simulated, plain), real = run_world(1, on_simulated_ranks)[0], run_world(2, on_real_ranks)
+def test_a_simulated_rank_saves_the_same_bytes_as_a_real_one() -> None:
+    (simulated, plain), real = run_world(1, bytes_on_simulated_ranks)[0], run_world(2, bytes_on_real_ranks)
     assert {name: simulated[name] for name in LAYOUTS} == real[0]
-    # Without a strategy, too.
+    # One simulated rank saves as much as a process without a strategy.
     assert simulated["1 rank"][3] == plain
 
 
@@ -216,19 +216,19 @@ def rows(text: str) -> list[list[str]]:
     return [line for line in lines if line and line[0].isdecimal()]
 
 
-def test_every_size_has_a_row(printed: dict[str, tuple[int, str]]) -> None:
+def test_estimate_prints_a_row_for_each_given_size(printed: dict[str, tuple[int, str]]) -> None:
     status, text = printed["two sizes"]
     assert status == 0, text
     assert "batch       float32 3 × 8; one for each data rank" in text
-    # 552 numbers, SGD without a state. Sharded, FSDP gathers all of them as one group, beside their gradients; the
-    # step saves its input, relu's output and the loss's operand: 3 × (8 + 32 + 8) numbers, split 3 × (8 + 16 + 8).
+    # 552 numbers, and SGD without state. FSDP gathers them as one group, along with their gradients; the
+    # step saves its input, relu's output and the loss's operand: 3 × (8 + 32 + 8) numbers, with tp 3 × (8 + 16 + 8).
     assert rows(text) == [
         ["2", "dp_shard 2", "32-true", "1.1 KiB", "1.1 KiB", "0 B", "4.3 KiB", "576 B", "7.0 KiB"],
         ["2", "tp 2", "32-true", "1.1 KiB", "1.1 KiB", "0 B", "0 B", "384 B", "2.6 KiB"],
     ]
 
 
-def test_all_layouts_that_fit_have_a_row(printed: dict[str, tuple[int, str]]) -> None:
+def test_the_layouts_option_lists_every_layout_that_fits(printed: dict[str, tuple[int, str]]) -> None:
     status, text = printed["all"]
     assert status == 0, text
     assert [row[1] for row in rows(text)] == ["dp_shard 3", "dp_replicate 3"]
@@ -247,7 +247,7 @@ def test_all_layouts_that_fit_have_a_row(printed: dict[str, tuple[int, str]]) ->
         ("no TrainModule", "optimizer is adamw: Linear is not a TrainModule"),
     ],
 )
-def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:
+def test_an_empty_column_states_its_reason(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:
     status, text = printed[name]
     assert status == 0 and words in text, text
 
@@ -264,12 +264,12 @@ def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], nam
         ("tokens", "but Net is a TrainModule"),
     ],
 )
-def test_mistakes_are_refused_with_a_fix(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:
+def test_invalid_options_are_refused_with_the_fix(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:
     status, text = printed[name]
     assert status == 2 and words in text, text
 
 
-def test_a_model_of_transformers_takes_a_batch_of_tokens(tmp_path: Path) -> None:
+def test_a_transformers_model_is_traced_with_a_batch_of_tokens(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}

@@ -1,7 +1,7 @@
-"""The pages of Lightning's documentation of its CLI: the same calls in scripts whose imports alone are changed.
+"""The examples of Lightning's CLI documentation, in scripts of which only the imports are changed.
 
-Each test is a section of a page, and in a row of docs/lightning-cli.md. The scripts run as a user's do, as `__main__`,
-with modules and data of our own.
+Each test covers a section of a page, and is cited in docs/lightning-cli.md. The scripts run as `__main__`, like a
+user's, but with the modules and data of the tests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Script = Callable[[str], Run]
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Writes main.py; what it returns runs it with a command line, and returns its names."""
+    """Writes main.py; returns a function that runs it with a command line and returns its globals."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in os.environ if name.startswith("LEYDEN_")]:
@@ -59,8 +59,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     return write
 
 
-def shown(capsys: pytest.CaptureFixture[str], call: Callable[[], Any]) -> str:
-    """What a command prints that ends without running anything."""
+def output_of(capsys: pytest.CaptureFixture[str], call: Callable[[], Any]) -> str:
+    """Returns the output of a command that exits successfully without running anything."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         call()
@@ -69,7 +69,7 @@ def shown(capsys: pytest.CaptureFixture[str], call: Callable[[], Any]) -> str:
     return printed.out
 
 
-def refused(capsys: pytest.CaptureFixture[str], call: Callable[[], Any]) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], call: Callable[[], Any]) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         call()
@@ -83,7 +83,9 @@ def write(path: str, text: str) -> None:
 
 
 # intermediate ---------------------------------------------------------------------------------------------------------
-def test_a_script_of_two_classes_has_four_subcommands(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_with_a_module_and_data_has_four_subcommands(
+    script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = script(
         """
 def cli_main():
@@ -93,18 +95,18 @@ if __name__ == "__main__":
     cli = cli_main()
 """
     )
-    text = shown(capsys, lambda: run("--help"))
+    text = output_of(capsys, lambda: run("--help"))
     assert all(word in text for word in ("{fit,validate,test,predict}", "--config", "--print_config"))
     for name in ("fit", "validate", "test", "predict"):
         assert run(name)["cli"].subcommand == name
-    text = shown(capsys, lambda: run("fit --help"))
+    text = output_of(capsys, lambda: run("fit --help"))
     assert "learning rate. (type: float, default: 0.1)" in " ".join(text.split())
     cli = run("fit --model.rate 0.5 --model.width 3 --data.count 16 --trainer.logger False")["cli"]
     assert (cli.model.hparams.rate, cli.model.hparams.width, len(cli.datamodule.data)) == (0.5, 3, 16)
 
 
 # intermediate 2 -------------------------------------------------------------------------------------------------------
-def test_modules_and_data_of_the_script_are_chosen_by_name(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modules_and_data_in_the_script_are_chosen_by_name(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     run = script(
         """
 class ManyUnits(OwnNet):
@@ -113,7 +115,7 @@ class ManyUnits(OwnNet):
         return super().configure_optimizers()
 
 class FewUnits(OwnNet):
-    '''Another.
+    '''A net with another argument.
 
     Args:
         bend: how far.
@@ -127,10 +129,10 @@ class OneSet(Points):
         return super().train_dataloader()
 
 class OtherSet(Points):
-    '''Another.
+    '''Points with another argument.
 
     Args:
-        size: of it.
+        size: number of samples.
     '''
     def __init__(self, size: int = 3):
         super().__init__(size)
@@ -144,25 +146,25 @@ cli = LightningCLI(trainer_defaults=SHORT, save_config_callback=None)
     assert "the wide one" in printed and "set one" in printed
     cli = run("fit --model FewUnits --model.bend=2 --data=OtherSet --data.size 16")["cli"]
     assert (type(cli.model).__name__, len(cli.datamodule.data)) == ("FewUnits", 16)
-    assert "how far" in shown(capsys, lambda: run("fit --model.help FewUnits"))
-    assert "of it" in shown(capsys, lambda: run("fit --data.help OtherSet"))
-    assert "--optimizer.lr_decay" in shown(capsys, lambda: run("fit --optimizer.help Adagrad"))
-    assert "--lr_scheduler.step_size" in shown(capsys, lambda: run("fit --lr_scheduler.help StepLR"))
+    assert "how far" in output_of(capsys, lambda: run("fit --model.help FewUnits"))
+    assert "number of samples" in output_of(capsys, lambda: run("fit --data.help OtherSet"))
+    assert "--optimizer.lr_decay" in output_of(capsys, lambda: run("fit --optimizer.help Adagrad"))
+    assert "--lr_scheduler.step_size" in output_of(capsys, lambda: run("fit --lr_scheduler.help StepLR"))
 
 
-def test_optimizers_and_schedulers_of_the_script_are_chosen_by_name(
+def test_optimizers_and_schedulers_in_the_script_are_chosen_by_name(
     script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = script(
         """
-class ShyAdam(torch.optim.Adam):
+class RequiredClosureAdam(torch.optim.Adam):
     def step(self, closure):
-        print("shy")
+        print("required-closure")
         super().step(closure)
 
-class LoudAdam(torch.optim.Adam):
+class OptionalClosureAdam(torch.optim.Adam):
     def step(self, closure=None):
-        print("loud")
+        print("optional-closure")
         return super().step(closure)
 
 class OwnCosine(torch.optim.lr_scheduler.CosineAnnealingLR):
@@ -177,7 +179,7 @@ cli = LightningCLI(Bare, Points, trainer_defaults=SHORT, save_config_callback=No
     made = run("fit --optimizer SGD --optimizer.lr=0.01")["cli"].trainer.optimizers[0]
     assert (type(made), made.defaults["lr"]) == (torch.optim.SGD, 0.01)
     capsys.readouterr()
-    for name, word in (("ShyAdam", "shy"), ("LoudAdam", "loud")):
+    for name, word in (("RequiredClosureAdam", "required-closure"), ("OptionalClosureAdam", "optional-closure")):
         cli = run(f"fit --optimizer {name}")["cli"]
         assert capsys.readouterr().out.split().count(word) == 2
         assert cli.trainer.global_step == 2
@@ -185,43 +187,46 @@ cli = LightningCLI(Bare, Points, trainer_defaults=SHORT, save_config_callback=No
     assert "cosine" in capsys.readouterr().out
     cli = run("fit --optimizer=Adam --lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=val_loss")["cli"]
     assert cli.trainer.lr_scheduler_configs[0].monitor == "val_loss"
-    assert "T_max" in refused(capsys, lambda: run("fit --optimizer=Adam --lr_scheduler CosineAnnealingLR"))
+    assert "T_max" in error_of(capsys, lambda: run("fit --optimizer=Adam --lr_scheduler CosineAnnealingLR"))
 
 
-def test_an_optimizer_that_must_be_given_a_closure_trains_like_one_that_need_not(script: Script) -> None:
+def test_optimizers_with_required_and_optional_closures_train_alike(script: Script) -> None:
     run = script(
         """
-class TakesOne(torch.optim.SGD):
+class RequiredClosureSGD(torch.optim.SGD):
     def step(self, closure):
         super().step(closure)
 
-class MayTake(torch.optim.SGD):
+class OptionalClosureSGD(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
 
 cli = LightningCLI(Bare, Points, trainer_defaults=SHORT, save_config_callback=None, seed_everything_default=3)
 """
     )
-    one, other = (run(f"fit --optimizer {name} --optimizer.lr 0.1")["cli"].model for name in ("TakesOne", "MayTake"))
+    one, other = (
+        run(f"fit --optimizer {name} --optimizer.lr 0.1")["cli"].model
+        for name in ("RequiredClosureSGD", "OptionalClosureSGD")
+    )
     assert same_weights(one, other)
 
 
-def test_classes_of_a_package_are_named_alone_once_it_is_imported(script: Script) -> None:
-    write("own_code/__init__.py", "")
-    write("own_code/parts.py", "from configured import Bare\n\nclass Near(Bare):\n    pass\n")
-    write("own_code/far.py", "from configured import OwnNet\n\nclass Far(OwnNet):\n    pass\n")
-    run = script("import own_code.parts\ncli = LightningCLI(datamodule_class=Points, trainer_defaults=SHORT)\n")
-    assert type(run("fit --model Near --optimizer SGD")["cli"].model).__name__ == "Near"
+def test_classes_of_an_imported_package_are_chosen_by_short_name(script: Script) -> None:
+    write("my_code/__init__.py", "")
+    write("my_code/parts.py", "from configured import Bare\n\nclass ImportedNet(Bare):\n    pass\n")
+    write("my_code/unimported.py", "from configured import OwnNet\n\nclass UnimportedNet(OwnNet):\n    pass\n")
+    run = script("import my_code.parts\ncli = LightningCLI(datamodule_class=Points, trainer_defaults=SHORT)\n")
+    assert type(run("fit --model ImportedNet --optimizer SGD")["cli"].model).__name__ == "ImportedNet"
     Path("config.yaml").unlink()
-    assert type(run("fit --model own_code.far.Far")["cli"].model).__name__ == "Far"
+    assert type(run("fit --model my_code.unimported.UnimportedNet")["cli"].model).__name__ == "UnimportedNet"
 
 
 # advanced: files ------------------------------------------------------------------------------------------------------
-def test_a_file_is_printed_changed_run_and_saved_with_the_run(
+def test_a_printed_configuration_can_be_edited_run_and_repeated(
     script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = script("cli = LightningCLI(OwnNet, Points)\n")
-    printed = yaml.safe_load(shown(capsys, lambda: run("fit --print_config")))
+    printed = yaml.safe_load(output_of(capsys, lambda: run("fit --print_config")))
     assert printed["model"] == {"width": 4, "rate": 0.1}
     assert printed["data"] == {"count": 32, "batch_size": 8}
     assert printed["ckpt_path"] is None
@@ -234,17 +239,19 @@ def test_a_file_is_printed_changed_run_and_saved_with_the_run(
     assert again.trainer.log_dir != first.trainer.log_dir
     assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
     for flag, words in (("skip_unset", "ckpt_path"), ("skip_default", "max_epochs")):
-        assert words not in shown(capsys, lambda flag=flag: run(f"fit --print_config={flag}"))
+        assert words not in output_of(capsys, lambda flag=flag: run(f"fit --print_config={flag}"))
 
 
-def test_the_settings_of_one_module_of_many_are_printed(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_shows_the_settings_of_the_chosen_module(
+    script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = script("cli = LightningCLI(datamodule_class=Points)\n")
-    assert "model" not in (yaml.safe_load(shown(capsys, lambda: run("fit --print_config=skip_unset"))) or {})
-    printed = yaml.safe_load(shown(capsys, lambda: run("fit --model OwnNet --print_config")))
+    assert "model" not in (yaml.safe_load(output_of(capsys, lambda: run("fit --print_config=skip_unset"))) or {})
+    printed = yaml.safe_load(output_of(capsys, lambda: run("fit --model OwnNet --print_config")))
     assert printed["model"] == {"class_path": "configured.OwnNet", "init_args": {"width": 4, "rate": 0.1}}
 
 
-def test_the_saved_configuration_has_another_name_or_goes_to_the_logger_too(script: Script) -> None:
+def test_the_configuration_is_saved_under_another_name_and_to_the_logger(script: Script) -> None:
     run = script(
         """
 from leyden.callbacks import Logger
@@ -264,10 +271,10 @@ cli = LightningCLI(OwnNet, Points, trainer_defaults={**SHORT, "logger": True}, s
     assert yaml.safe_load((folder / "name.yaml").read_text())["model"]["width"] == 4
 
 
-def test_objects_are_described_by_class_path_and_unchecked_arguments_are_passed_on(script: Script) -> None:
+def test_class_path_describes_objects_and_dict_kwargs_are_passed_unchecked(script: Script) -> None:
     run = script(
         """
-class Judged(OwnNet):
+class WithCriterion(OwnNet):
     def __init__(self, criterion: torch.nn.Module, many: dict | None = None):
         super().__init__()
         self.criterion = criterion
@@ -279,7 +286,7 @@ cli = LightningCLI(trainer_defaults=SHORT, run=False, seed_everything_default=Fa
         "config.yaml",
         """
 model:
-  class_path: Judged
+  class_path: WithCriterion
   init_args:
     criterion:
       class_path: torch.nn.CrossEntropyLoss
@@ -297,7 +304,7 @@ trainer:
     assert type(cli.trainer.profiler).__name__ == "PyTorchProfiler"
 
 
-def test_files_and_groups_of_options_are_composed(script: Script) -> None:
+def test_several_files_and_group_files_are_composed(script: Script) -> None:
     run = script("cli = LightningCLI(OwnNet, Points, run=False)\n")
     write("one.yaml", "trainer:\n  max_epochs: 10\n  min_epochs: 3\n")
     write("two.yaml", "trainer:\n  max_epochs: 20\n")
@@ -311,14 +318,14 @@ def test_files_and_groups_of_options_are_composed(script: Script) -> None:
 
 
 # advanced 2: sections, texts, variables, defaults, interpolation ------------------------------------------------------
-def test_a_file_has_sections_for_subcommands(script: Script) -> None:
+def test_a_file_may_have_sections_for_subcommands(script: Script) -> None:
     run = script("cli = LightningCLI(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None)\n")
     write("config.yaml", "fit:\n  trainer:\n    max_steps: 1\ntest:\n  trainer:\n    max_epochs: 10\n")
     assert run("--config config.yaml fit")["cli"].trainer.global_step == 1
     assert run("--config config.yaml test")["cli"].trainer.max_epochs == 10
 
 
-def test_a_file_may_lie_elsewhere_or_be_a_text(script: Script) -> None:
+def test_a_configuration_may_be_remote_or_inline(script: Script) -> None:
     import fsspec
 
     with fsspec.open("memory://bucket/config.yaml", "w") as file:
@@ -331,14 +338,14 @@ limit_train_batches: 1" --model "{width: 5}" """
     assert (cli.trainer.global_step, cli.model.hparams.width) == (1, 5)
 
 
-def test_variables_are_options_which_the_help_shows(
+def test_environment_variables_set_options_and_appear_in_help(
     script: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "cli = LightningCLI(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None, parser_kwargs=%s)\n"
     for prefix, kwargs in (("LEYDEN", {"default_env": True}), ("PL", {"default_env": True, "env_prefix": "PL"})):
         run = script(text % kwargs)
-        shown_help = shown(capsys, lambda run=run: run("fit --help"))
-        assert f"ENV:   {prefix}_FIT__MODEL__WIDTH" in shown_help
+        help_text = output_of(capsys, lambda run=run: run("fit --help"))
+        assert f"ENV:   {prefix}_FIT__MODEL__WIDTH" in help_text
         with monkeypatch.context() as patch:
             patch.setenv(f"{prefix}_FIT__MODEL__RATE", "0.5")
             patch.setenv(f"{prefix}_FIT__MODEL__WIDTH", "6")
@@ -347,8 +354,8 @@ def test_variables_are_options_which_the_help_shows(
         assert (cli.model.hparams.rate, cli.model.hparams.width, cli.config.fit.seed_everything) == (0.5, 7, 12)
 
 
-def test_files_of_defaults_hold_for_all_subcommands_or_for_one(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the order of the FAQ: code, default files, a file that a variable names, variables, the command line."""
+def test_default_files_apply_to_all_subcommands_or_to_one(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Precedence follows the FAQ: code, default files, a file named by a variable, variables, the command line."""
     text = "cli = LightningCLI(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None, parser_kwargs=%s)\n"
     write("all.yaml", "fit:\n  model:\n    width: 5\n    rate: 0.5\ntest:\n  model:\n    width: 9\n")
     run = script(text % {"default_config_files": ["all.yaml"]})
@@ -383,7 +390,7 @@ cli = LightningCLI(Coder, run=False, parser_kwargs={"parser_mode": "omegaconf"})
 
 
 # advanced 3: classes as arguments, from Python ------------------------------------------------------------------------
-def test_callbacks_are_added_word_by_word_and_saved_with_their_paths(script: Script) -> None:
+def test_callbacks_are_appended_by_options_and_saved_with_class_paths(script: Script) -> None:
     run = script("cli = LightningCLI(OwnNet, Points, run=False)\ncli.trainer.callbacks\n")
     write(
         "config.yaml",
@@ -409,9 +416,9 @@ trainer:
         assert paths == ["leyden.callbacks.EarlyStopping", "leyden.callbacks.LearningRateMonitor"]
 
 
-def test_two_levels_of_class_paths(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_paths_may_be_nested(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     write(
-        "own_parts.py",
+        "my_parts.py",
         '''
 import torch
 from configured import OwnNet, Points
@@ -423,16 +430,16 @@ class Inner(torch.nn.Module):
 
 class Outer(OwnNet):
     def __init__(self, encoder: torch.nn.Module, decoder: torch.nn.Module):
-        """Two parts.
+        """A net of two parts.
 
         Args:
-            encoder: turns in.
-            decoder: turns out.
+            encoder: encodes inputs.
+            decoder: decodes outputs.
         """
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
 
-class Small(Points):
+class SmallPoints(Points):
     def __init__(self, size: int = 16):
         super().__init__(size)
 ''',
@@ -445,16 +452,16 @@ class Small(Points):
         "config.yaml",
         """
 model:
-  class_path: own_parts.Outer
+  class_path: my_parts.Outer
   init_args:
     encoder:
-      class_path: own_parts.Inner
+      class_path: my_parts.Inner
       init_args:
         layers: 3
     decoder:
-      class_path: own_parts.Inner
+      class_path: my_parts.Inner
 data:
-  class_path: own_parts.Small
+  class_path: my_parts.SmallPoints
 trainer:
   callbacks:
     - class_path: leyden.callbacks.EarlyStopping
@@ -465,29 +472,29 @@ trainer:
     )
     cli = run("fit --config config.yaml")["cli"]
     assert (cli.model.encoder.layers, cli.model.decoder.layers, len(cli.datamodule.data)) == (3, 2, 16)
-    assert "turns out" in shown(capsys, lambda: run("fit --model.help own_parts.Outer"))
-    printed = yaml.safe_load(shown(capsys, lambda: run("fit --model own_parts.Outer --print_config")))
+    assert "decodes outputs" in output_of(capsys, lambda: run("fit --model.help my_parts.Outer"))
+    printed = yaml.safe_load(output_of(capsys, lambda: run("fit --model my_parts.Outer --print_config")))
     assert set(printed["model"]["init_args"]) == {"encoder", "decoder"}
-    assert "subclass of OwnNet" in refused(capsys, lambda: run("fit --model configured.Bare --data Points"))
-    run = script("from own_parts import Outer\ncli = LightningCLI(Outer, run=False)\n")
+    assert "subclass of OwnNet" in error_of(capsys, lambda: run("fit --model configured.Bare --data Points"))
+    run = script("from my_parts import Outer\ncli = LightningCLI(Outer, run=False)\n")
     write(
-        "one.yaml", "model:\n  encoder:\n    class_path: own_parts.Inner\n  decoder:\n    class_path: own_parts.Inner\n"
+        "one.yaml", "model:\n  encoder:\n    class_path: my_parts.Inner\n  decoder:\n    class_path: my_parts.Inner\n"
     )
     assert run("--config one.yaml")["cli"].model.encoder.layers == 2
 
 
-def test_the_optimizers_class_is_fixed(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_and_scheduler_classes_may_be_fixed(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     run = script(
         """
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def add_arguments_to_parser(self, parser):
         parser.add_optimizer_args(torch.optim.Adam)
         parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
 
-cli = Own(Bare, Points, trainer_defaults=SHORT, save_config_callback=None)
+cli = CustomCLI(Bare, Points, trainer_defaults=SHORT, save_config_callback=None)
 """
     )
-    text = shown(capsys, lambda: run("fit --help"))
+    text = output_of(capsys, lambda: run("fit --help"))
     assert "--optimizer.amsgrad" in text and "--lr_scheduler.gamma" in text
     write("config.yaml", "optimizer:\n  lr: 0.5\nlr_scheduler:\n  gamma: 0.5\n")
     for line in ("fit --config config.yaml", "fit --optimizer.lr=0.5 --lr_scheduler.gamma=0.5"):
@@ -495,8 +502,8 @@ cli = Own(Bare, Points, trainer_defaults=SHORT, save_config_callback=None)
         assert (type(made), made.param_groups[0]["lr"]) == (torch.optim.Adam, 0.25)
 
 
-TWO = """
-class Two(Bare):
+TWO_OPTIMIZERS = """
+class TwoOptimizers(Bare):
     def __init__(self, first: {kind}, second: {kind}):
         super().__init__()
         self.save_hyperparameters()
@@ -514,8 +521,8 @@ class Two(Bare):
 """
 
 
-def test_several_optimizers_are_described_or_made_by_functions(script: Script) -> None:
-    described = TWO.format(
+def test_several_optimizers_are_configured_by_links_or_callables(script: Script) -> None:
+    described = TWO_OPTIMIZERS.format(
         kind="dict",
         make="instantiate_class(self.parameters(), self.first)",
         make_second="instantiate_class(self.parameters(), self.second)",
@@ -523,12 +530,12 @@ def test_several_optimizers_are_described_or_made_by_functions(script: Script) -
     run = script(
         described
         + """
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def add_arguments_to_parser(self, parser):
         parser.add_optimizer_args(nested_key="optimizer1", link_to="model.first")
         parser.add_optimizer_args(nested_key="optimizer2", link_to="model.second")
 
-cli = Own(Two, Points, trainer_defaults=SHORT, save_config_callback=None)
+cli = CustomCLI(TwoOptimizers, Points, trainer_defaults=SHORT, save_config_callback=None)
 """
     )
     lines = [
@@ -536,14 +543,14 @@ cli = Own(Two, Points, trainer_defaults=SHORT, save_config_callback=None)
         for path in ("", "torch.optim.")
     ]
     found = [run(line)["cli"] for line in lines]
-    injected = TWO.format(
+    injected = TWO_OPTIMIZERS.format(
         kind="Made", make="self.first(self.parameters())", make_second="self.second(self.parameters())"
     )
     run = script(
         "from typing import Callable, Iterable\nfrom torch.optim import Optimizer\n"
         "Made = Callable[[Iterable], Optimizer]\n"
         + injected
-        + "cli = LightningCLI(Two, Points, trainer_defaults=SHORT, auto_configure_optimizers=False)\n"
+        + "cli = LightningCLI(TwoOptimizers, Points, trainer_defaults=SHORT, auto_configure_optimizers=False)\n"
     )
     found.append(
         run("fit --model.first=Adam --model.first.lr=0.25 --model.second=AdamW --model.second.lr=0.125")["cli"]
@@ -555,7 +562,7 @@ cli = Own(Two, Points, trainer_defaults=SHORT, save_config_callback=None)
     assert [type(one) for one in again.trainer.optimizers] == [torch.optim.Adam, torch.optim.AdamW]
 
 
-def test_functions_that_make_an_optimizer_and_a_scheduler_have_classes_as_defaults(script: Script) -> None:
+def test_optimizer_and_scheduler_callables_may_have_defaults(script: Script) -> None:
     run = script(
         """
 class Injected(Bare):
@@ -584,7 +591,7 @@ cli = LightningCLI(Injected, Points, trainer_defaults=SHORT, auto_configure_opti
     assert cli.trainer.lr_scheduler_configs[0].scheduler.step_size == 3
 
 
-def test_a_cli_is_run_from_python_with_words_or_dicts(script: Script) -> None:
+def test_a_cli_runs_from_python_with_a_list_or_a_dict(script: Script) -> None:
     run = script(
         """
 def cli_main(args: ArgsType = None):
@@ -607,12 +614,12 @@ if __name__ == "__main__":
 
 
 # expert ---------------------------------------------------------------------------------------------------------------
-def test_an_argument_of_ones_own_is_read_before_and_after_the_fit(script: Script) -> None:
+def test_a_custom_argument_is_available_in_before_fit_and_after_fit(script: Script) -> None:
     run = script(
         """
 sent = []
 
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def add_arguments_to_parser(self, parser):
         parser.add_argument("--notification_email", default="will@email.com")
 
@@ -622,23 +629,23 @@ class Own(LightningCLI):
     def after_fit(self):
         sent.append((self.config["fit"]["notification_email"], "has ended", self.trainer.global_step))
 
-cli = Own(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None)
+cli = CustomCLI(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None)
 """
     )
     assert run("fit --notification_email=me@here")["sent"] == [("me@here", "begins", 1), ("me@here", "has ended", 2)]
 
 
-def test_a_callback_that_is_always_there_has_options(script: Script) -> None:
+def test_a_forced_callback_has_options(script: Script) -> None:
     run = script(
         """
 from leyden.callbacks import EarlyStopping
 
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def add_arguments_to_parser(self, parser):
         parser.add_lightning_class_args(EarlyStopping, "my_early_stopping")
         parser.set_defaults({"my_early_stopping.monitor": "val_loss", "my_early_stopping.patience": 5})
 
-cli = Own(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None)
+cli = CustomCLI(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None)
 """
     )
     write("config.yaml", "my_early_stopping:\n  patience: 6\n")
@@ -647,72 +654,70 @@ cli = Own(OwnNet, Points, trainer_defaults=SHORT, save_config_callback=None)
         assert (found.monitor, found.patience) == ("val_loss", patience)
 
 
-def test_a_class_has_a_default_from_a_dict_or_a_lazy_instance(script: Script) -> None:
+def test_a_class_argument_may_default_to_a_dict_or_a_lazy_instance(script: Script) -> None:
     text = """
 from jsonargparse import lazy_instance
 
-class Back(nn.Module):
+class Backbone(nn.Module):
     def __init__(self, layers: int = 2):
         super().__init__()
         self.layers = layers
 
-class Fronted(OwnNet):
+class WithBackbone(OwnNet):
     def __init__(self, backbone: torch.nn.Module):
         super().__init__()
         self.backbone = backbone
 
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def add_arguments_to_parser(self, parser):
         parser.set_defaults({"model.backbone": %s})
 
-cli = Own(Fronted, run=False)
+cli = CustomCLI(WithBackbone, run=False)
 """
-    described = '{"class_path": "__main__.Back", "init_args": {"layers": 24}}'
-    for default in (described, "lazy_instance(Back, layers=24)"):
+    described = '{"class_path": "__main__.Backbone", "init_args": {"layers": 24}}'
+    for default in (described, "lazy_instance(Backbone, layers=24)"):
         run = script(text % default)
         assert run("")["cli"].model.backbone.layers == 24
         assert run("--model.backbone.layers=3")["cli"].model.backbone.layers == 3
 
 
-def test_arguments_are_linked_when_parsed_or_once_an_object_exists(
-    script: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_are_linked_at_parsing_or_instantiation(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     run = script(
         """
-class Classes(OwnNet):
+class LinkedNet(OwnNet):
     def __init__(self, num_classes: int, batch_size: int = 8):
         super().__init__()
         self.num_classes, self.batch_size = num_classes, batch_size
 
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def add_arguments_to_parser(self, parser):
         parser.link_arguments("data.batch_size", "model.batch_size")
         parser.link_arguments("data.wide", "model.num_classes", apply_on="instantiate")
 
-cli = Own(Classes, Points, trainer_defaults=SHORT, save_config_callback=None)
+cli = CustomCLI(LinkedNet, Points, trainer_defaults=SHORT, save_config_callback=None)
 """
     )
     cli = run("fit --data.batch_size=4")["cli"]
     assert (cli.model.batch_size, cli.model.num_classes) == (4, 6)
-    text = shown(capsys, lambda: run("fit --help"))
+    text = output_of(capsys, lambda: run("fit --help"))
     assert "data.batch_size --> model.batch_size" in text
     assert "data.wide --> model.num_classes" in text
-    assert 'must be given via "data.batch_size"' in refused(capsys, lambda: run("fit --model.batch_size=3"))
+    assert 'must be given via "data.batch_size"' in error_of(capsys, lambda: run("fit --model.batch_size=3"))
 
 
 # the FAQ and the migration guide --------------------------------------------------------------------------------------
-def test_a_wrong_command_has_a_traceback_when_asked_for(
+def test_jsonargparse_debug_shows_the_traceback_of_an_invalid_command(
     script: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = script("cli = LightningCLI(OwnNet, Points, trainer_defaults=SHORT)\n")
-    assert "Traceback" not in refused(capsys, lambda: run("fit --model.width=wide"))
+    assert "Traceback" not in error_of(capsys, lambda: run("fit --model.width=wide"))
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     with pytest.raises(Exception, match="width") as found:
         run("fit --model.width=wide")
     assert not isinstance(found.value, SystemExit)
 
 
-def test_a_seed_of_none_seeds_nothing(script: Script) -> None:
+def test_a_seed_of_none_does_not_seed(script: Script) -> None:
     run = script("cli = LightningCLI(OwnNet, run=False, seed_everything_default=None)\n")
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -723,12 +728,12 @@ def test_a_seed_of_none_seeds_nothing(script: Script) -> None:
 
 
 # the reference --------------------------------------------------------------------------------------------------------
-def test_the_parts_that_the_reference_lists_are_overridden(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documented_methods_can_be_overridden(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     run = script(
         """
 seen = []
 
-class Own(LightningCLI):
+class CustomCLI(LightningCLI):
     def init_parser(self, **kwargs):
         seen.append("init_parser")
         return super().init_parser(**kwargs)
@@ -766,12 +771,12 @@ class Own(LightningCLI):
     def subcommands():
         return {"test": {"model", "dataloaders", "datamodule"}}
 
-cli = Own(OwnNet, Points, trainer_defaults=SHORT,
-          parser_kwargs={"description": "What mine does.", "test": {"exit_on_error": True}},
+cli = CustomCLI(OwnNet, Points, trainer_defaults=SHORT,
+          parser_kwargs={"description": "A custom CLI.", "test": {"exit_on_error": True}},
           save_config_kwargs={"overwrite": True})
 """
     )
-    assert "What mine does." in shown(capsys, lambda: run("--help"))
+    assert "A custom CLI." in output_of(capsys, lambda: run("--help"))
     found = run("test --verbose=false")
     assert found["cli"].trainer.max_epochs == 3
     first, *others = found["seen"]
@@ -780,7 +785,7 @@ cli = Own(OwnNet, Points, trainer_defaults=SHORT,
     assert others == ["init_parser", "init_parser", "defaults", "core", "parse", *made]
 
 
-def test_a_parser_is_used_without_a_cli() -> None:
+def test_a_parser_works_without_a_cli() -> None:
     from configured import OwnNet
 
     from leyden.callbacks import EarlyStopping
@@ -801,7 +806,7 @@ def test_a_parser_is_used_without_a_cli() -> None:
         parser.add_lightning_class_args(dict, "other")
 
 
-def test_every_row_of_the_page_names_tests_that_are_here() -> None:
+def test_the_page_cites_exactly_the_tests_in_this_file() -> None:
     page = (Path(__file__).parents[3] / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
     here = {name for name in globals() if name.startswith("test_")}
-    assert set(re.findall(r"`(test_\w+)`", page)) == here - {"test_every_row_of_the_page_names_tests_that_are_here"}
+    assert set(re.findall(r"`(test_\w+)`", page)) == here - {"test_the_page_cites_exactly_the_tests_in_this_file"}

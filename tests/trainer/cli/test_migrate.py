@@ -1,4 +1,4 @@
-"""`leyden migrate`: what it rewrites, what it leaves and says, and that the result is Leyden's and runs."""
+"""`leyden migrate`: the names it rewrites, those it reports, and that a migrated script runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from leyden.trainer.cli.migrate.names import OF_FABRIC, TARGETS, WHY, lookup
 from leyden.trainer.cli.migrate.script import Script, migrated
 
-# What Lightning 2.6 exports, by module.
+# The public names of Lightning 2.6, by module.
 PUBLIC = {
     "": "Trainer LightningDataModule LightningModule Callback seed_everything __version__",
     "callbacks": (
@@ -55,8 +55,8 @@ PUBLIC = {
 }
 
 
-def rewritten(source: str, **arguments: Any) -> str:
-    """The source for Leyden, which a second run leaves as it is."""
+def migrate(source: str, **arguments: Any) -> str:
+    """Returns the migrated source, and checks that a second migration changes nothing."""
     script = Script(source, **arguments)
     after = migrated(source, script.edits)
     again = Script(after, **arguments)
@@ -65,14 +65,14 @@ def rewritten(source: str, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(set(TARGETS.values())))
-def test_every_target_is_there(path: str) -> None:
+def test_every_migration_target_exists(path: str) -> None:
     module, _, name = path.rpartition(".")
     if module == "leyden.trainer.cli" or name == "LeydenCLI":
         pytest.importorskip("jsonargparse")
     assert getattr(importlib.import_module(module), name) is not None
 
 
-def test_every_public_name_of_lightning_is_known() -> None:
+def test_every_public_name_of_lightning_has_a_target_or_a_reason() -> None:
     for module, names in PUBLIC.items():
         for name in names.split():
             assert (name in TARGETS) is not (name in WHY), name
@@ -102,15 +102,15 @@ def test_every_public_name_of_lightning_is_known() -> None:
         ("accelerate.dispatch_model", None),
     ],
 )
-def test_a_path_has_a_counterpart_or_a_reason(path: str, target: str | None) -> None:
+def test_lookup_finds_a_counterpart_or_a_reason(path: str, target: str | None) -> None:
     found = lookup(path)
     assert found.target == target
     assert (found.why == "") is (target is not None)
 
 
-def test_only_what_accelerate_and_lightning_have_is_rewritten() -> None:
+def test_modules_with_similar_names_are_not_rewritten() -> None:
     assert "Callback" not in OF_FABRIC
-    assert rewritten("import torch\nimport lightning_tools as lt\nfrom . import lightning\nlt.Trainer()\n") == (
+    assert migrate("import torch\nimport lightning_tools as lt\nfrom . import lightning\nlt.Trainer()\n") == (
         "import torch\nimport lightning_tools as lt\nfrom . import lightning\nlt.Trainer()\n"
     )
 
@@ -143,7 +143,7 @@ def test_only_what_accelerate_and_lightning_have_is_rewritten() -> None:
             "from lightning import LightningModule as LM, LightningDataModule\nclass D(LightningDataModule): m: LM\n",
             "from leyden import TrainModule as LM, DataModule\nclass D(DataModule): m: LM\n",
         ),
-        (  # the script has a DataModule of its own
+        (  # the script defines its own DataModule
             "from lightning import LightningDataModule\nclass DataModule(LightningDataModule): ...\n",
             "from leyden import DataModule as LightningDataModule\nclass DataModule(LightningDataModule): ...\n",
         ),
@@ -151,7 +151,7 @@ def test_only_what_accelerate_and_lightning_have_is_rewritten() -> None:
             "from lightning import LightningModule\n__all__ = ['LightningModule']\n",
             "from leyden import TrainModule as LightningModule\n__all__ = ['LightningModule']\n",
         ),
-        (  # both must stay
+        (  # Fabric has no counterpart, so both modules are imported
             "import lightning as L\nL.Fabric()\nL.Trainer()\n",
             "import leyden\nimport lightning as L\nL.Fabric()\nleyden.Trainer()\n",
         ),
@@ -199,11 +199,11 @@ def test_only_what_accelerate_and_lightning_have_is_rewritten() -> None:
         ),
     ],
 )
-def test_a_script_is_rewritten(before: str, after: str) -> None:
-    assert rewritten(before) == after
+def test_imports_and_names_are_rewritten(before: str, after: str) -> None:
+    assert migrate(before) == after
 
 
-def test_names_that_a_script_binds_itself_stay() -> None:
+def test_names_bound_by_the_script_are_not_rewritten() -> None:
     source = (
         "import lightning as L\nfrom lightning import LightningModule\n"
         "def f(L, LightningModule): return L.LightningModule, LightningModule\n"
@@ -211,19 +211,19 @@ def test_names_that_a_script_binds_itself_stay() -> None:
         "class A:\n    LightningModule = 1\n    x = LightningModule\n    def h(self): return LightningModule\n"
         "text = 'LightningModule'  # LightningModule\n"
     )
-    after = rewritten(source)
+    after = migrate(source)
     assert after == source.replace("import lightning", "import leyden").replace(
         "from lightning import LightningModule", "from leyden import TrainModule"
     ).replace("h(self): return LightningModule", "h(self): return TrainModule")
 
 
-def test_a_package_keeps_the_names_that_it_exports() -> None:
-    assert rewritten("from lightning import LightningModule\n", exports=True) == (
+def test_a_package_keeps_its_exported_names() -> None:
+    assert migrate("from lightning import LightningModule\n", exports=True) == (
         "from leyden import TrainModule as LightningModule\n"
     )
 
 
-def test_what_is_left_has_its_line_and_what_to_use_instead() -> None:
+def test_remaining_names_are_reported_with_line_and_replacement() -> None:
     source = (
         "import lightning as L\nfrom lightning.pytorch.callbacks import XLAStatsMonitor\n"
         "from lightning.pytorch import *\n"
@@ -284,24 +284,24 @@ trainer.fit(Net(), datamodule=Data())
 '''
 
 
-def test_a_script_of_lightning_trains_after_it(tmp_path: Path, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migrated_lightning_script_trains(tmp_path: Path, invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     script.chmod(0o755)
-    assert here("migrate", "--check", script).returncode == 1
+    assert invoke("migrate", "--check", script).returncode == 1
     assert script.read_text() == SCRIPT
-    done = here("migrate", "--write", script)
+    done = invoke("migrate", "--write", script)
     assert (done.returncode, done.stdout) == (0, f"{script}\n")
     assert stat.S_IMODE(script.stat().st_mode) == 0o755
     assert os.listdir(tmp_path) == ["train.py"]
-    assert here("migrate", "--check", script).returncode == 0
+    assert invoke("migrate", "--check", script).returncode == 0
     monkeypatch.chdir(tmp_path)
     trainer = runpy.run_path(str(script))["trainer"]
     assert (type(trainer).__module__, trainer.global_step) == ("leyden.trainer.trainer", 4)
     assert (tmp_path / "kept").is_dir()
 
 
-def test_a_folder_is_read_and_a_broken_file_does_not_end_it(tmp_path: Path, here: Any) -> None:
+def test_a_folder_is_migrated_despite_a_file_with_a_syntax_error(tmp_path: Path, invoke: Any) -> None:
     for name in ("b.py", "pkg/__init__.py", ".hidden/c.py", "venv/lib/d.py", "notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("import lightning as L\n")
@@ -311,7 +311,7 @@ def test_a_folder_is_read_and_a_broken_file_does_not_end_it(tmp_path: Path, here
         "trainer:\n  callbacks:\n  - class_path: lightning.pytorch.callbacks.Timer\n"
         "    init_args: {duration: '1'}\n  - class_path: lightning.pytorch.callbacks.XLAStatsMonitor\n"
     )
-    done = here("migrate", tmp_path)
+    done = invoke("migrate", tmp_path)
     assert done.returncode == 2
     assert f"{tmp_path / 'a.py'}:2: not valid Python" in done.stderr
     assert f"{tmp_path / 'c.yaml'}:5: lightning.pytorch.callbacks.XLAStatsMonitor" in done.stderr
@@ -320,10 +320,10 @@ def test_a_folder_is_read_and_a_broken_file_does_not_end_it(tmp_path: Path, here
     ]
     assert "+  - class_path: leyden.callbacks.Timer" in done.stdout
     assert (tmp_path / "b.py").read_text() == "import lightning as L\n"
-    assert "No such file" in here("migrate", tmp_path / "none.py").stderr
+    assert "No such file" in invoke("migrate", tmp_path / "none.py").stderr
 
 
-def test_a_notebook_is_rewritten_cell_by_cell(tmp_path: Path, here: Any) -> None:
+def test_a_notebook_is_migrated_cell_by_cell(tmp_path: Path, invoke: Any) -> None:
     cells = [
         {"cell_type": "markdown", "metadata": {}, "source": ["import lightning as L"]},
         {"cell_type": "code", "metadata": {}, "source": ["%pip install lightning\n", "import lightning as L\n", "L?"]},
@@ -333,7 +333,7 @@ def test_a_notebook_is_rewritten_cell_by_cell(tmp_path: Path, here: Any) -> None
     ]
     path = tmp_path / "n.ipynb"
     path.write_text(json.dumps({"cells": cells, "nbformat": 4}, indent=1, ensure_ascii=False) + "\n")
-    done = here("migrate", "--write", path)
+    done = invoke("migrate", "--write", path)
     assert f"{path}:cell 3:3: L.Fabric" in done.stderr
     assert f"{path}:cell 4:1: cell: not valid Python" in done.stderr
     after = json.loads(path.read_text())

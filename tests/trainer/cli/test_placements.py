@@ -1,4 +1,4 @@
-"""`leyden plan`: the places and bytes that real ranks have, on a machine without them; and what fit refuses."""
+"""`leyden plan`: placements and bytes equal those of real ranks, and plans that fit would reject are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build():
 PLAN = {"blocks.*": "colwise", "head": "replicate"}
 TYPO = {"block.*": "colwise"}
 """
-BOTH = """
+TWO_MODULES_SCRIPT = """
 from leyden import TrainModule
 class A(TrainModule): pass
 class B(TrainModule): pass
@@ -58,7 +58,7 @@ COMMANDS = {
 
 
 def run_commands(folder: Path) -> dict[str, tuple[int, str]]:
-    """Runs all commands in one process, which stands for ranks of one mesh after the other."""
+    """Runs all commands in one process, which simulates the ranks of one mesh after the other."""
     os.chdir(folder)
     done = {}
     for name, arguments in COMMANDS.items():
@@ -73,16 +73,16 @@ def run_commands(folder: Path) -> dict[str, tuple[int, str]]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     folder = tmp_path_factory.mktemp("plan")
     (folder / "train.py").write_text(SCRIPT)
-    (folder / "both.py").write_text(BOTH)
+    (folder / "both.py").write_text(TWO_MODULES_SCRIPT)
     return run_world(1, run_commands, folder)[0]
 
 
-def test_layers_that_repeat_share_a_row(done: dict[str, tuple[int, str]]) -> None:
+def test_repeated_layers_share_a_row(done: dict[str, tuple[int, str]]) -> None:
     status, text = done["joined"]
     assert status == 0, text
     rows = [line.split("  ") for line in text.splitlines() if line]
     found = [[cell.strip() for cell in row if cell] for row in rows]
-    # Two layers of 64 numbers, over four ranks; the head's bias of 3 over two, of which the first has 2.
+    # Two layers of 64 numbers are split over four ranks; the head's bias of 3 over two, the first of which holds 2.
     assert found == [
         ["name", "shape", "style", "placement", "bytes per rank"],
         ["blocks.*.weight (× 2)", "8 × 8", "gather", "dp_shard S(0), tp S(0)", "128"],
@@ -96,17 +96,17 @@ def test_layers_that_repeat_share_a_row(done: dict[str, tuple[int, str]]) -> Non
     ]
 
 
-def test_each_parameter_has_a_row(done: dict[str, tuple[int, str]]) -> None:
+def test_the_each_option_prints_one_row_per_parameter(done: dict[str, tuple[int, str]]) -> None:
     names = [line.split()[0] for line in done["each"][1].splitlines()[1:7]]
-    assert names == [f"{layer}.{own}" for layer in ("blocks.0", "blocks.1", "head") for own in ("weight", "bias")]
+    assert names == [f"{layer}.{tensor}" for layer in ("blocks.0", "blocks.1", "head") for tensor in ("weight", "bias")]
     assert "tp 2 of 2 ranks" in done["each"][1]
 
 
-def test_a_function_of_the_script_builds_the_model(done: dict[str, tuple[int, str]]) -> None:
+def test_a_function_in_the_script_may_build_the_model(done: dict[str, tuple[int, str]]) -> None:
     assert "blocks.*.weight (× 3)" in done["a build function"][1]
 
 
-def test_a_plan_of_the_script_takes_the_place_of_the_models(done: dict[str, tuple[int, str]]) -> None:
+def test_the_plan_option_replaces_the_models_plan(done: dict[str, tuple[int, str]]) -> None:
     status, text = done["another plan"]
     assert status == 0 and "4 × 4  colwise" in text, text
 
@@ -124,12 +124,12 @@ def test_a_plan_of_the_script_takes_the_place_of_the_models(done: dict[str, tupl
         ("rows", "blocks.0.weight has 8 rows, which tp=3 does not divide"),
     ],
 )
-def test_what_fit_refuses_is_refused(done: dict[str, tuple[int, str]], name: str, words: str) -> None:
+def test_plans_that_fit_would_reject_are_refused(done: dict[str, tuple[int, str]], name: str, words: str) -> None:
     status, text = done[name]
     assert status == 2 and words in text, text
 
 
-def on_real_ranks() -> list[list[tuple[str, int]]]:
+def bytes_on_real_ranks() -> list[list[tuple[str, int]]]:
     found = []
     for layout in LAYOUTS:
         strategy, module = MeshStrategy(**layout.sizes, plan=PLAN), GPT()
@@ -141,7 +141,7 @@ def on_real_ranks() -> list[list[tuple[str, int]]]:
     return found
 
 
-def on_simulated_ranks() -> list[list[tuple[str, int]]]:
+def bytes_on_simulated_ranks() -> list[list[tuple[str, int]]]:
     from leyden.trainer.cli.estimate.placements import placed
 
     return [
@@ -150,6 +150,6 @@ def on_simulated_ranks() -> list[list[tuple[str, int]]]:
     ]
 
 
-def test_simulated_ranks_hold_what_real_ones_do() -> None:
-    real, simulated = run_world(2, on_real_ranks), run_world(1, on_simulated_ranks)
+def test_simulated_ranks_hold_the_same_bytes_as_real_ones() -> None:
+    real, simulated = run_world(2, bytes_on_real_ranks), run_world(1, bytes_on_simulated_ranks)
     assert simulated[0] == real[0] == real[1]

@@ -1,4 +1,4 @@
-"""From flags and a file to the plan: which ranks, where, and what they are told."""
+"""The launch plan that flags and a configuration file lead to: the ranks, their machines and their variables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(
         ({"gpu_ids": "1,3"}, GPUS, 2, "cuda"),
     ],
 )
-def test_one_machine_has_a_rank_for_each_device(
+def test_one_machine_gets_one_rank_per_device(
     found: dict[str, Any], machine: Machine, ranks: int, accelerator: str
 ) -> None:
     planned = plan(found, machine)
@@ -52,14 +52,14 @@ def test_one_machine_has_a_rank_for_each_device(
     assert planned.variables().get("CUDA_VISIBLE_DEVICES") == found.get("gpu_ids")
 
 
-def test_ranks_share_the_cores_of_a_machine_unless_a_variable_says_otherwise() -> None:
+def test_ranks_divide_the_cores_unless_omp_num_threads_is_set() -> None:
     assert plan({}).threads == 8
     assert plan({"num_processes": 2}).threads == 4
     assert plan({"num_processes": 2}, OMP_NUM_THREADS="3").threads == 3
 
 
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP", "DEEPSPEED"])
-def test_a_file_of_gpus_is_refused_without_them_and_can_be_planned(kind: str) -> None:
+def test_a_gpu_configuration_without_gpus_raises_but_can_be_planned(kind: str) -> None:
     found = {"distributed_type": kind, "use_cpu": False, "num_processes": 8, "num_machines": 2, "machine_rank": 0}
     found["main_process_ip"] = "host"
     with pytest.raises(
@@ -67,44 +67,44 @@ def test_a_file_of_gpus_is_refused_without_them_and_can_be_planned(kind: str) ->
     ):
         plan(found)
     assert plan({**found, "use_cpu": True, "distributed_type": "FSDP"}).accelerator == "cpu"
-    supposed = plan(found, planned_for(parse(found), CPU))
-    assert (supposed.accelerator, supposed.per_machine) == ("cuda", 4)
-    assert "beware      torch sees no GPU on this machine" in supposed.lines("python train.py")
+    hypothetical = plan(found, planned_for(parse(found), CPU))
+    assert (hypothetical.accelerator, hypothetical.per_machine) == ("cuda", 4)
+    assert "beware      torch sees no GPU on this machine" in hypothetical.lines("python train.py")
     with pytest.raises(ConfigurationError, match="nothing says how many: add --num_processes"):
         planned_for(parse({"distributed_type": kind, "use_cpu": False}), CPU)
     assert planned_for(parse(found), GPUS) is GPUS
-    # Left open, FSDP runs where it is.
+    # Without use_cpu, FSDP runs on the devices of this machine.
     assert plan({"distributed_type": "FSDP", "num_processes": 2}).accelerator == "cpu"
 
 
-def test_gpu_ids_without_a_gpu_are_warned_of() -> None:
+def test_gpu_ids_without_a_gpu_warn() -> None:
     assert "beware      gpu_ids: 0,1 has no effect" in plan({"gpu_ids": "0,1"}).lines("python train.py")
     assert "beware      gpu_ids: 0,1 has no effect" in plan({"gpu_ids": "0,1", "use_cpu": True}, GPUS).lines("a")
     assert "beware" not in plan({"gpu_ids": "all"}).lines("python train.py")
 
 
-def test_several_machines_meet_at_the_main_address() -> None:
+def test_several_machines_rendezvous_at_the_main_address() -> None:
     where = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "num_processes": 4}
     found = plan(where)
     assert (found.machine_rank, found.per_machine) == (1, 2)
     assert (found.address, found.port, found.backend) == ("10.0.0.1", 29500, "static")
-    # A static meeting is one for all time, and ranks that start anew must meet again.
+    # A static rendezvous happens only once, but restarted ranks must rendezvous again.
     assert plan({**where, "max_restarts": 1}).backend == "c10d"
 
 
-def test_machines_without_a_number_meet_at_an_end_point() -> None:
+def test_machines_without_a_rank_rendezvous_at_an_endpoint() -> None:
     found = plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host:123"))
     assert (found.machine_rank, found.address, found.port, found.backend) == (None, "host", 123, "c10d")
 
 
-def test_one_task_of_slurm_on_each_machine_is_an_agent() -> None:
+def test_one_slurm_task_per_machine_becomes_an_agent() -> None:
     found = plan({"compute_environment": "SLURM"}, GPUS, **TASK)
     assert found.rank is None
     assert (found.machines, found.machine_rank, found.per_machine) == (2, 1, 4)
     assert (found.address, found.port, found.backend) == ("gpu007", 19711, "static")
 
 
-def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
+def test_one_slurm_task_per_rank_becomes_the_rank() -> None:
     task = {**TASK, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     found = plan({"main_process_port": 5000}, **task)
     assert found.rank is not None
@@ -150,19 +150,19 @@ def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
         ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is not a number"),
     ],
 )
-def test_an_impossible_plan_is_refused(found: dict[str, Any], machine: Machine, words: str) -> None:
+def test_an_impossible_plan_raises(found: dict[str, Any], machine: Machine, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         plan(found, machine)
 
 
-def test_an_end_point_must_have_a_host_and_a_port() -> None:
+def test_an_endpoint_requires_host_port_and_c10d() -> None:
     with pytest.raises(ConfigurationError, match="give host:port"):
         plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host"))
     with pytest.raises(ConfigurationError, match="leave rdzv_backend out"):
         plan({"num_machines": 2, "rdzv_backend": "static"}, elastic=ElasticOptions(endpoint="host:1"))
 
 
-def test_scripts_get_their_settings_through_variables() -> None:
+def test_settings_reach_scripts_through_environment_variables() -> None:
     found = {
         "distributed_type": "DEEPSPEED",
         "mixed_precision": "bf16",
@@ -189,13 +189,13 @@ def test_scripts_get_their_settings_through_variables() -> None:
 
 @pytest.mark.parametrize("kind", ["MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
 @pytest.mark.parametrize("precision", ["no", *PRECISIONS])
-def test_the_trainer_has_every_strategy_and_precision_that_a_launch_chooses(kind: str, precision: str) -> None:
+def test_every_strategy_and_precision_a_launch_sets_exists_in_the_trainer(kind: str, precision: str) -> None:
     launched = plan({"num_processes": 2, "distributed_type": kind, "mixed_precision": precision}).launched
     assert launched.strategy is None or launched.strategy in STRATEGIES
     assert launched.precision is None or launched.precision in PRECISION_NAMES
 
 
-def test_the_lines_name_what_has_no_effect() -> None:
+def test_the_plan_lists_keys_without_effect() -> None:
     made = plan({"same_network": True, "num_processes": 2})
     assert "no effect   same_network (--dry-run says why)" in made.lines("python a.py")
     assert "no effect   same_network: the main address is used as given." in made.lines("python a.py", reasons=True)
@@ -223,7 +223,7 @@ AXES = ("dp_replicate", "dp_shard", "tp")
         ),
     ],
 )
-def test_the_sizes_of_a_file_lay_out_a_mesh(
+def test_parallelism_sizes_lay_out_a_mesh(
     found: dict[str, Any], strategy: str | None, sizes: tuple[int, ...] | None
 ) -> None:
     launched = plan({"num_processes": 4, "use_cpu": True, **found}, CPU).launched

@@ -1,4 +1,4 @@
-"""The preflight before several machines start: each reaches the main one, and the odd one is named."""
+"""The preflight check before several machines start: each reaches the main one, and a machine that differs is named."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from leyden.trainer.cli.launch.preflight import Facts, check, facts_of
 VALUES = {"leyden": "1", "torch": "2.13", "python": "3.11", "machines": "3", "backend": "static"}
 
 
-def meet(machines: list[Facts], count: int, timeout: float = 30.0, port: int | None = None) -> list[str]:
-    """What each machine is told, all of them at once; "" where all is well."""
+def check_all(machines: list[Facts], count: int, timeout: float = 30.0, port: int | None = None) -> list[str]:
+    """Runs the check on all machines at once; returns each error, or "" without one."""
     port = port or free_port()
 
     def one(facts: Facts) -> str:
@@ -35,66 +35,66 @@ def machines(count: int = 3) -> list[Facts]:
     return [Facts(rank, f"host{rank}", VALUES) for rank in range(count)]
 
 
-def test_alike_machines_pass() -> None:
-    assert meet(machines(), 3) == ["", "", ""]
+def test_identical_machines_pass_the_preflight() -> None:
+    assert check_all(machines(), 3) == ["", "", ""]
 
 
-def test_nobody_needs_a_number() -> None:
-    """The one whose address it is, and who comes first, waits for the others."""
-    assert meet([Facts(None, f"host{index}", VALUES) for index in range(3)], 3) == ["", "", ""]
+def test_machines_without_a_rank_pass_the_preflight() -> None:
+    """The first process on the host of the main address becomes the main machine and waits for the others."""
+    assert check_all([Facts(None, f"host{index}", VALUES) for index in range(3)], 3) == ["", "", ""]
 
 
 @pytest.mark.parametrize("key", ["leyden", "torch", "python", "machines"])
-def test_the_machine_that_differs_is_named_everywhere(key: str) -> None:
+def test_every_machine_names_the_one_that_differs(key: str) -> None:
     odd = machines()
     odd[2] = dataclasses.replace(odd[2], values={**VALUES, key: "other"})
-    words = meet(odd, 3)
+    words = check_all(odd, 3)
     assert len(set(words)) == 1
     assert words[0].startswith("machine 2 (host2) differs: ")
     assert "other there" in words[0] and VALUES[key] in words[0]
 
 
-def test_a_machine_that_does_not_come_is_named() -> None:
-    words = meet(machines()[:2], 3, timeout=1.0)
+def test_a_missing_machine_is_named() -> None:
+    words = check_all(machines()[:2], 3, timeout=1.0)
     assert all("machine 2 did not connect" in word for word in words)
 
 
-def test_machines_with_the_same_number_are_refused() -> None:
+def test_machines_with_the_same_rank_fail_the_preflight() -> None:
     twice = [*machines(2), Facts(1, "host2", VALUES)]
-    assert all("its own --machine_rank" in word for word in meet(twice, 3))
+    assert all("its own --machine_rank" in word for word in check_all(twice, 3))
 
 
-def test_a_main_machine_that_is_not_reached_is_named() -> None:
-    [words] = meet(machines()[1:2], 3, timeout=0.5)
+def test_an_unreachable_main_machine_is_named() -> None:
+    [words] = check_all(machines()[1:2], 3, timeout=0.5)
     assert words.startswith("machine 1 (host1) could not reach the main machine at 127.0.0.1:")
     with pytest.raises(ConfigurationError, match="does not know the host"):
         check(machines()[1], 3, "no-such-host.invalid", 1, 0.5, lambda text: None)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        [words] = meet(machines()[:1], 3, port=other.getsockname()[1])
+        [words] = check_all(machines()[:1], 3, port=other.getsockname()[1])
     assert "machine 0 (host0) cannot listen on port" in words
 
 
-def test_a_stranger_is_sent_away() -> None:
+def test_a_foreign_connection_is_closed() -> None:
     port = free_port()
 
-    def stranger() -> bytes:
+    def foreign_client() -> bytes:
         for _ in range(1000):
             try:
-                with socket.create_connection(("127.0.0.1", port), timeout=10) as there:
-                    there.sendall(b"GET / HTTP/1.0\r\n\r\n")
-                    return there.recv(100)
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                    connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                    return connection.recv(100)
             except ConnectionRefusedError:
                 continue
-        return b"never let in"
+        return b"not connected"
 
     with ThreadPoolExecutor(1) as pool:
-        visit = pool.submit(stranger)
-        # The main machine is there until its last guest came, who comes after the stranger was sent away.
+        visit = pool.submit(foreign_client)
+        # The main machine listens until its last peer connects, which happens after the foreign connection is closed.
         main = ThreadPoolExecutor(1).submit(check, machines()[0], 2, "127.0.0.1", port, 30.0, lambda text: None)
         with contextlib.suppress(ConnectionResetError):
             assert visit.result() == b""
@@ -102,7 +102,7 @@ def test_a_stranger_is_sent_away() -> None:
         main.result()
 
 
-def test_the_facts_of_this_machine_have_all_values() -> None:
+def test_facts_of_this_machine_are_complete() -> None:
     facts = facts_of(0, 2, "static")
     assert set(facts.values) == set(VALUES)
     assert facts.values["machines"] == "2"

@@ -1,4 +1,4 @@
-"""`leyden replay`, on real runs: a sample with infinity in it makes step 137 nan."""
+"""`leyden replay` on real runs, in which a sample with an infinite value makes step 137 nan."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ if __name__ == "__main__":
     parser.add_argument("--guard", action="store_true")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--order", type=lambda text: [int(word) for word in text.split(",")])
-    given = parser.parse_args()
+    args = parser.parse_args()
     seed_everything(1)
     quiet = {"accelerator": "cpu", "enable_progress_bar": False, "log_every_n_steps": 1}
     trainer = Trainer(
-        **quiet, devices=given.devices, max_epochs=1, val_check_interval=10, default_root_dir="run",
-        callbacks=[NonFiniteGuard()] if given.guard else None, logger=CSVLogger("run"), digest_every_n_steps=1,
+        **quiet, devices=args.devices, max_epochs=1, val_check_interval=10, default_root_dir="run",
+        callbacks=[NonFiniteGuard()] if args.guard else None, logger=CSVLogger("run"), digest_every_n_steps=1,
     )
-    data = Data(given.bad, len(given.order))
-    trainer.fit(Net(), DataLoader(data, 8 // given.devices, sampler=given.order), DataLoader(Data(-1, 8), 4))
+    data = Data(args.bad, len(args.order))
+    trainer.fit(Net(), DataLoader(data, 8 // args.devices, sampler=args.order), DataLoader(Data(-1, 8), 4))
     trainer.save_checkpoint("run/final")
 """
 
 
 def train(folder: Path, environ: dict[str, str], *words: str, launcher: tuple[str, ...] = ()) -> Path:
-    """Runs the script; returns the run's folder."""
+    """Trains with the script; returns the run's folder."""
     (folder / "train.py").write_text(SCRIPT)
     order = ",".join(map(str, ORDER))
     done = subprocess.run(
@@ -81,32 +81,34 @@ def train(folder: Path, environ: dict[str, str], *words: str, launcher: tuple[st
     return folder / "run"
 
 
-def sums(folder: Path) -> dict[str, str]:
+def checksums(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns) for path in files}
 
 
-def replayed(folder: Path, environ: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
-    """`leyden replay run …`, after which the run is as it was."""
-    before = sums(folder)
+def replay(folder: Path, environ: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+    """Runs `leyden replay run …`, and checks that it changes no file of the run."""
+    before = checksums(folder)
     command = [sys.executable, "-m", "leyden", "replay", "run", *map(str, words)]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
-    assert sums(folder) == before
+    assert checksums(folder) == before
     return done
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, module_environ: dict[str, str]) -> tuple[Path, int]:
-    """The folder of a run that a guard ended in the bad step, and the index of the bad sample."""
+    """Returns the folder of a run that NonFiniteGuard ended at the bad step, and the bad sample's index."""
     folder = tmp_path_factory.mktemp("guarded")
     bad = ORDER[(BAD_STEP - 1) * 8 + 3]
     train(folder, module_environ, "--guard", "--bad", str(bad))
     return folder, bad
 
 
-def test_the_bad_step_names_its_sample_and_the_parameters(guarded: tuple[Path, int], environ: dict[str, str]) -> None:
+def test_replaying_a_bad_step_names_its_sample_and_parameters(
+    guarded: tuple[Path, int], environ: dict[str, str]
+) -> None:
     folder, bad = guarded
-    done = replayed(folder, environ, "--step", BAD_STEP, "--yes")
+    done = replay(folder, environ, "--step", BAD_STEP, "--yes")
     assert done.returncode == 0, done.stderr
     lines = done.stdout
     assert "train.py" in done.stderr
@@ -120,11 +122,11 @@ def test_the_bad_step_names_its_sample_and_the_parameters(guarded: tuple[Path, i
     assert re.search(r"^error +NonFiniteError: the gradients of step 137", lines, re.M)
 
 
-def test_a_good_step_ends_with_the_weights_that_the_run_recorded(
+def test_replaying_a_good_step_compares_weights_with_the_recorded_digests(
     guarded: tuple[Path, int], environ: dict[str, str], tmp_path: Path
 ) -> None:
     folder, _ = guarded
-    done = replayed(folder, environ, "--step", 112, "--", sys.executable, "train.py", *_words(folder))
+    done = replay(folder, environ, "--step", 112, "--", sys.executable, "train.py", *recorded_arguments(folder))
     assert done.returncode == 0 and "equal to those that the run recorded" in done.stdout, done.stdout + done.stderr
     [recorded] = (folder / "run").rglob("digests.jsonl")
     lines = [json.loads(line) for line in recorded.read_text().splitlines()]
@@ -132,78 +134,78 @@ def test_a_good_step_ends_with_the_weights_that_the_run_recorded(
     [line] = [line for line in lines if line.get("step") == 112]
     line["digests"][names.index("last.bias")] = "0" * 16
     (tmp_path / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = replayed(folder, environ, "--step", 112, "--yes", "--digests", tmp_path)
+    done = replay(folder, environ, "--step", 112, "--yes", "--digests", tmp_path)
     assert "differ from those that the run recorded: last.bias" in done.stdout
 
 
-def _words(folder: Path) -> list[str]:
+def recorded_arguments(folder: Path) -> list[str]:
     command = Command.read(checkpoint_before(folder / "run", 1000))
     assert command is not None and command.words[1] == "train.py"
     return command.words[2:]
 
 
-def test_what_cannot_be_replayed_is_refused_with_the_reason(
-    guarded: tuple[Path, int], here: Any, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_an_impossible_replay_is_refused_with_the_reason(
+    guarded: tuple[Path, int], invoke: Any, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = guarded
-    done = here("replay", folder / "run", "--step", 25)
+    done = invoke("replay", folder / "run", "--step", 25)
     assert done.returncode == 2 and "no valid checkpoint before step 25, only of step 25, 50" in (done.stderr)
-    done = here("replay", folder / "nothing", "--step", 25)
+    done = invoke("replay", folder / "nothing", "--step", 25)
     assert "is not a folder. Give the run's default_root_dir" in done.stderr
-    done = here("replay", folder, "--step", 25)
+    done = invoke("replay", folder, "--step", 25)
     assert "holds no checkpoint from which a run can continue" in done.stderr
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
-    done = here("replay", folder / "run", "--step", 26)
+    done = invoke("replay", folder / "run", "--step", 26)
     assert "running this needs confirmation, and there is no terminal. Pass --yes" in done.stderr
-    done = here("replay", folder / "run", "--step", 26, "--", "no-such-program")
+    done = invoke("replay", folder / "run", "--step", 26, "--", "no-such-program")
     assert "no-such-program cannot be started" in done.stderr
-    done = here("replay", folder / "run", "--step", 26, "--", sys.executable, "-c", "raise SystemExit(3)")
+    done = invoke("replay", folder / "run", "--step", 26, "--", sys.executable, "-c", "raise SystemExit(3)")
     assert "ended with exit code 3 before step 26" in done.stderr
-    done = here("replay", folder / "run", "--step", 26, "--", sys.executable, "-c", "")
+    done = invoke("replay", folder / "run", "--step", 26, "--", sys.executable, "-c", "")
     assert "ended without a fit: give the command that trains" in done.stderr
 
 
 @pytest.mark.full
-def test_a_step_after_the_error_or_after_the_end_is_refused(
+def test_replaying_a_step_after_the_error_or_the_end_is_refused(
     guarded: tuple[Path, int], environ: dict[str, str], tmp_path: Path
 ) -> None:
-    done = replayed(guarded[0], environ, "--step", BAD_STEP + 1, "--yes")
+    done = replay(guarded[0], environ, "--step", BAD_STEP + 1, "--yes")
     assert done.returncode == 2 and "failed in step 137, before step 138: NonFiniteError" in done.stderr
     train(tmp_path, environ)
-    done = replayed(tmp_path, environ, "--step", LAST + 1, "--yes")
+    done = replay(tmp_path, environ, "--step", LAST + 1, "--yes")
     assert done.returncode == 2 and f"the run ends at step {LAST}, before step {LAST + 1}" in done.stderr
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [(), ("-m", "leyden", "launch", "--cpu", "--num_processes", "2")])
-def test_two_ranks_are_started_again_as_the_run_was(
+def test_replay_starts_as_many_ranks_as_the_run(
     launcher: tuple[str, ...], environ: dict[str, str], tmp_path: Path
 ) -> None:
     bad = ORDER[(BAD_STEP - 1) * 8 + 6]
     train(tmp_path, environ, "--bad", str(bad), "--devices", "2", launcher=launcher)
-    done = replayed(tmp_path, environ, "--step", BAD_STEP, "--yes")
+    done = replay(tmp_path, environ, "--step", BAD_STEP, "--yes")
     assert done.returncode == 0, done.stderr
     assert f"sample {bad} is not finite in batch['x']" in done.stdout
     assert "not finite after the step: first.weight, first.bias, last.weight, last.bias" in done.stdout
     halves = (ORDER[(BAD_STEP - 1) * 8 :][:4], ORDER[(BAD_STEP - 1) * 8 + 4 :][:4])
     assert "; ".join(", ".join(map(str, half)) for half in halves) in done.stdout
-    done = replayed(tmp_path, environ, "--step", BAD_STEP - 1, "--yes")
+    done = replay(tmp_path, environ, "--step", BAD_STEP - 1, "--yes")
     assert "equal to those that the run recorded" in done.stdout and "norm nan" not in done.stdout
 
 
-def test_a_command_is_that_of_the_launch_and_keeps_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_is_the_launch_command_with_secrets_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--api_key", "abcdef123", "--lr", "0.1"])
     command = Command.here({})
     assert command is not None and command.words == [sys.executable, "train.py", "--api_key", "***", "--lr", "0.1"]
     assert not command.is_whole
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert Command.here(rank) is None
-    own = Command.here({**rank, "LEYDEN_STARTER": "script"})
-    assert own is not None and own.words == command.words
+    started_by_script = Command.here({**rank, "LEYDEN_STARTER": "script"})
+    assert started_by_script is not None and started_by_script.words == command.words
     launched = Command.here({**rank, "LEYDEN_COMMAND": '["leyden", "launch", "x.py"]'})
     assert launched is not None and launched.words == ["leyden", "launch", "x.py"] and launched.is_whole
 
 
-def test_a_command_from_a_checkpoint_hides_nothing_on_a_terminal() -> None:
+def test_control_characters_in_a_recorded_command_are_escaped() -> None:
     shown = str(Command(["python", "-c", "print(1)\x1b[2K\rpython train.py"], "/x"))
     assert shown == "python -c 'print(1)\\x1b[2K\\rpython train.py'" and shown.isprintable()

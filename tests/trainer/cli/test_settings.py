@@ -1,4 +1,4 @@
-"""The configuration file: Accelerate's as they are, older keys, and what is wrong with others."""
+"""The configuration file: Accelerate's files, older keys, round trips, and errors of invalid files."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ use_cpu: false
 """
 
 
-def written(folder: Path, text: str) -> Path:
+def write_config(folder: Path, text: str) -> Path:
     path = folder / "config.yaml"
     path.write_text(text)
     return path
 
 
-def test_an_accelerate_file_is_read_as_it_is(tmp_path: Path) -> None:
-    settings = read_file(written(tmp_path, ACCELERATE))
+def test_accelerates_configuration_file_is_supported(tmp_path: Path) -> None:
+    settings = read_file(write_config(tmp_path, ACCELERATE))
     assert (settings.kind, settings.precision, settings.get("num_processes"), settings.get("use_cpu")) == (
         "FSDP",
         "no",
@@ -84,7 +84,7 @@ def test_an_accelerate_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert settings.section("fsdp_config")["fsdp_sharding_strategy"] == "FULL_SHARD"
     assert settings.section("fsdp_config")["fsdp_backward_prefetch"] == "BACKWARD_PRE"
     unused = dict(settings.without_effect())
-    # Those that are off ask for nothing, and are not named.
+    # Keys that are false or empty are not listed.
     assert set(unused) == {
         *("same_network", "main_training_function", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type"),
         *("fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_version"),
@@ -92,8 +92,8 @@ def test_an_accelerate_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert all(unused.values())
 
 
-def test_a_deepspeed_file_of_earlier_versions_is_read(tmp_path: Path) -> None:
-    settings = read_file(written(tmp_path, DEEPSPEED))
+def test_an_older_deepspeed_file_is_read(tmp_path: Path) -> None:
+    settings = read_file(write_config(tmp_path, DEEPSPEED))
     assert settings.kind == "DEEPSPEED"
     assert settings.precision == "fp16"
     assert settings.section("deepspeed_config")["zero3_init_flag"] is False
@@ -105,7 +105,7 @@ def test_a_deepspeed_file_of_earlier_versions_is_read(tmp_path: Path) -> None:
     ("switch", "kind"),
     [("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("use_megatron_lm", "MEGATRON_LM"), ("use_ddp", "NO")],
 )
-def test_older_switches_are_read(switch: str, kind: str) -> None:
+def test_older_switches_select_the_distributed_type(switch: str, kind: str) -> None:
     assert parse({switch: True}).kind == kind
     assert parse({switch: "false"}).kind == "NO"
     assert len(parse({switch: True}).notes) == 1
@@ -132,31 +132,31 @@ def test_older_switches_are_read(switch: str, kind: str) -> None:
         ("!!python/object/apply:os.system ['true']", "is not a valid configuration file in YAML"),
     ],
 )
-def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, words: str) -> None:
-    path = written(tmp_path, text)
+def test_an_invalid_key_or_value_raises(tmp_path: Path, text: str, words: str) -> None:
+    path = write_config(tmp_path, text)
     with pytest.raises(ConfigurationError) as caught:
         read_file(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named_with_the_way_to_one(tmp_path: Path) -> None:
+def test_a_missing_file_raises_with_the_command_that_creates_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="leyden config --config_file"):
         read_file(tmp_path / "none.yaml")
 
 
-def test_every_key_does_something_or_says_why_not() -> None:
+def test_every_key_has_an_effect_or_a_reason() -> None:
     every = [key for keys in (TOP, *FAMILIES.values()) for key in keys]
     assert [key.name for key in every if not key.help and not key.without] == []
     names = [name for key in every for name in (key.name, *key.older)]
     assert len(names) == len(set(names))
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    settings = read_file(written(tmp_path, ACCELERATE))
+def test_a_settings_file_survives_a_round_trip(tmp_path: Path) -> None:
+    settings = read_file(write_config(tmp_path, ACCELERATE))
     again = read_file(write_file(settings, tmp_path / "new" / "file.yaml"))
     assert (again.values, again.sections) == (settings.values, settings.sections)
-    # Readers of YAML 1.1 take a bare no for false.
+    # YAML 1.1 reads an unquoted no as false.
     assert "'no'" in (tmp_path / "new" / "file.yaml").read_text()
     assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "file.yaml"]
     assert yaml.safe_load((tmp_path / "new" / "file.yaml").read_text())["mixed_precision"] == "no"
@@ -172,26 +172,26 @@ def test_flags_override_the_file() -> None:
     assert settings.section("fsdp_config") == {"fsdp_offload_params": False, "fsdp_min_num_params": 3}
 
 
-def test_where_the_default_files_are(tmp_path: Path) -> None:
+def test_default_files_are_found_in_the_cache_folder(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     assert default_file(environ) == tmp_path / "leyden" / "default_config.yaml"
     assert default_file({}) == Path.home() / ".cache" / "leyden" / "default_config.yaml"
     assert accelerate_file(environ) is None
-    theirs = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
-    theirs.parent.mkdir(parents=True)
-    theirs.touch()
-    assert accelerate_file(environ) == theirs
-    assert accelerate_file({"HF_HOME": str(tmp_path / "huggingface")}) == theirs
+    default = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.touch()
+    assert accelerate_file(environ) == default
+    assert accelerate_file({"HF_HOME": str(tmp_path / "huggingface")}) == default
 
 
-def test_a_number_in_words_and_a_flag_that_is_false() -> None:
+def test_flag_values_are_parsed_by_type() -> None:
     assert ConfigKey("x", bool).read("False") is False
     assert ConfigKey("x", float).read("1e-3") == 0.001
     with pytest.raises(ConfigurationError):
         ConfigKey("x", int).read(True)
 
 
-HOSTILE = {
+MALICIOUS_FILES = {
     "nested too deeply": "[" * 5000,
     "nested too deeply:": "num_processes: " + "[" * 1000 + "]" * 1000,
     "it holds a number with thousands of digits": f"num_processes: {'9' * 5000}",
@@ -204,17 +204,17 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("error", HOSTILE)
-def test_a_hostile_file_is_an_error_in_a_line(error: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", MALICIOUS_FILES)
+def test_a_malicious_file_raises_a_short_error(error: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(HOSTILE[error])
+    file.write_text(MALICIOUS_FILES[error])
     with pytest.raises(ConfigurationError, match=error) as caught:
         read_file(file)
     assert len(str(caught.value)) < 900
     assert str(caught.value).count(str(file)) == 1 + str(caught.value).count("leyden config")
 
 
-def test_aliases_that_multiply_are_not_written_out(tmp_path: Path) -> None:
+def test_exponential_yaml_aliases_are_not_expanded_in_the_error(tmp_path: Path) -> None:
     names = ["tpu_env", "commands", "ipex_config", "mixed_precision", "num_processes"]
     lines = ["tpu_vm: &a [x,x,x,x,x,x,x,x,x]"]
     lines += [f"{name}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i, name in enumerate(names)]
@@ -225,7 +225,7 @@ def test_aliases_that_multiply_are_not_written_out(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 20_000
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_as_configuration_file_raises_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigurationError, match="is not a regular file"):
         read_file(tmp_path / "pipe")
@@ -233,7 +233,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         ZeroConfig(str(tmp_path / "pipe"))
 
 
-def test_keys_that_accelerate_writes_are_read() -> None:
+def test_null_and_fp8_keys_of_accelerate_are_read() -> None:
     section = {"fsdp_ignored_modules": None, "fsdp_activation_checkpointing_offload": False}
     found = parse({"use_fsdp": True, "fsdp_config": section, "tpu_config_file": None})
     assert found.section("fsdp_config") == {"fsdp_activation_checkpointing_offload": False}

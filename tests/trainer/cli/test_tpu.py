@@ -1,4 +1,4 @@
-"""The keys of TPUs in a configuration file, as Accelerate's users have them."""
+"""TPU keys of a configuration file, as Accelerate writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leyden.trainer.cli.settings.machine import Machine
 from leyden.trainer.cli.settings.settings import parse
 from leyden.trainer.launched import read_launched
 
-# As `accelerate config` writes it for a TPU host.
+# The file that `accelerate config` writes for a TPU host.
 FILE = """
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -38,7 +38,7 @@ def plan(**changes: Any) -> LaunchPlan:
     return resolve(parse({**yaml.safe_load(FILE), **changes}), ElasticOptions(), Machine(cpus=8), "flags", {})
 
 
-def test_a_rank_for_each_of_the_processes_that_a_file_names() -> None:
+def test_each_process_in_the_file_becomes_a_rank() -> None:
     found = plan()
     launched = read_launched(found.variables())
     assert launched is not None
@@ -51,13 +51,13 @@ def test_one_process_drives_all_devices() -> None:
     launched = read_launched(plan(num_processes=1).variables())
     assert launched is not None
     assert launched.strategy == "xla"
-    # An older name of the same kind.
+    # TPU is the older name of the type XLA.
     launched = read_launched(plan(distributed_type="TPU", num_processes=-1).variables())
     assert launched is not None
     assert launched.strategy == "xla"
 
 
-def test_variables_of_tpu_env_are_the_ranks() -> None:
+def test_tpu_env_sets_variables_of_the_ranks() -> None:
     variables = plan(tpu_env=["PJRT_DEVICE=TPU", "LIBTPU_INIT_ARGS=--a=b"]).variables()
     assert variables["PJRT_DEVICE"] == "TPU"
     assert variables["LIBTPU_INIT_ARGS"] == "--a=b"
@@ -65,7 +65,7 @@ def test_variables_of_tpu_env_are_the_ranks() -> None:
         plan(tpu_env=["PJRT_DEVICE"]).variables()
 
 
-def test_a_pod_is_left_to_its_own_tool_and_the_command_is_named() -> None:
+def test_a_tpu_pod_raises_with_the_gcloud_command() -> None:
     with pytest.raises(ConfigurationError) as refused:
         plan(tpu_use_cluster=True, tpu_name="pod-1", tpu_zone="us-central2-b", tpu_use_sudo=True)
     words = str(refused.value)

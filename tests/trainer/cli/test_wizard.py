@@ -1,4 +1,4 @@
-"""The wizard, answered in a real terminal for five machines; what it writes is read back by a dry run."""
+"""The wizard of `leyden config`, answered in a real terminal for five machines; a dry run reads its files back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.trainer.cli.settings.wizard import Wizard
 pexpect = pytest.importorskip("pexpect", reason="pip install 'leyden[test]'")
 
 COMMON = {"compute_environment": "LOCAL_MACHINE"}
-# The flags of `config`; questions (their beginning) with the answer; what is written; a line of the plan.
+# Flags of `config`, beginnings of questions with their answers, the written file, and a line of the plan.
 MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]] = {
     "cpu": (
         ["--gpus", "0"],
@@ -196,12 +196,12 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
 
 
 @pytest.mark.parametrize("machine", list(MACHINES))
-def test_a_machine_is_configured_in_a_terminal(
-    machine: str, tmp_path: Path, environ: dict[str, str], here: Any
+def test_the_wizard_configures_a_machine_in_a_terminal(
+    machine: str, tmp_path: Path, environ: dict[str, str], invoke: Any
 ) -> None:
-    flags, talk, expected, line = MACHINES[machine]
+    flags, dialog, expected, line = MACHINES[machine]
     file = tmp_path / "cache" / "leyden" / "default_config.yaml"
-    # Wide enough that no question is broken into lines, on which an expectation would miss.
+    # Wide enough that no question wraps, which expect_exact would not match.
     terminal = pexpect.spawn(
         sys.executable,
         ["-m", "leyden", "config", *flags],
@@ -212,7 +212,7 @@ def test_a_machine_is_configured_in_a_terminal(
         dimensions=(50, 200),
     )
     try:
-        for question, answer in talk:
+        for question, answer in dialog:
             terminal.expect_exact(question)
             assert not file.exists()
             if answer is not None:
@@ -223,13 +223,13 @@ def test_a_machine_is_configured_in_a_terminal(
         terminal.close(force=True)
     assert terminal.exitstatus == 0
     assert yaml.safe_load(file.read_text()) == expected
-    assert line in here("launch", "--dry-run", "train.py").stdout
+    assert line in invoke("launch", "--dry-run", "train.py").stdout
 
 
-def answered(
-    machine: Machine, answers: list[str], before: Settings, monkeypatch: pytest.MonkeyPatch
+def run_wizard(
+    machine: Machine, answers: list[str], earlier: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Settings, list[str]]:
-    """The wizard's result with answers in their order, and what it asked."""
+    """Runs the wizard with the given answers; returns its settings and questions."""
     import click
 
     asked: list[str] = []
@@ -241,55 +241,55 @@ def answered(
         return value_proc(given or default)
 
     monkeypatch.setattr(click, "prompt", prompt)
-    return Wizard(machine, before).run(), asked
+    return Wizard(machine, earlier).run(), asked
 
 
-def test_what_the_machine_shows_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = answered(Machine(), [], Settings(), monkeypatch)
+def test_the_wizard_asks_only_what_applies_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = run_wizard(Machine(), [], Settings(), monkeypatch)
     assert [text.split(" (")[0] for text in asked] == [
         "How many machines",
         "How many ranks",
         "Compile the model",
         "Mixed precision",
     ]
-    _, asked = answered(Machine(gpus=1, numa_nodes=2), [], Settings(), monkeypatch)
+    _, asked = run_wizard(Machine(gpus=1, numa_nodes=2), [], Settings(), monkeypatch)
     assert not [text for text in asked if "GPUs to use" in text]
-    # This GPU does not compute in bf16.
+    # This GPU has no bf16.
     assert asked[-2:] == ["Bind each rank to the CPUs beside its GPU", "Mixed precision (no, fp16)"]
-    settings, asked = answered(Machine(gpus=8, slurm=True, bf16=True), [], Settings(), monkeypatch)
+    settings, asked = run_wizard(Machine(gpus=8, slurm=True, bf16=True), [], Settings(), monkeypatch)
     assert asked[0].startswith("Where do ranks run")
-    # srun gives machines, addresses and numbers.
+    # srun provides machines, addresses and ranks.
     assert not [text for text in asked if "machine 0" in text or "How many machines" in text]
     assert (settings.get("compute_environment"), settings.get("num_processes")) == ("SLURM", -1)
 
 
-def test_what_the_trainer_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = answered(Machine(gpus=4), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
+def test_the_wizard_does_not_offer_invalid_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = run_wizard(Machine(gpus=4), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
     assert "How is the model distributed (ddp, fsdp, deepspeed, parallel, megatron)" in asked
     assert [text for text in asked if "HYBRID_SHARD" in text]
-    _, asked = answered(Machine(gpus=2), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
-    # Two ranks have no two replicas of several.
+    _, asked = run_wizard(Machine(gpus=2), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
+    # HYBRID_SHARD needs two replicas of at least two ranks.
     assert not [text for text in asked if "HYBRID_SHARD" in text]
 
 
-@pytest.mark.parametrize("spread", [["fsdp"], ["deepspeed"], ["parallel", "2", "2"], ["megatron", "2", "2"]])
-def test_no_answer_is_without_effect(spread: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, _ = answered(Machine(gpus=4), ["gpu", "all", "1", *spread], Settings(), monkeypatch)
+@pytest.mark.parametrize("distribution", [["fsdp"], ["deepspeed"], ["parallel", "2", "2"], ["megatron", "2", "2"]])
+def test_every_wizard_answer_has_an_effect(distribution: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, _ = run_wizard(Machine(gpus=4), ["gpu", "all", "1", *distribution], Settings(), monkeypatch)
     assert settings.sections and settings.without_effect() == []
 
 
-def test_binding_to_cpus_is_asked_unless_the_machine_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_binding_is_asked_unless_the_machine_has_one_numa_node(monkeypatch: pytest.MonkeyPatch) -> None:
     question = "Bind each rank to the CPUs beside its GPU"
     for nodes, is_asked in ((0, True), (1, False), (2, True)):
-        _, asked = answered(Machine(gpus=2, numa_nodes=nodes), [], Settings(), monkeypatch)
+        _, asked = run_wizard(Machine(gpus=2, numa_nodes=nodes), [], Settings(), monkeypatch)
         assert (question in asked) is is_asked
-    _, asked = answered(Machine(gpus=2), ["gpu", "all", "2", "0", "10.0.0.1"], Settings(), monkeypatch)
+    _, asked = run_wizard(Machine(gpus=2), ["gpu", "all", "2", "0", "10.0.0.1"], Settings(), monkeypatch)
     assert question in asked
 
 
-def test_axes_that_do_not_make_up_the_ranks_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_sizes_that_do_not_match_the_ranks_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, right = ["3", "1", "1"], ["2", "2", "1"]
-    settings, _ = answered(Machine(gpus=4), ["gpu", "all", "1", "parallel", *wrong, *right], Settings(), monkeypatch)
+    settings, _ = run_wizard(Machine(gpus=4), ["gpu", "all", "1", "parallel", *wrong, *right], Settings(), monkeypatch)
     sizes = settings.section("parallelism_config")
     assert sizes == {
         "parallelism_config_tp_size": 2,
@@ -298,8 +298,8 @@ def test_axes_that_do_not_make_up_the_ranks_are_asked_again(monkeypatch: pytest.
     }
 
 
-def test_the_answers_of_before_stand_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = parse(
+def test_the_wizards_defaults_are_the_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = parse(
         {
             "num_processes": 2,
             "mixed_precision": "bf16",
@@ -307,18 +307,18 @@ def test_the_answers_of_before_stand_in_brackets(monkeypatch: pytest.MonkeyPatch
             "megatron_lm_config": {"megatron_lm_tp_degree": 2},
         }
     )
-    settings, _ = answered(Machine(), [], before, monkeypatch)
+    settings, _ = run_wizard(Machine(), [], earlier, monkeypatch)
     assert settings.kind == "MEGATRON_LM"
     assert settings.precision == "bf16"
     assert settings.section("megatron_lm_config")["megatron_lm_tp_degree"] == 2
-    # An earlier answer that this machine cannot have is none.
-    settings, _ = answered(Machine(), [], parse({"mixed_precision": "fp16"}), monkeypatch)
+    # An earlier answer that is invalid on this machine is dropped.
+    settings, _ = run_wizard(Machine(), [], parse({"mixed_precision": "fp16"}), monkeypatch)
     assert settings.precision == "no"
 
 
-def test_default_update_and_nobody_to_answer(here: Any, tmp_path: Path) -> None:
+def test_config_default_and_update_ask_nothing(invoke: Any, tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
-    assert here("config", "default", "--config_file", file).returncode == 0
+    assert invoke("config", "default", "--config_file", file).returncode == 0
     assert yaml.safe_load(file.read_text()) == {
         **COMMON,
         "distributed_type": "NO",
@@ -329,9 +329,9 @@ def test_default_update_and_nobody_to_answer(here: Any, tmp_path: Path) -> None:
         "num_machines": 1,
         "machine_rank": 0,
     }
-    assert "exists already" in here("config", "default", "--config_file", file).stderr
+    assert "exists already" in invoke("config", "default", "--config_file", file).stderr
     file.write_text("use_fsdp: true\nfp16: true\nsame_network: true\nfsdp_config: {sharding_strategy: 2}\n")
-    done = here("config", "update", "--config_file", file)
+    done = invoke("config", "update", "--config_file", file)
     assert "use_fsdp: true is read as distributed_type: FSDP" in done.stdout
     assert "same_network has no effect here" in done.stdout
     assert yaml.safe_load(file.read_text()) == {
@@ -342,8 +342,8 @@ def test_default_update_and_nobody_to_answer(here: Any, tmp_path: Path) -> None:
     }
 
 
-def test_without_a_terminal_nothing_is_asked(here: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_config_without_a_terminal_fails(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    done = here("config")
+    done = invoke("config")
     assert (done.returncode, "leyden config default" in done.stderr) == (2, True)
     assert not (tmp_path / "cache").exists()
