@@ -375,24 +375,6 @@ def test_arguments_of_two_groups_can_be_linked() -> None:
     )
 
 
-def test_class_arguments_accept_dict_and_lazy_defaults_and_dict_kwargs() -> None:
-    from jsonargparse import lazy_instance
-
-    described = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 3}}
-    for default in (described, lazy_instance(nn.Linear, in_features=4, out_features=3)):
-
-        class CustomCLI(LeydenCLI):
-            encoder = default
-
-            def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:
-                parser.set_defaults({"model.encoder": self.encoder})
-
-        assert build_cli(model=Composed, kind=CustomCLI).model.encoder.out_features == 3
-    profiler = {"class_path": "PyTorchProfiler", "dict_kwargs": {"profile_memory": True}}
-    path = write_yaml("run.yaml", trainer={"profiler": profiler})
-    assert type(build_cli("--config", path).trainer.profiler).__name__ == "PyTorchProfiler"
-
-
 def test_a_custom_optimizer_is_chosen_by_name() -> None:
     before = OwnCounter.steps
     fit_cli("--optimizer=OwnCounter", "--optimizer.lr=0.1", model=Bare)
@@ -409,23 +391,6 @@ def test_later_files_override_earlier_ones_and_groups_may_have_files() -> None:
     assert (cli.model.hparams.width, cli.model.hparams.rate) == (9, 0.25)
     raw = LeydenCLI(OwnNet, Points, args=["--trainer", "max_epochs: 4", "--model", '{"width": 2}'], run=False)
     assert (raw.trainer.max_epochs, raw.model.hparams.width) == (4, 2)
-
-
-def test_a_file_before_the_subcommand_has_a_section_per_subcommand() -> None:
-    both = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    path = write_yaml(
-        "both.yaml", fit={"trainer": {**both, "max_steps": 2}}, test={"trainer": {**both, "limit_test_batches": 1}}
-    )
-    assert LeydenCLI(OwnNet, Points, args=["--config", path, "fit"]).trainer.global_step == 2
-    assert LeydenCLI(OwnNet, Points, args=["--config", path, "test"]).trainer.limit_test_batches == 1
-
-
-def test_a_remote_file_is_read() -> None:
-    import fsspec
-
-    with fsspec.open("memory://runs/config.yaml", "w") as file:
-        file.write("model:\n  width: 11\n")
-    assert build_cli("--config=memory://runs/config.yaml").model.hparams.width == 11
 
 
 def test_options_override_environment_variables_and_default_files(monkeypatch: pytest.MonkeyPatch) -> None:
