@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_foreign_connection_is_closed() -> None:
                     connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
                     return connection.recv(100)
             except ConnectionRefusedError:
-                continue
+                time.sleep(0.01)
         return b"not connected"
 
     with ThreadPoolExecutor(1) as pool:
