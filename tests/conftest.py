@@ -24,7 +24,7 @@ def _leaves_process_group() -> Iterator[None]:
 
 
 @pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
+def ctrl_c_interrupts() -> Iterator[None]:
     """Handles SIGINT as in a terminal: processes that a shell starts in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -15,7 +15,7 @@ Limits = Mapping[tuple[int, str], int]
 """(optimizer step, "forward" or "backward") → the largest number of rows that fits into memory from that step on."""
 
 
-def parts_of(trainer: Trainer) -> int:
+def micro_batches_of(trainer: Trainer) -> int:
     """Returns the current number of micro-batches that AutoAccumulation splits a batch into."""
     [found] = [callback for callback in trainer.callbacks if isinstance(callback, AutoAccumulation)]
     return found.micro_batches
@@ -150,13 +150,12 @@ def plain_loop(
         optimizer.step()
 
 
-def in_parts(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+def split_batch(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     """Splits a batch as torch does: larger parts come first; empty ones are left out."""
-    parts = [part for part in zip(x.tensor_split(count), y.tensor_split(count), strict=True) if len(part[0])]
-    return parts
+    return [part for part in zip(x.tensor_split(count), y.tensor_split(count), strict=True) if len(part[0])]
 
 
-class Long(Hungry):
+class HungrySequences(Hungry):
     """Trains on the means of padded sequences of several lengths; memory use depends on the padded size.
 
     Args:
@@ -176,13 +175,13 @@ class Long(Hungry):
         return super().training_step((x.mean(1), y), batch_idx)
 
 
-def series(count: int, longest: int) -> list[tuple[Tensor, Tensor]]:
+def sequences_of(count: int, longest: int) -> list[tuple[Tensor, Tensor]]:
     """Returns samples for `HungrySequences`, of which only the last is long."""
     x, y = samples(count)
     lengths = [*(1 + number % 3 for number in range(count - 1)), longest]
     return [(x[number].expand(length, 3), y[number]) for number, length in enumerate(lengths)]
 
 
-def padded(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def pad_collate(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x, y = zip(*parts, strict=True)
     return nn.utils.rnn.pad_sequence(list(x), batch_first=True), torch.stack(list(y))

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from hungry import Hungry, Long, in_parts, loss_of, padded, parts_of, plain_loop, samples, series
+from hungry import (
+    Hungry,
+    HungrySequences,
+    loss_of,
+    micro_batches_of,
+    pad_collate,
+    plain_loop,
+    samples,
+    sequences_of,
+    split_batch,
+)
 from models import QUIET
 from ranks.world import run_world
 from torch import Tensor
@@ -56,15 +66,15 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     for case, (*limits, _) in CASES.items():
         module = Hungry(limits[rank])
         trainer, state = trained(name, module, 20)
-        found[case] = (state, module.rows, parts_of(trainer), float(trainer.callback_metrics["loss_epoch"]))
+        found[case] = (state, module.rows, micro_batches_of(trainer), float(trainer.callback_metrics["loss_epoch"]))
     # Seven samples for the last two steps: one rank has fewer, and then none.
     for items in (False, True):
         module = Hungry({(0, "forward"): 3} if rank else {(1, "backward"): 1}, items=items)
         found[f"uneven {items}"] = trained(name, module, 17)[1]
     # The second rank has less memory.
     for case, most in (("tried", 100 if rank else 1000), ("plain", 1000)):
-        long = Long(most)
-        data = DataLoader(series(16, 40), SIZE, shuffle=True, collate_fn=padded)
+        long = HungrySequences(most)
+        data = DataLoader(sequences_of(16, 40), SIZE, shuffle=True, collate_fn=pad_collate)
         callback = AutoAccumulation(try_largest=True) if case == "tried" else AutoAccumulation(micro_batches=2)
         more: dict[str, Any] = {"accumulate_grad_batches": 1, "callbacks": [callback]}
         torch.manual_seed(5)
@@ -78,7 +88,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     trainer.save_checkpoint(folder / "saved")
     again = Hungry(limits if rank else {}, seed=4)
     trainer, state = trained(name, again, 24, ckpt_path=folder / "saved")
-    found["resumed"] = (state, again.rows, parts_of(trainer))
+    found["resumed"] = (state, again.rows, micro_batches_of(trainer))
     found["whole"] = (trained(name, Hungry(limits if rank else {}), 24)[1],)
     return found
 
@@ -95,7 +105,7 @@ def windows(count: int, parts: list[int]) -> Any:
     found = []
     for start, number in zip(range(0, count, 2 * SIZE), parts, strict=True):
         whole = x[start : start + 2 * SIZE], y[start : start + 2 * SIZE]
-        found.append([in_parts(*share, number) for share in in_parts(*whole, 2)])
+        found.append([split_batch(*share, number) for share in split_batch(*whole, 2)])
     return found
 
 

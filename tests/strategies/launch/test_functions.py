@@ -198,7 +198,7 @@ class Interrupts(Module):
         (self.folder / f"ended-{self.trainer.global_rank}").touch()
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_ends_all_ranks_gracefully(tmp_path: Path) -> None:
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(KeyboardInterrupt):

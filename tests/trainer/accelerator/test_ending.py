@@ -200,7 +200,7 @@ def test_signals_and_exit_code_are_configurable(tmp_path: Path) -> None:
     assert run.run().code == 42
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_raises_keyboard_interrupt(tmp_path: Path) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from hungry import Hungry, Long, in_parts, loss_of, padded, parts_of, plain_loop, samples, series
+from hungry import (
+    Hungry,
+    HungrySequences,
+    loss_of,
+    micro_batches_of,
+    pad_collate,
+    plain_loop,
+    samples,
+    sequences_of,
+    split_batch,
+)
 from models import QUIET, Line
 from samples import Unsized
 from torch import Tensor
@@ -40,7 +50,7 @@ def micro_batch_windows(numbers: list[int], size: int = 8, dtype: torch.dtype = 
     """Returns the windows of a plain loop whose batches are split into the given numbers of parts."""
     x, y = samples(20, dtype)
     starts = range(0, 20, size)
-    return [[in_parts(x[i : i + size], y[i : i + size], count)] for i, count in zip(starts, numbers, strict=True)]
+    return [[split_batch(x[i : i + size], y[i : i + size], count)] for i, count in zip(starts, numbers, strict=True)]
 
 
 def same_weights(one: Hungry, other: Hungry) -> bool:
@@ -70,7 +80,7 @@ def test_after_running_out_of_memory_weights_equal_a_plain_micro_batch_loop_bit_
     torch.empty((), dtype=torch.int64).random_()
     plain_loop(plain, micro_batch_windows([1, 4, 4], dtype=dtype))
     assert same_weights(module, plain) and torch.equal(drawn, torch.rand(()))
-    assert trainer.global_step == 3 and parts_of(trainer) == 4
+    assert trainer.global_step == 3 and micro_batches_of(trainer) == 4
     assert module.rows[:3] == [8, 8, 4] and module.rows[-8:] == [2, 2, 2, 2, 1, 1, 1, 1]
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("leyden: out of memory"))
     assert f"in {phase} with 8 of the batch's 8 samples; peak memory: forward" in first
@@ -215,16 +225,16 @@ def test_a_resume_keeps_the_number_of_micro_batches_and_every_bit(tmp_path: Path
     fitted(first, loader(shuffle=True), max_steps=2).save_checkpoint(tmp_path / "saved")
     again, trainer = Hungry(limits, dropout=0.3, seed=5), Trainer(**{**AUTO, "max_epochs": 2})
     trainer.fit(again, loader(shuffle=True), ckpt_path=tmp_path / "saved")
-    assert same_weights(again, whole) and parts_of(trainer) == 2
+    assert same_weights(again, whole) and micro_batches_of(trainer) == 2
     assert again.rows == whole.rows[-len(again.rows) :] and len(again.rows) == 8
 
 
 def test_a_second_fit_starts_with_whole_batches() -> None:
     trainer = fitted(Hungry({(0, "forward"): 4}), loader())
-    assert parts_of(trainer) == 2
+    assert micro_batches_of(trainer) == 2
     module = Hungry()
     trainer.fit(module, loader())
-    assert module.rows == [8, 8, 4] and parts_of(trainer) == 1
+    assert module.rows == [8, 8, 4] and micro_batches_of(trainer) == 1
 
 
 def test_the_callback_starts_with_a_given_number_and_validates_it() -> None:
@@ -413,9 +423,9 @@ def with_trial() -> dict[str, Any]:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_trial_of_a_large_batch_comes_first_and_leaves_no_trace(shuffle: bool, capsys: Any) -> None:
     def data() -> Any:
-        return DataLoader(series(20, 50), 4, shuffle=shuffle, collate_fn=padded)
+        return DataLoader(sequences_of(20, 50), 4, shuffle=shuffle, collate_fn=pad_collate)
 
-    module, plain = Long(100, dropout=0.3), Long(dropout=0.3)
+    module, plain = HungrySequences(100, dropout=0.3), HungrySequences(dropout=0.3)
     logged = fitted(module, data(), **with_trial()).callback_metrics
     drawn = torch.rand(())
     [line] = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
@@ -445,9 +455,9 @@ def test_batches_of_one_size_are_not_tried_and_only_two_are_loaded_twice() -> No
 
 
 def test_without_try_largest_no_batch_is_tried_and_no_sample_is_read_twice() -> None:
-    found = CountingReads(series(20, 50))
-    module = Long()
-    fitted(module, DataLoader(found, 4, collate_fn=padded))
+    found = CountingReads(sequences_of(20, 50))
+    module = HungrySequences()
+    fitted(module, DataLoader(found, 4, collate_fn=pad_collate))
     assert len(module.lengths) == 5 and found.count == 20
     with pytest.raises(ConfigurationError, match="try_largest=1.*use True or False"):
         AutoAccumulation(try_largest=1)  # type: ignore[arg-type]
