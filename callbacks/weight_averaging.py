@@ -62,8 +62,9 @@ class WeightAveraging(ExchangesWeights):
         self._use_buffers, self._functions = use_buffers, kwargs
         self._latest_update_step = 0
         """The global step of the last update after a step."""
-        self._latest_step = 0
-        """The global step that `on_train_batch_end` has seen last, whether it updated the averages or not."""
+        self._latest_step: int | None = None
+        """The global step that `on_train_batch_end` has seen last, whether it updated the averages or not; before the
+        first batch, the step at which training starts. None outside of training."""
         self._progress: Progress | None = None
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -85,7 +86,7 @@ class WeightAveraging(ExchangesWeights):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_fit_start(trainer, module)
-        self._progress, self._latest_step = trainer.progress, trainer.global_step
+        self._progress, self._latest_step = trainer.progress, None
         if self._pending_state is not None:
             self._pending_state = None
             warnings.warn(
@@ -93,6 +94,9 @@ class WeightAveraging(ExchangesWeights):
                 "they are the averages.",
                 stacklevel=2,
             )
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._latest_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -141,7 +145,7 @@ class WeightAveraging(ExchangesWeights):
         The user's `on_train_batch_end` hooks run before this callback's own, and may save. The averages themselves
         are updated later, after all of these hooks.
         """
-        if self._weights is None or self._weights.in_module or self._progress is None:
+        if self._weights is None or self._weights.in_module or self._progress is None or self._latest_step is None:
             return None
         step = self._progress.global_step
         return step if step > self._latest_step and self.should_update(step_idx=step - 1) else None

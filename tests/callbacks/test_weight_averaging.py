@@ -491,6 +491,18 @@ def test_a_save_in_a_users_hook_holds_the_average_of_its_step(tmp_path: Path, fi
         assert not differences(resumed.after, straight.after[step:])
 
 
+def test_a_save_before_the_first_step_of_a_resume_holds_the_averages_it_resumed(tmp_path: Path) -> None:
+    class SavesAtStart(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "start")
+
+    fit([EMAWeightAveraging(decay=0.9), Saves(tmp_path, (3,))])
+    fit([EMAWeightAveraging(decay=0.9), SavesAtStart()], Net(), tmp_path / "3")
+    saved, resaved = (CheckpointReader(tmp_path / name) for name in ("3", "start"))
+    assert not differences(resaved.model(), saved.model())
+    assert (tmp_path / "start" / "callbacks.json").read_bytes() == (tmp_path / "3" / "callbacks.json").read_bytes()
+
+
 def test_a_save_after_an_error_holds_the_average_of_its_step(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="end"):
         fit([EMAWeightAveraging(decay=0.9), FailsAtStep(step=7), OnExceptionCheckpoint(tmp_path)])
