@@ -620,12 +620,20 @@ def test_a_relative_project_dir_is_resolved_at_construction(
     assert f"continues from {folder / 'checkpoint_2'}" in capsys.readouterr().out
     # An explicit relative path is relative to the current folder.
     accelerator.save_state("best")
-    assert os.listdir() == ["best"] and accelerator.project_dir == Path("run")
+    assert os.listdir() == ["best"] and accelerator.project_dir == tmp_path / "run"
     accelerator.end_training()
+    assert not os.path.lexists(folder / NAME)
+
+
+def test_a_project_dir_that_is_set_later_keeps_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path / "early", project_config=config)
+    config.project_dir = "late"
     monkeypatch.chdir(tmp_path)
-    config = ProjectConfiguration("run", automatic_checkpoint_naming=True)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert config.checkpoint_folder == folder
+    for _ in range(4):
+        accelerator.save_state()
+    assert {path.name for path in all_checkpoints(Path("late/checkpoints"))} == {"checkpoint_2", "checkpoint_3"}
+    assert config.iteration == 4
 
 
 def test_saving_into_the_released_folder_after_end_training_raises(tmp_path: Path) -> None:

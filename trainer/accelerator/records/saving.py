@@ -274,7 +274,8 @@ def _is_automatic(accelerator: Accelerator, path: Path) -> bool:
     """Returns True for an automatically named checkpoint, which counts toward the limit."""
     config = accelerator.project_configuration
     names = config.automatic_checkpoint_naming or accelerator.options.resumes
-    return names and path.absolute().parent == config.checkpoint_folder and AUTOMATIC.fullmatch(path.name) is not None
+    is_there = names and path.absolute().parent == config.checkpoint_folder.absolute()
+    return is_there and AUTOMATIC.fullmatch(path.name) is not None
 
 
 def _step_states(accelerator: Accelerator) -> StepStates:
@@ -359,7 +360,8 @@ def lock_folder(strategy: Strategy, options: Options) -> FolderLock | None:
     """
     if not options.resumes:
         return None
-    folder = options.project.checkpoint_folder
+    # `project_dir` may be set later, and a script may change its working directory.
+    folder = options.project.checkpoint_folder.absolute()
     lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() releases it")
     CheckpointRanks(strategy, folder).first(lock.acquire)
     return lock

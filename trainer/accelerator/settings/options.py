@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ class Options:
         self.project = _project(given)
         self.resumes = _resumes(given["resume"], self.project)
         """True if the loop resumes automatically, in a folder that it locks."""
+        if self.resumes and self.project.project_dir is not None:
+            # After an `os.chdir`, the checkpoints must not go to another folder than the locked one.
+            self.project.set_directories(Path(self.project.project_dir).absolute())
         self.preemption = preemption_from(given["preemption"], resumes=False)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])

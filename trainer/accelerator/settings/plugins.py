@@ -116,9 +116,9 @@ class ProjectConfiguration:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Folder of the automatically named checkpoints. `os.chdir` does not move it."""
+        """Folder of the automatically named checkpoints."""
         assert self.project_dir is not None, "the Accelerator checks this"
-        return self._base / self.project_dir / "checkpoints"
+        return Path(self.project_dir) / "checkpoints"
 
     def next_name(self) -> str:
         """Returns the next automatic name, skipping names that an earlier run has used in the same folder."""
@@ -132,10 +132,8 @@ class ProjectConfiguration:
             self.iteration = int(named[1]) + 1
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Sets the run's folder, and the trackers' folder if it is not set. A relative one is resolved now."""
+        """Sets the run's folder, and the trackers' folder if it is not set."""
         self.project_dir = project_dir
-        # Not a field: `project_dir` stays as given.
-        self._base = Path() if project_dir is None or os.path.isabs(project_dir) else Path.cwd()
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
