@@ -63,14 +63,6 @@ class AveragedWeights:
         self._average.update_parameters(flat)
         self._stored_module.copy_others(flat)
 
-    def updated(self) -> AveragedWeights:
-        """Returns new averages that also include the current weights, which must be in the module."""
-        updated = AveragedWeights(self._module, self._strategy, self._make, self._device)
-        if self.count:
-            updated.restore(self.count, self.stored(), in_module=False)
-        updated.update()
-        return updated
-
     @property
     def _stored_module(self) -> _Flat:
         assert self._average is not None

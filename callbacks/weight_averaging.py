@@ -16,7 +16,6 @@ from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_whole
 
 if TYPE_CHECKING:
-    from leyden.trainer.events.progress import Progress
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
@@ -62,10 +61,6 @@ class WeightAveraging(ExchangesWeights):
         self._use_buffers, self._functions = use_buffers, kwargs
         self._latest_update_step = 0
         """The global step of the last update after a step."""
-        self._latest_step: int | None = None
-        """The global step that `on_train_batch_end` has seen last, whether it updated the averages or not; before the
-        first batch, the step at which training starts. None outside of training."""
-        self._progress: Progress | None = None
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Returns True if the averages should be updated now: by default after each step. Override to change this.
@@ -86,7 +81,6 @@ class WeightAveraging(ExchangesWeights):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_fit_start(trainer, module)
-        self._progress, self._latest_step = trainer.progress, None
         if self._pending_state is not None:
             self._pending_state = None
             warnings.warn(
@@ -95,13 +89,10 @@ class WeightAveraging(ExchangesWeights):
                 stacklevel=2,
             )
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._latest_step = trainer.global_step
-
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._latest_step = step = trainer.global_step
+        step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
             self._update()
             self._latest_update_step = step
@@ -139,34 +130,20 @@ class WeightAveraging(ExchangesWeights):
             weights.exchange()
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
-    def _step_to_save(self) -> int | None:
-        """Returns the step whose update a checkpoint must include although it is still due; None if there is none.
-
-        The user's `on_train_batch_end` hooks run before this callback's own, and may save. The averages themselves
-        are updated later, after all of these hooks.
-        """
-        if self._weights is None or self._weights.in_module or self._progress is None or self._latest_step is None:
-            return None
-        step = self._progress.global_step
-        return step if step > self._latest_step and self.should_update(step_idx=step - 1) else None
-
     def saved_weights(self) -> Mapping[str, Tensor]:
         weights = self._weights
-        if weights is not None and self._step_to_save() is not None:
-            weights = weights.updated()
         return {} if weights is None or not weights.count or weights.in_module else weights.replacements()
 
     def state_dict(self) -> dict[str, Any]:
-        weights, step = self._weights, self._step_to_save()
         state: dict[str, Any] = {
-            "latest_update_step": self._latest_update_step if step is None else step,
+            "latest_update_step": self._latest_update_step,
             "latest_update_epoch": self._latest_update_epoch,
         }
-        count = (0 if weights is None else weights.count) + (step is not None)
-        if weights is None or not count:
+        weights = self._weights
+        if weights is None or not weights.count:
             return state
         current = weights.stored() if weights.in_module else weights.of_module()
-        return {**state, "n_averaged": count, "current": current}
+        return {**state, "n_averaged": weights.count, "current": current}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         saved = SavedState(state)
@@ -183,7 +160,6 @@ class WeightAveraging(ExchangesWeights):
 
     def go_back(self, state: dict[str, Any], step: int) -> None:
         super().go_back(state, step)
-        self._latest_step = step
         if self._pending_state is None and self._weights is not None:
             # The checkpoint is from before the first update.
             self._weights.reset()

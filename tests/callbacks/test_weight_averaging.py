@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from leyden import ConfigurationError, LeydenError, Trainer
+from leyden import ConfigurationError, Trainer
 from leyden.callbacks import (
     Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -456,91 +455,3 @@ def test_engines_that_step_copies_of_the_weights_raise() -> None:
     assert DeepSpeedStrategy.drives_one
     # Works without torch_xla installed.
     assert "untested" in XLAStrategy.__new__(XLAStrategy).refusals["exchange"]
-
-
-class Saves(Callback):
-    """Saves after steps, in its own `on_train_batch_end`, which comes before the averages' update."""
-
-    def __init__(self, folder: Path | str, steps: tuple[int, ...] = tuple(range(1, 13))) -> None:
-        self.folder, self.steps = Path(folder), steps
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        if trainer.global_step in self.steps:
-            trainer.save_checkpoint(self.folder / str(trainer.global_step))
-
-
-class ClosingSaves(Saves):
-    closing_hooks = frozenset({"on_train_batch_end"})
-
-
-@pytest.mark.parametrize("first", [0, 4])
-def test_a_save_in_a_users_hook_holds_the_average_of_its_step(tmp_path: Path, first: int) -> None:
-    def averaging() -> EMAWeightAveraging:
-        return EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_step=first)
-
-    straight = fit([averaging(), Saves(tmp_path)])
-    assert not differences(weights_of(straight), weights_of(fit([averaging()])))
-    for step in (1, 2, 3, 5, 7, 12):
-        reader, averaged = CheckpointReader(tmp_path / str(step)), straight.after[first:step:2]
-        expected = (
-            torch_average(averaged, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else straight.after[step - 1]
-        )
-        assert not differences(reader.model(), expected)
-        resumed = fit([averaging()], Net(), tmp_path / str(step))
-        assert not differences(weights_of(resumed), weights_of(straight))
-        assert not differences(resumed.after, straight.after[step:])
-
-
-def test_a_save_before_the_first_step_of_a_resume_holds_the_averages_it_resumed(tmp_path: Path) -> None:
-    class SavesAtStart(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "start")
-
-    fit([EMAWeightAveraging(decay=0.9), Saves(tmp_path, (3,))])
-    fit([EMAWeightAveraging(decay=0.9), SavesAtStart()], Net(), tmp_path / "3")
-    saved, resaved = (CheckpointReader(tmp_path / name) for name in ("3", "start"))
-    assert not differences(resaved.model(), saved.model())
-    assert (tmp_path / "start" / "callbacks.json").read_bytes() == (tmp_path / "3" / "callbacks.json").read_bytes()
-
-
-def test_a_save_after_an_error_holds_the_average_of_its_step(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="end"):
-        fit([EMAWeightAveraging(decay=0.9), FailsAtStep(step=7), OnExceptionCheckpoint(tmp_path)])
-    straight = fit([EMAWeightAveraging(decay=0.9)])
-    averages = torch_average(straight.after[:7], multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    assert not differences(CheckpointReader(tmp_path / "on_exception").model(), averages)
-    resumed = fit([EMAWeightAveraging(decay=0.9)], Net(), tmp_path / "on_exception")
-    assert not differences(weights_of(resumed), weights_of(straight))
-
-
-def saves_on_ranks(folder: str) -> Any:
-    """Steps 7 and 14 end the epochs, and the second rank has no sample for them."""
-
-    def train(saves: list[Callback], strategy: Any, ckpt: str | None = None) -> Any:
-        module = with_sgd(exact())
-        callbacks = [EMAWeightAveraging(decay=0.8), *saves]
-        arguments = {**QUIET, "precision": "64-true", "strategy": strategy, "devices": 2, "global_batch_size": 4}
-        trainer = Trainer(callbacks=callbacks, max_epochs=2, **arguments)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.fit(module, data(torch.float64, samples=25), data(torch.float64), ckpt_path=ckpt)
-        return numbers_of(module)
-
-    found = []
-    for strategy in ("ddp", "fsdp"):
-        places = f"{folder}/{strategy}"
-        straight = train([Saves(places, (5,)), ClosingSaves(places, (7,))], strategy)
-        found.append((straight, [train([], strategy, f"{places}/{step}") for step in (5, 7)]))
-    refused = ""
-    try:
-        train([Saves(f"{folder}/refused", (7,))], "ddp")
-    except (LeydenError, SystemExit) as error:
-        refused = str(error)
-    return found, refused
-
-
-def test_a_save_in_a_users_hook_resumes_exactly_on_ranks(tmp_path: Path) -> None:
-    answers = run_world(2, saves_on_ranks, str(tmp_path), may_fail=True)
-    for straight, resumed in answers[0][0]:
-        assert not differences(resumed, [straight, straight])
-    assert "save_checkpoint" in answers[0][1] and "closing_hooks = frozenset" in answers[0][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Callback, LeydenError, Trainer, seed_everything
 from leyden.callbacks import ModelCheckpoint, NonFiniteGuard, SpikeDetection
+from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 class Net(Squares):
@@ -68,12 +70,22 @@ class RollsBackInLastBatch(Callback):
             trainer.roll_back()
 
 
+class SavesInLastBatch(Callback):
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "own")
+
+
+class SavesInClosingHook(SavesInLastBatch):
+    closing_hooks = frozenset({"on_train_batch_end"})
+
+
 class RollsBackInClosingHook(RollsBackInLastBatch):
     closing_hooks = frozenset({"on_train_batch_end"})
 
 
-def roll_back_in_last_batch(root: str, callback: Callback) -> int:
-    """Rolls back in the last batch, which has no sample for rank 1; returns the step."""
+def fit_with_callback(root: str, callback: Callback) -> int:
+    """Trains an epoch whose last batch has no sample for rank 1; returns the step."""
     checkpoint = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
     settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "devices": 2, "max_epochs": 1}
     trainer = Trainer(**settings, callbacks=[callback, checkpoint], default_root_dir=root)
@@ -81,16 +93,26 @@ def roll_back_in_last_batch(root: str, callback: Callback) -> int:
     return int(trainer.global_step)
 
 
-def roll_back_in_plain_hook(root: str) -> str:
+def fit_with_plain_hook(root: str, callback: Callback) -> str:
     try:
-        return str(roll_back_in_last_batch(root, RollsBackInLastBatch()))
+        return str(fit_with_callback(root, callback))
     except LeydenError as error:
         return str(error)
 
 
-def test_rolling_back_in_a_hook_that_idle_ranks_skip_raises(tmp_path: Any) -> None:
-    found = run_world(2, roll_back_in_plain_hook, str(tmp_path), may_fail=True)
-    assert "with closing_hooks = frozenset" in str(found[0])
+@pytest.mark.parametrize(
+    ("callback", "method"), [(RollsBackInLastBatch(), "roll_back"), (SavesInLastBatch(), "save_checkpoint")]
+)
+def test_a_hook_that_idle_ranks_skip_can_neither_roll_back_nor_save(
+    tmp_path: Any, callback: Callback, method: str
+) -> None:
+    found = run_world(2, fit_with_plain_hook, str(tmp_path), callback, may_fail=True)
+    assert f"all ranks must call {method}" in str(found[0]) and "with closing_hooks = frozenset" in str(found[0])
+
+
+def test_a_closing_hook_saves_in_a_batch_with_an_idle_rank(tmp_path: Any) -> None:
+    run_world(2, fit_with_callback, str(tmp_path), SavesInClosingHook())
+    CheckpointReader(tmp_path / "own").verify()
 
 
 def roll_back_during_a_spike(root: str) -> list[Any]:
@@ -105,7 +127,7 @@ def roll_back_during_a_spike(root: str) -> list[Any]:
 
 def on_ranks(root: str) -> dict[str, list[Any]]:
     found = {"spike": roll_back_during_a_spike(f"{root}/spike")}
-    found["single"] = [roll_back_in_last_batch(f"{root}/single", RollsBackInClosingHook())]
+    found["single"] = [fit_with_callback(f"{root}/single", RollsBackInClosingHook())]
     for strategy in ("ddp", "fsdp"):
         found[strategy] = trained(f"{root}/{strategy}/whole", strategy)
         trained(f"{root}/{strategy}/cut", strategy, max_steps=9)
