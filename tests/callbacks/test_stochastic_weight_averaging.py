@@ -99,7 +99,7 @@ class RandomNumberRecorder(Callback):
         self.drawn.append(float(torch.rand(())))
 
 
-def test_the_batch_norm_pass_preserves_random_state_and_metrics() -> None:
+def test_the_batch_norm_pass_preserves_random_state_and_logs_no_metric() -> None:
     one, other = RandomNumberRecorder(), RandomNumberRecorder()
     module = fit([callback(), one])
     plain = fit([other])

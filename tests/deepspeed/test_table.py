@@ -11,7 +11,7 @@ STRATEGIES = ("deepspeed_stage_2", "deepspeed_stage_3")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
+def test_quick_cells_of_the_table_are_correct(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "CI", tmp_path, size=2, other=1)
 
 
@@ -22,5 +22,5 @@ def test_other_names_of_the_strategy_train(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_slow_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
+def test_slow_cells_of_the_table_are_correct(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "full", tmp_path, size=2, other=1)

@@ -43,7 +43,7 @@ def test_the_failure_names_the_rank() -> None:
     assert run_world(2, fail_on_rank_one, may_fail=True) == ["fine", "ValueError: of rank one"]
 
 
-def test_a_rank_that_hangs_is_killed() -> None:
+def test_a_hanging_rank_is_named() -> None:
     with pytest.raises(AssertionError, match="rank 0 hangs"):
         run_world(1, hang, timeout=0.5)
 

@@ -14,12 +14,12 @@ assert process.on_xla
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
+def test_quick_cells_of_the_table_are_correct(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "CI", tmp_path, size=1, other=1, TABLE_DEVICES="4")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_slow_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
+def test_slow_cells_of_the_table_are_correct(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "full", tmp_path, size=1, other=1, TABLE_DEVICES="4")
