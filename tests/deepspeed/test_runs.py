@@ -314,3 +314,30 @@ def test_one_failing_rank_ends_the_run_with_its_error(stage: int, tmp_path: Path
     results = run_world(2, failing, stage, str(tmp_path), may_fail=True)
     assert results[1] == "RuntimeError: the third batch is bad"
     assert results[0] != "returned" and results[0] is not None
+
+
+class FailsOnce(Net):
+    """Raises in the third training step of its first fit."""
+
+    failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("the third batch is bad")
+        return super().training_step(batch, batch_idx)
+
+
+def fitted_after_a_failure(stage: int) -> tuple[bool, int]:
+    """Fits a module, which fails, and fits it again; returns whether the failed engine was closed."""
+    module, trainer = FailsOnce(), trainer_of(zero(stage))
+    with pytest.raises(RuntimeError, match="the third batch is bad"):
+        trainer.fit(module, data())
+    closed = trainer.strategy.engine is None
+    trainer.fit(module, data())
+    return closed, trainer.global_step
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_engine_of_a_failed_step_is_not_used_again(stage: int) -> None:
+    assert run_world(1, fitted_after_a_failure, stage) == [(True, 8)]

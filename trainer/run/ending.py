@@ -61,7 +61,7 @@ def end_with_error(run: Run, error: BaseException, owners: Iterable[object]) -> 
         _warn_of(_errors_of(run.saves.wait))
     ranks, place = run.strategy.ranks, advice.where(run)
     better = dead or advice.in_better_words(run, error, owners)
-    is_first = ranks.report_failure(better, place)
+    is_first = run.strategy.report_failure(better, place)
     # On several ranks, the failure report already names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
     _call_on_exception(run, error)
