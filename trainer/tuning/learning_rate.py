@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
+Method: TypeAlias = Literal["valley", "steepest"]
 MODES = ("exponential", "linear")
+METHODS = ("valley", "steepest")
 NAMES = ("lr", "learning_rate")
 SMOOTHING = 0.98
 
@@ -48,40 +52,59 @@ class LRFinder:
     num_training: int
     results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
 
-    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Returns the rate at which the loss falls most steeply; None, with a warning, if there are too few points.
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1, method: Method = "valley") -> float | None:
+        """Returns a rate at which the loss falls; None, with a warning, if there is none.
+
+        There is none where the fall is within the noise of single batches.
 
         Args:
             skip_begin: number of points to skip at the beginning.
             skip_end: number of points to skip at the end.
+            method: "valley" for the middle of the longest fall, as fastai's default does, or "steepest" for the point
+                where the loss falls most per factor of the rate.
+
+        Raises:
+            ConfigurationError: for an unknown method.
+
+        References:
+            The valley is the method "valley" of fastai's `lr_find`, by ESRI.
         """
-        place = self._place(skip_begin, skip_end)
+        if method not in METHODS:
+            raise ConfigurationError(f"method={method!r}: {nearest(str(method), METHODS)}")
+        place, reason = self._place(skip_begin, skip_end, method)
         if place is None:
-            warnings.warn(
-                f"too few finite losses for a suggestion: {len(self.results['loss'])}, minus {skip_begin} + {skip_end} "
-                "skipped ones. Search with more steps or a lower max_lr.",
-                stacklevel=2,
-            )
+            warnings.warn(f"no learning rate is suggested: {reason}", stacklevel=2)
             return None
         return self.results["lr"][place]
 
-    def _place(self, skip_begin: int, skip_end: int) -> int | None:
+    def _place(self, skip_begin: int, skip_end: int, method: Method) -> tuple[int | None, str]:
+        """Returns the index of the suggested rate; or None, and the reason."""
         losses = self.results["loss"]
         places = range(len(losses))[skip_begin : len(losses) - skip_end]
         finite = [place for place in places if math.isfinite(losses[place])]
         if len(finite) < 2:
-            return None
+            return None, (
+                f"too few finite losses, {len(losses)} minus {skip_begin} + {skip_end} skipped ones. Search with more "
+                "steps or a lower max_lr."
+            )
+        fall, noise = _fall_and_noise(torch.tensor(_unsmoothed(losses), dtype=torch.float64)[finite])
+        if not fall > 3 * noise:
+            return None, (
+                f"the loss falls by {max(fall, 0.0):.2g}, which its noise of {noise:.2g} may explain. Search with more "
+                "steps, larger batches or a higher max_lr, and look at plot()."
+            )
+        values = torch.tensor([losses[place] for place in finite], dtype=torch.float64)
+        if method == "valley":
+            return finite[_middle_of_fall(values.tolist())], ""
         rates = torch.tensor([self.results["lr"][place] for place in finite], dtype=torch.float64)
-        [slope] = torch.gradient(
-            torch.tensor([losses[place] for place in finite], dtype=torch.float64), spacing=(rates,)
-        )
-        return finite[int(slope.argmin())]
+        [slope] = torch.gradient(values, spacing=(rates.log(),))
+        return finite[int(slope.argmin())], ""
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Plots the loss over the rates with matplotlib.
 
         Args:
-            suggest: mark the suggested rate.
+            suggest: mark the rate that `suggestion()` returns.
             show: show the figure.
             ax: axes to draw on; None for a new figure.
 
@@ -102,7 +125,7 @@ class LRFinder:
             ax.set_xscale("log")
         ax.set_xlabel("Learning rate")
         ax.set_ylabel("Loss")
-        place = self._place(10, 1) if suggest else None
+        place = self._place(10, 1, "valley")[0] if suggest else None
         if place is not None:
             ax.plot(self.results["lr"][place], self.results["loss"][place], markersize=10, marker="o", color="red")
         if show:
@@ -238,6 +261,36 @@ class Sweep(Callback):
         if not math.isfinite(smoothed) or (limit is not None and len(losses) > 2 and smoothed > limit * self._best):
             trainer.should_stop = True
         self._best = min(self._best, smoothed)
+
+
+def _unsmoothed(losses: list[float]) -> list[float]:
+    """Returns the losses of which `losses` is the smoothed average."""
+    sums = [0.0, *(loss * (1 - SMOOTHING**number) for number, loss in enumerate(losses, start=1))]
+    return [(total - SMOOTHING * before) / (1 - SMOOTHING) for before, total in pairwise(sums)]
+
+
+def _fall_and_noise(losses: Tensor) -> tuple[float, float]:
+    """Returns how far the loss falls below its first quarter, where rates are too low to matter, and the error of that.
+
+    The lowest loss is the lowest mean of a tenth of the points.
+    """
+    first, width = losses[: max(1, len(losses) // 4)], max(1, len(losses) // 10)
+    fall = first.mean() - losses.unfold(0, width, 1).mean(1).min()
+    noise = first.std(correction=0) * math.sqrt(1 / width + 1 / len(first))
+    return float(fall), float(noise)
+
+
+def _middle_of_fall(losses: list[float]) -> int:
+    """Returns the index in the middle of the longest fall: as many indices as the longest falling subsequence has."""
+    tails: list[float] = []
+    """The negated last loss of the best falling subsequence of each length, so far."""
+    end = 0
+    for index, loss in enumerate(losses):
+        length = bisect.bisect_left(tails, -loss)
+        if length == len(tails):
+            end = index
+        tails[length : length + 1] = [-loss]
+    return end - len(tails) // 2
 
 
 def _loss_of(outputs: Any) -> tuple[Tensor, Any]:

@@ -12,9 +12,9 @@ from models import QUIET, Squares, input_of
 from ranks.world import run_world
 from same import differences
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from leyden import ConfigurationError, DataModule, Trainer, Tuner
+from leyden import ConfigurationError, DataModule, Trainer, TrainModule, Tuner
 from leyden.callbacks import (
     AutoAccumulation,
     BatchSizeFinder,
@@ -193,7 +193,7 @@ def test_a_search_during_fit_changes_only_the_learning_rate(tmp_path: Path) -> N
         run.fit(module, loader(), loader())
         found.append(final_state(module, run))
     assert finder.optimal_lr is not None and not differences(*found)
-    finder = SearchAtEpochs(num_training_steps=20)
+    finder = SearchAtEpochs(num_training_steps=100)
     module, run = make_seeded(), trainer(tmp_path / "rate", callbacks=[finder])
     run.fit(module, loader(), loader())
     assert run.optimizers[0].param_groups[0]["lr"] == module.lr != 0.01
@@ -291,7 +291,7 @@ class SearchAtStart(LearningRateFinder):
 
 
 def test_a_search_in_on_fit_start_updates_the_existing_optimizer(tmp_path: Path) -> None:
-    module, run = make_seeded(), trainer(tmp_path, callbacks=[SearchAtStart(num_training_steps=30)])
+    module, run = make_seeded(), trainer(tmp_path, callbacks=[SearchAtStart(num_training_steps=100)])
     run.fit(module, loader(), loader())
     assert run.optimizers[0].param_groups[0]["lr"] == module.lr != 0.01
 
@@ -321,6 +321,65 @@ def test_too_few_finite_losses_give_no_suggestion() -> None:
     found = LRFinder("linear", 0.0, 1.0, 3, {"lr": [0.1, 0.2, 0.3], "loss": [3.0, float("nan"), 1.0]})
     with pytest.warns(UserWarning, match="too few finite losses"):
         assert found.suggestion() is None
+
+
+def smoothed(losses: list[float]) -> LRFinder:
+    """Returns the result of a search with these losses, at rates from 1e-8 to 1."""
+    average, found, last = 0.0, [], len(losses) - 1
+    for number, loss in enumerate(losses, start=1):
+        average = 0.98 * average + 0.02 * loss
+        found.append(average / (1 - 0.98**number))
+    rates = [1e-8 ** (1 - place / last) for place in range(len(losses))]
+    return LRFinder("exponential", 1e-8, 1.0, len(losses), {"lr": rates, "loss": found})
+
+
+def test_the_suggestion_is_in_the_fall_of_a_noisy_curve() -> None:
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(0)).mul(0.1).tolist()
+    # Flat up to the rate 1e-4, then falling.
+    found = smoothed([2.3 + noise[step] - 0.04 * max(0, step - 50) for step in range(100)])
+    for method in ("valley", "steepest"):
+        rate = found.suggestion(method=method)  # type: ignore[arg-type]
+        assert rate is not None and 1e-4 < rate < 1
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.01], ids=["flat", "rising"])
+def test_a_curve_without_a_fall_gives_no_suggestion(slope: float) -> None:
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(0)).mul(0.1).tolist()
+    found = smoothed([2.3 + noise[step] + slope * max(0, step - 50) for step in range(100)])
+    with pytest.warns(UserWarning, match=r"the loss falls by .* noise"):
+        assert found.suggestion() is None
+
+
+def test_an_unknown_method_of_suggestion_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="steepest"):
+        smoothed([3.0, 2.0, 1.0]).suggestion(method="steep")  # type: ignore[arg-type]
+
+
+class Classifier(TrainModule):
+    """A small network on scikit-learn's digits."""
+
+    lr = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def test_lr_find_suggests_a_usable_rate_for_digits() -> None:
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits))
+    torch.manual_seed(0)
+    module = Classifier()
+    Tuner(Trainer(**QUIET)).lr_find(module, DataLoader(data, 16, shuffle=True))
+    assert 1e-3 < module.lr < 3e-2
 
 
 def test_plot_draws_the_curve_or_names_the_missing_package() -> None:
