@@ -49,23 +49,33 @@ def test_limit_test_and_predict_batches_limit_each_run(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize(("amount", "count"), [(3, 3), (0.25, 2)])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_overfit_batches_trains_and_validates_on_the_same_batches(
-    fit: Any, amount: Any, count: int, shuffle: bool
-) -> None:
-    data = torch.arange(8.0).repeat_interleave(2).view(8, 2)
+def test_overfit_batches_validates_on_the_batches_that_it_trains_on(fit: Any, amount: Any, count: int) -> None:
+    data: Any = torch.arange(8.0).repeat_interleave(2).view(8, 2)
     module = Tiny()
-    loader = DataLoader(data, batch_size=1, shuffle=True)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="overfit_batches turned shuffling off"):
         fit(
             module,
-            loader,
-            DataLoader(data, shuffle=shuffle),
+            DataLoader(data, batch_size=1, shuffle=True),
+            DataLoader(data + 100),
             overfit_batches=amount,
             max_epochs=2,
             num_sanity_val_steps=0,
-        )  # type: ignore[arg-type]
+        )
     assert module.trained == [*range(count)] * 2 == module.validated
+
+
+def test_overfit_batches_validates_inside_an_epoch_with_workers_of_its_own(fit: Any) -> None:
+    data: Any = torch.arange(8.0).repeat_interleave(2).view(8, 2)
+    module = Tiny()
+    loader = DataLoader(data, batch_size=1, num_workers=1, persistent_workers=True)
+    fit(module, loader, DataLoader(data + 100), overfit_batches=4, val_check_interval=2, num_sanity_val_steps=0)
+    assert module.trained == [0, 1, 2, 3] and module.validated == [0, 1, 2, 3] * 2
+
+
+def test_overfit_batches_without_a_validation_loader_does_not_validate(fit: Any) -> None:
+    module = Tiny()
+    fit(module, numbered(4), overfit_batches=2)
+    assert (module.trained, module.validated) == ([0, 1], [])
 
 
 @pytest.mark.parametrize(("given", "count"), [(True, 1), (3, 3)])

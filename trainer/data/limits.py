@@ -160,6 +160,9 @@ def with_collate(loader: DataLoader[Any], collate: Any) -> DataLoader[Any]:
 
 def apart(loader: Any) -> Any:
     """Returns a copy of a DataLoader, which starts its own workers. Other loaders are returned unchanged."""
+    mapped = getattr(loader, "mapped", None)
+    if mapped is not None:
+        return mapped(apart)
     return _with(loader) if isinstance(loader, DataLoader) else loader
 
 

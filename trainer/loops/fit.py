@@ -98,19 +98,18 @@ class FitLoop:
         """
         self._restored, run = restored, self._run
         self.schedulers = Schedulers(run.schedulers, run.module, run.hooks, run.strategy.ranks, run.schedulers_rest)
-        if self.accumulation is not None and self.accumulation.counts_samples:
-            self.load_training_data()
+        # Before the sanity check, so that random numbers that the loaders' methods draw do not depend on it.
+        self.load_training_data()
         self.step = make_step(run, self.schedulers)
         is_iterator_step = takes_iterator(self.module.training_step)
         if is_iterator_step:
             check_iterator(run)
+        self.validation.load()
         if restored is None:
             self.validation.sanity_check()
         if self.arguments.limit_train_batches == 0:
             run.announce()
             return
-        self.load_training_data()
-        self.validation.load()
         self.validation.set_interval(self.num_batches)
         follow_ups = (self.validation.loop, run.profiler, self._agreement)
         self._has_follow_up = bool(run.schedulers) or any(part is not None for part in follow_ups)
@@ -269,7 +268,7 @@ class FitLoop:
         every = self.arguments.reload_dataloaders_every_n_epochs
         if every and progress.epoch > 0 and progress.epoch % every == 0:
             self.load_training_data(reload=True)
-            self.validation.load(reload=True)
+        self.validation.reload_if_due()
         assert self.cursor is not None
         self.window_start, self._epoch_cut_short = 0, False
         self.hooks.fire_all("on_train_epoch_start")

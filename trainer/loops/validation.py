@@ -45,12 +45,22 @@ class Validation:
         self._validated_at = -1
         """`progress.batches` at the last pass."""
 
-    def load(self, reload: bool = False) -> None:
-        """Creates the validation loaders if there are none yet, or again with `reload`."""
-        if self.loop is None or reload:
-            loaders = self._run.loaders.evaluation("val")
-            has_batches = any(limit != 0 for _, limit in loaders)
-            self.loop = EvaluationLoop(self._run, "validation", loaders) if has_batches else None
+    def load(self) -> None:
+        """Creates the validation loaders."""
+        loaders = self._run.loaders.evaluation("val")
+        has_batches = any(limit != 0 for _, limit in loaders)
+        self.loop = EvaluationLoop(self._run, "validation", loaders) if has_batches else None
+
+    def reload_if_due(self) -> None:
+        """Creates the loaders again at the start of an epoch that validates (`reload_dataloaders_every_n_epochs`).
+
+        Computed from the epoch alone, so that a resumed run reloads in the same epochs.
+        """
+        every, epoch = self._arguments.reload_dataloaders_every_n_epochs, self._progress.epoch
+        if every and self._validates_in_this_epoch():
+            last_validated = max(0, epoch - (self._arguments.check_val_every_n_epoch or 1))
+            if epoch // every > last_validated // every:
+                self.load()
 
     def sanity_check(self) -> None:
         """Runs a few validation batches before the first step. Counters and random states stay unchanged."""
@@ -59,7 +69,6 @@ class Validation:
             return
         with run.state.checking_sanity():
             run.hooks.fire_all("on_sanity_check_start")
-            self.load()
             if self.loop is not None:
                 with self._keeping_snapshot(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
                     self.loop.run(limit=None if count == -1 else count)

@@ -282,6 +282,43 @@ def test_loaders_are_reloaded_every_n_epochs(fit: Any, every: int, loaded: list[
     assert module.trained == [10.0 * epoch + batch for epoch in latest for batch in (0, 1)]
 
 
+@pytest.mark.parametrize(
+    ("every", "check", "loaded"),
+    [(2, 2, [0, 3, 5]), (1, 2, [0, 1, 3, 5]), (3, 2, [0, 3]), (2, 3, [0, 2, 5]), (2, None, [0, 2, 4])],
+)
+def test_validation_loaders_are_reloaded_only_in_epochs_that_validate(
+    fit: Any, every: int, check: int | None, loaded: list[int]
+) -> None:
+    class Reloading(Tiny):
+        vals: tuple[int, ...] = ()
+
+        def val_dataloader(self) -> Any:
+            self.vals += (self.current_epoch,)
+            return numbered(1)
+
+    module = Reloading()
+    options = {"reload_dataloaders_every_n_epochs": every, "check_val_every_n_epoch": check, "val_check_interval": 2}
+    fit(module, numbered(2), max_epochs=6, **options)
+    assert list(module.vals) == loaded
+
+
+def test_the_sanity_check_changes_no_random_number_of_the_loaders(fit: Any) -> None:
+    class Draws(Tiny):
+        def train_dataloader(self) -> Any:
+            return list(torch.rand(2, 1, 2))
+
+        def val_dataloader(self) -> Any:
+            return list(torch.rand(1, 1, 2))
+
+    found = []
+    for steps in (0, 2):
+        torch.manual_seed(0)
+        module = Draws()
+        fit(module, None, num_sanity_val_steps=steps, max_epochs=2)
+        found.append((module.trained, module.validated[-1], float(torch.rand(()))))
+    assert found[0] == found[1]
+
+
 def test_a_checkpoint_monitors_values_of_validations_inside_an_epoch(fit: Any) -> None:
     class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -13,7 +13,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
-from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
+from leyden.trainer.data.limits import apart, batches_of, check_not_empty, warn_if_shuffled, without_shuffle
 from leyden.trainer.data.sharding import DataRanks
 from leyden.trainer.data.sifted import sifting
 from leyden.trainer.data.streams import shard
@@ -66,6 +66,8 @@ class Loaders:
         """Samples in a training batch of all ranks together; None if unknown, 0 before the loader is fetched."""
         self.cursor: LoaderCursor | None = None
         """The cursor over the training loader; None until the loader is fetched."""
+        self._overfitted: Any = None
+        """The training loader under `overfit_batches`, which is validated in place of the validation loaders."""
         self.fetched: dict[str, Any] = {}
         """The loaders of each kind, as passed in or as returned by their owner."""
 
@@ -118,7 +120,7 @@ class Loaders:
             loader = CombinedLoader(loader, "max_size_cycle")
         _check_iterable("train", loader)
         if arguments.overfit_batches:
-            loader = without_shuffle(loader)
+            loader = self._overfitted = without_shuffle(loader)
         check_not_empty(loader, "train")
         skips = arguments.on_bad_sample == "skip"
         if skips:
@@ -193,13 +195,13 @@ class Loaders:
             if not optional:
                 warnings.warn(f"Trainer.{STAGES[kind]} got no loader, so it runs nothing.", stacklevel=2)
             return []
-        overfits = optional and self._arguments.overfit_batches
         result: list[tuple[LoaderCursor, int | None]] = []
         for loader, own_limit in _flat(found):
             _check_iterable(kind, loader)
             check_not_empty(loader, kind)
-            if overfits:
-                loader = without_shuffle(loader)
+            if optional and self._overfitted is not None and not isinstance(self._overfitted, Iterator):
+                # With workers of its own, since a validation may run inside of an epoch.
+                loader = apart(self._overfitted)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
             cursor = LoaderCursor(self._sharded(loader, False))
