@@ -24,6 +24,7 @@ from leyden.strategies.launch.leaving import ERROR_FILE
 from leyden.strategies.launch.meeting import until
 from leyden.strategies.launch.processes import started
 from leyden.strategies.launch.tries import GIVEN_UP, starts_again
+from leyden.strategies.user_code import users_frame
 
 KEY = "failed"
 GRACE = 4.0
@@ -32,7 +33,6 @@ ANSWER = 5.0
 """Seconds to wait for an answer from the store, and from each rank about where it is."""
 LEAVE = 5.0
 """Seconds allowed for leaving a process group after a failure."""
-FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen ")
 TIME_OUTS = ("timed out", "timeout", "time out")
 LOST = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "connectFullMesh"),
@@ -299,11 +299,9 @@ def _place_of_main_thread() -> str:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """Describes the innermost frame that belongs neither to a library nor to Python."""
-    own = [frame for frame in stack if not any(part in frame.filename for part in FOREIGN)] or list(stack)
-    if not own:
-        return "outside of Python"
-    return f"at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"
+    """Describes the innermost frame of the user's code."""
+    frame = users_frame(stack)
+    return f"at {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" if frame else "outside of Python"
 
 
 @contextmanager

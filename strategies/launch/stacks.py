@@ -11,18 +11,15 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from leyden.strategies.launch.processes import status_of
+from leyden.strategies.user_code import is_users
 
 SIGNAL: int | None = getattr(signal, "SIGURG", None)
 """Requests the stacks of a process. Processes without a handler ignore it, and no scheduler preempts a run with it."""
 ANSWER = 2.0
 """Seconds to wait for an answer. faulthandler runs in the signal handler, so only a stopped process fails to answer."""
-FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen ", "<string>")
-_ROOT = Path(__file__).parents[2]
-OURS = tuple(f"{_ROOT / room}{os.sep}" for room in ("leyden", "trainer", "strategies", "callbacks"))
 DEBUGGERS = {
     "pdb.py": ("interaction", "_interact", "cmdloop"),
     "bdb.py": ("user_line", "dispatch_line"),
@@ -64,8 +61,7 @@ class Thread:
     @property
     def users(self) -> Frame | None:
         """The innermost frame in the user's code, or None."""
-        own = (frame for frame in self.frames if not any(part in frame.file for part in FOREIGN))
-        return next((frame for frame in own if not frame.file.startswith(OURS)), None)
+        return next((frame for frame in self.frames if is_users(frame.file)), None)
 
     @property
     def place(self) -> Frame | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from typing import Any
 
@@ -12,6 +11,7 @@ from models import QUIET, Squares, finish_step
 from ranks.world import run_world
 
 from leyden import Trainer
+from leyden.strategies.user_code import LEYDEN
 
 
 class FrameRecorder(Squares):
@@ -24,7 +24,7 @@ class FrameRecorder(Squares):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         stack = traceback.extract_stack()[:-1]
-        names = [frame.name for frame in stack if f"{os.sep}leyden{os.sep}" in frame.filename]
+        names = [frame.name for frame in stack if frame.filename.startswith(LEYDEN)]
         self.frames = names[names.index("fit") :]
         return finish_step(self, self.loss(batch))
 

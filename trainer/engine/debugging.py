@@ -14,6 +14,7 @@ from torch import nn
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import in_one_line
 from leyden.strategies.errors import LeydenError
+from leyden.strategies.user_code import users_frame
 from leyden.trainer.data.limits import length_of
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ VARIABLES = ("LEYDEN_DEBUG", "ACCELERATE_DEBUG_MODE")
 TIMEOUT = "LEYDEN_DEBUG_TIMEOUT"
 SECONDS = 20.0
 """Default of LEYDEN_DEBUG_TIMEOUT: seconds that ranks wait for each other at a collective."""
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OWN_FOLDERS = tuple(os.path.join(_ROOT, room) + os.sep for room in ("trainer", "strategies", "callbacks", "leyden"))
 
 
 class CollectiveError(LeydenError):
@@ -130,11 +129,9 @@ def describe(operands: Any) -> str:
 
 
 def call_site() -> str:
-    """Returns file and line of the user's call: the innermost frame outside of Leyden."""
-    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
-        if not frame.filename.startswith(_OWN_FOLDERS) and not frame.filename.endswith("contextlib.py"):
-            return f"{frame.filename}:{frame.lineno}"
-    return "?"
+    """Returns file and line of the user's call."""
+    frame = users_frame(traceback.extract_stack(sys._getframe(1)))
+    return f"{frame.filename}:{frame.lineno}" if frame is not None else "?"
 
 
 def begin(engine: Engine, accumulation: int) -> None:

@@ -78,6 +78,15 @@ def without_gloo_lines(printed: str) -> str:
     return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("[Gloo] "))
 
 
+def test_the_line_of_a_failed_rank_is_the_users_in_a_folder_of_any_name(leyden: Any, tmp_path: Path) -> None:
+    script = tmp_path / "lib" / "python-work" / "torch" / "leyden" / "trainer" / "train.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import torch\n\ntorch.zeros(2) + torch.zeros(3)\ntorch.nn.Linear(2, 2)(torch.zeros(3))\n")
+    script.write_text("import torch\n\ntorch.nn.Linear(2, 2)(torch.zeros(3))\n")
+    done = leyden("launch", "--cpu", "--num_processes", 1, "-q", script)
+    assert f"line       {script}, line 3, in <module>" in done.stderr
+
+
 def test_a_failing_rank_is_reported_in_one_block(leyden: Any, script: Path, tmp_path: Path) -> None:
     kept = ("--log_dir", tmp_path / "kept", "--tee", 0)
     done = leyden("launch", "--cpu", "--num_processes", 2, "-q", *kept, "train.py", "--raise")

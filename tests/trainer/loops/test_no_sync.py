@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ STEPS = 100
 EVERY = 50
 # Read-backs once per epoch: the loader's seed and order, and values returned or monitored at its end.
 ONCE = 10
-TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent) + os.sep
 
 READING_METHODS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__float__, Tensor.__int__, Tensor.__bool__),
@@ -84,7 +85,7 @@ class ReadBacks:
             self.by_bar += 1
             return
         step = self.trainer.progress.batches if self.trainer is not None else -1
-        own = [frame for frame in stack if "torch" not in frame.filename and frame.filename != __file__]
+        own = [frame for frame in stack if not frame.filename.startswith((TORCH, __file__))]
         self.others.append(
             (step, " < ".join((function, *(f"{Path(f.filename).name}:{f.lineno}" for f in own[:-4:-1]))))
         )

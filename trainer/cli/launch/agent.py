@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.processes import temporary
+from leyden.strategies.user_code import is_users
 from leyden.trainer.cli.launch.rank import TRACE
 from leyden.trainer.format.text import aligned
 
@@ -133,5 +134,5 @@ def block(ended: Ended, folder: Path, is_kept: bool) -> str:
 def _crash_line(text: str) -> str:
     """Returns the innermost line of a traceback that faulthandler wrote when a signal struck."""
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith('File "')]
-    own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line] or lines
+    own = [line for line in lines if is_users(line.split('"')[1])] or lines
     return own[0].replace('File "', "", 1).replace('", ', ", ", 1) if own else ""

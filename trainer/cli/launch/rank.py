@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from leyden.strategies.launch.leaving import ERROR_FILE, has_noted_exit
+from leyden.strategies.user_code import users_frame
 
 TRACE = "traceback.txt"
 """A file next to torch's error file, with the full traceback, or the stack at the time of a signal."""
-PLACES = ("site-packages", "dist-packages", os.sep + "torch" + os.sep, "<frozen ")
 
 
 def main(arguments: list[str]) -> None:
@@ -122,22 +122,10 @@ def _of_the_user(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 def _line(error: BaseException, trace: types.TracebackType | None) -> str:
     """Returns the innermost line of the user's own code, as text."""
-    frames = traceback.extract_tb(trace)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    ours = str(Path(__file__).resolve().parents[3])
-    own = [frame for frame in frames if not any(place in frame.filename for place in PLACES)]
-    own = [frame for frame in own if not frame.filename.startswith((sys.prefix, sys.base_prefix))] or own
-    own = [
-        frame for frame in own if f"{os.sep}leyden{os.sep}" not in frame.filename and not _within(frame.filename, ours)
-    ] or own
-    chosen = own or list(frames)
-    return f"{chosen[-1].filename}, line {chosen[-1].lineno}, in {chosen[-1].name}" if chosen else ""
-
-
-def _within(file: str, folder: str) -> bool:
-    """Returns True for our own files in a checkout, where the package's name is not in their path."""
-    return any(file.startswith(os.path.join(folder, room) + os.sep) for room in ("trainer", "callbacks", "strategies"))
+    frame = users_frame(traceback.extract_tb(trace))
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}" if frame is not None else ""
 
 
 def _report_restart(folder: Path) -> None:

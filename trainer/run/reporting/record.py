@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import sysconfig
 import warnings
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -159,10 +160,7 @@ def _folder_of_code() -> Path:
     if script is None:
         return Path(STARTED_IN)
     path = Path(STARTED_IN, script).resolve()
-    installed = {Path(place).resolve() for place in (sys.prefix, *sys.path) if _holds_packages(place)}
+    packages = (place for place in sys.path if os.path.basename(place) in ("site-packages", "dist-packages"))
+    installed = {Path(place).resolve() for place in (sysconfig.get_path("scripts"), *packages)}
     own = Path(os.path.dirname(str(sys.modules["leyden"].__file__))).resolve()
     return Path(STARTED_IN) if any(place in path.parents for place in (*installed, own)) else path.parent
-
-
-def _holds_packages(place: str) -> bool:
-    return place == sys.prefix or os.path.basename(place) in ("site-packages", "dist-packages")
