@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,10 +14,10 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback, refusal
 from leyden.callbacks.replayed_step import ReplayedStep
 from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
-from leyden.strategies.local_weights import local_part
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import listed
+from leyden.trainer.logging.values import are_finite
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -235,14 +234,4 @@ def _samples(indices: Sequence[Any] | None) -> str:
 
 def _are_finite(parameters: Sequence[Tensor]) -> Tensor:
     """Returns a 0-d bool tensor: whether all of this rank's gradients are finite."""
-    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
-    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in dense:
-        if grad.numel():
-            by_device.setdefault(grad.device, []).append(grad)
-    if not by_device:
-        return torch.ones((), dtype=torch.bool)
-    # The max norm: other norms of finite half-precision gradients may overflow.
-    largest = [torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)]) for own in by_device.values()]
-    return torch.stack([found.max().to(largest[0].device) for found in largest]).max().isfinite()
+    return are_finite(p.grad for p in parameters if p.grad is not None)

@@ -499,7 +499,7 @@ class Trainer(TrainerView):
                 run.heartbeat.mark(Phase.ENDING)
                 ending.end_normally(run, partial(self._closing_lines, run), departure.leave)
                 if stage == "fit":
-                    run.logs.nans.warn()
+                    run.warn_of_nan()
             except BaseException as error:
                 run.heartbeat.mark(Phase.ENDING)
                 ending.end_with_error(run, error, (run.module, self, *run.callbacks))

@@ -17,7 +17,7 @@ from leyden.strategies.outputs import SharedNumbers
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, restored_entries
-from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme
+from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme, is_loss
 
 if TYPE_CHECKING:
     from leyden.trainer.logging.epoch_values import EpochValues, Key
@@ -303,6 +303,10 @@ class Logs:
     def progress_bar_metrics(self) -> dict[str, Value]:
         """Returns the values for the progress bar, without reading them back from the device."""
         return {name: value for name, value, _, prog_bar in self._visible() if prog_bar}
+
+    def losses(self) -> dict[str, Value]:
+        """Returns the latest values of all losses."""
+        return {name: value for name, value, _, _ in self._visible() if is_loss(name)}
 
     def step_values(self, group: str) -> dict[str, Value]:
         """Returns the values of the current batch for loggers."""

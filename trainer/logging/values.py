@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from leyden.strategies.batch import widest_float
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.local_weights import local_part
 
 K = TypeVar("K")
 Value: TypeAlias = "Tensor | float"
@@ -115,30 +116,59 @@ def in_turns(values: Sequence[Sequence[Any]]) -> Iterator[Any]:
 
 
 class Nans:
-    """Tracks losses that are nan, with the step since which they are.
+    """Tracks losses that are nan, with the steps at which they may have become nan.
 
-    It only sees values that are read back for a logger or a bar anyway. The warning comes at the end of the run.
+    It only sees values that are read back anyway, at the latest at the end of an epoch. The warning comes at the end of
+    the run.
     """
 
     def __init__(self) -> None:
-        self._since: dict[str, int] = {}
+        self._finite: dict[str, int] = {}
+        """The last step at which a loss was not nan."""
+        self._since: dict[str, tuple[int, int]] = {}
+        """The first and the last step at which a loss may have become nan."""
 
     def note(self, numbers: dict[str, float], step: int) -> dict[str, float]:
         """Records which of these values are nan losses, and returns the values unchanged."""
         for name, number in numbers.items():
+            if not is_loss(name):
+                continue
             if number == number:
+                self._finite[name] = step
                 self._since.pop(name, None)
-            elif "loss" in name.lower():
-                self._since.setdefault(name, step)
+            elif name not in self._since:
+                self._since[name] = min(step, self._finite.get(name, 0) + 1), step
         return numbers
 
-    def warn(self) -> None:
-        """Warns about losses that are still nan at the end of a fit."""
-        if self._since:
-            since = ", ".join(f"{name!r} since step {step}" for name, step in self._since.items())
-            warnings.warn(
-                f"the loss was nan until the end of the run ({since}), and the weights may be nan too. Train again "
-                "with detect_anomaly=True, which names the batch and the operation, with a lower learning rate, or "
-                "with gradient_clip_val=1.0.",
-                stacklevel=2,
-            )
+    def warn(self, weights_are_finite: bool) -> None:
+        """Warns, at the end of a fit, about losses that are still nan and about weights that are not finite."""
+        if not self._since and weights_are_finite:
+            return
+        found = [] if weights_are_finite else ["weights are nan or infinite"]
+        for name, (first, last) in self._since.items():
+            since = f"step {last}" if first == last else f"one of the steps {first} to {last}"
+            found.append(f"{name!r} is nan since {since}")
+        warnings.warn(
+            f"the run ended with nan: {', '.join(found)}. Train again with detect_anomaly=True, which names the batch "
+            "and the operation, with a lower learning rate, or with gradient_clip_val=1.0.",
+            stacklevel=2,
+        )
+
+
+def are_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns a 0-d bool tensor: whether all of these tensors, or this rank's parts of sharded ones, are finite."""
+    parts = [part.coalesce().values() if part.is_sparse else part for part in map(local_part, tensors)]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        if part.numel() and not part.is_meta:
+            by_device.setdefault(part.device, []).append(part.detach())
+    if not by_device:
+        return torch.ones((), dtype=torch.bool)
+    # The max norm: other norms of finite half-precision values may overflow.
+    largest = [torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)]) for own in by_device.values()]
+    return torch.stack([found.max().to(largest[0].device) for found in largest]).max().isfinite()
+
+
+def is_loss(name: str) -> bool:
+    """True if a logged value is a loss, by its name."""
+    return "loss" in name.lower()

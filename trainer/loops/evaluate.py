@@ -212,7 +212,7 @@ class EvaluationLoop:
         self.hooks.fire(f"on_{stage}_epoch_end")
         values, logged = self.logs.reduce_epoch(stage)
         if not run.state.sanity_checking:
-            run.send(logged)
+            run.send_epoch(values, logged)
             if run.state.stage == "fit":
                 run.progress.count_validation(self._batches_done)
         self.hooks.close(f"on_{stage}_epoch_end")

@@ -347,7 +347,7 @@ class FitLoop:
             raise ConfigurationError("the training loader yielded no batch: an epoch needs at least one.")
         self.strategy.check_trained()
         self.hooks.fire("on_train_epoch_end")
-        self._run.send(self.logs.reduce_epoch("train", keep=not complete)[1])
+        self._run.send_epoch(*self.logs.reduce_epoch("train", keep=not complete))
         if complete and self.module.automatic_optimization:
             self._step_on_plateau("epoch", progress.epoch + 1)
         self.clock.update()

@@ -27,7 +27,7 @@ from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
-from leyden.trainer.logging.values import Value
+from leyden.trainer.logging.values import Value, are_finite, is_loss, read_back
 from leyden.trainer.plugins import end_plugins, wait_for
 from leyden.trainer.run.ending import call_teardown
 from leyden.trainer.run.reporting.advice import checked_for_nan
@@ -472,6 +472,28 @@ class Run:
         if values and loggers and self.strategy.ranks.is_global_zero:
             row = (self.progress.global_step if step is None else step, values)
             send_rows(loggers, [row], self.progress.epoch, self.logs.nans)
+
+    def send_epoch(self, values: Mapping[str, Value], logged: Mapping[str, Value]) -> None:
+        """Sends the values of an epoch to the loggers. Losses that no logger gets are checked for nan, too.
+
+        Args:
+            values: all values of the epoch.
+            logged: those for loggers.
+        """
+        self.send(logged)
+        if self.strategy.ranks.is_global_zero and not self.arguments.barebones:
+            sent = logged if self.loggers else {}
+            losses = {name: value for name, value in values.items() if is_loss(name) and name not in sent}
+            self.logs.nans.note(read_back(losses), self.progress.global_step)
+
+    def warn_of_nan(self) -> None:
+        """Warns, at the end of a fit, about losses and weights that are nan."""
+        if self.strategy.ranks.is_global_zero and not self.arguments.barebones:
+            # Of weights in 8 bits, kernels for norms are missing.
+            weights = (p for p in self.module.parameters() if p.is_floating_point() and p.element_size() > 1)
+            *losses, finite = read_back({**self.logs.losses(), "": are_finite(weights)}).items()
+            self.logs.nans.note(dict(losses), self.progress.global_step)
+            self.logs.nans.warn(weights_are_finite=finite[1] != 0)
 
     def announce(self) -> None:
         """Prints the five start-up lines, once the training loader exists.

@@ -11,7 +11,7 @@ import pytest
 from bad_input.ground import QUIET, Module, loader, samples
 
 from leyden import Callback, ConfigurationError, Trainer
-from leyden.callbacks import CSVLogger, TQDMProgressBar
+from leyden.callbacks import CSVLogger, ModelCheckpoint, TQDMProgressBar
 
 
 def warnings_of(module: Module, folder: Path, **arguments: Any) -> list[str]:
@@ -73,9 +73,43 @@ class Broken(Module):
 def test_a_loss_that_stays_nan_until_the_end_warns(tmp_path: Path) -> None:
     logged = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
     [message] = warnings_of(Broken(1, 9), tmp_path, **logged)
-    assert re.search(r"the loss was nan until the end of the run \('loss' since step 2\).*detect_anomaly=True", message)
+    assert re.search(r"'loss' is nan since step 2\..*detect_anomaly=True", message)
     assert warnings_of(Broken(1, 3), tmp_path, **{**logged, "logger": CSVLogger(tmp_path)}) == []
-    assert warnings_of(Broken(1, 9), tmp_path) == [], "warned although no logger read the loss"
+
+
+def test_nan_is_noticed_without_loggers_and_between_the_rows_of_one(tmp_path: Path) -> None:
+    [message] = warnings_of(Broken(1, 9), tmp_path)
+    assert re.search(r"'loss' is nan since one of the steps 1 to \d", message)
+    [message] = warnings_of(Broken(3, 9), tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=2)
+    assert "'loss' is nan since one of the steps 3 to 4" in message
+
+
+class Diverges(Module):
+    """A module that logs nothing and whose weights become nan; it validates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * float("nan")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+def test_weights_that_are_nan_at_the_end_warn(tmp_path: Path) -> None:
+    [message] = warnings_of(Diverges(), tmp_path)
+    assert "weights are nan or infinite" in message
+
+
+def test_the_best_checkpoint_of_a_nan_loss_is_shown_as_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saves = ModelCheckpoint(tmp_path / "saves", monitor="val_loss")
+    arguments = QUIET | {
+        "enable_checkpointing": True,
+        "callbacks": saves,
+        "default_root_dir": tmp_path,
+        "max_epochs": 1,
+    }
+    with pytest.warns(UserWarning, match="'val_loss' is nan since"):
+        Trainer(**arguments).fit(Diverges(), loader(), loader())
+    assert "(val_loss=nan or infinite)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["train", "val"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,9 @@ def closing_lines(
     for callback in checkpoint_callbacks:
         if callback.monitor is not None and callback.best_model_path:
             score = callback.best_model_score
-            value = "" if score is None else f" ({callback.monitor}={float(score):.4g})"
+            # A checkpoint ranks as infinitely bad if the value was nan.
+            shown = "" if score is None else f"{float(score):.4g}" if math.isfinite(score) else "nan or infinite"
+            value = f" ({callback.monitor}={shown})" if shown else ""
             lines.append(f"best        {callback.best_model_path}{value}")
     if not any(line.startswith("best") for line in lines) and last_checkpoint is not None:
         lines.append(f"checkpoint  {last_checkpoint}")
