@@ -262,7 +262,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
     For a sharded gradient (FSDP, tensor parallelism) this is the norm of the whole gradient. It takes one collective
     per gradient, so all ranks must call this together. `GradNormMonitor` needs one collective for all gradients, and
-    reads nothing at steps that are not logged. A stage of a pipeline sees only its own parameters.
+    reads nothing at steps that are not logged. In a pipeline it is refused: a stage has only its own gradients.
 
     Args:
         module: the module whose gradients are measured; parameters without a gradient are omitted.

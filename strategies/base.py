@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,9 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, is_plain, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
 Refused: TypeAlias = Literal["compiled", "exchange", "asynchronous", "micro_batches"]
-
 
 # Members that moved to Ranks: an override on the strategy would silently have no effect.
 _MOVED_TO_RANKS = {
@@ -460,6 +456,10 @@ class Strategy:
 
     def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns the parameters that this rank contributes to a norm over all ranks."""
+        return list(parameters)
+
+    def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the parameters that this rank holds, in whole or in part: in a pipeline, those of its stages."""
         return list(parameters)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:

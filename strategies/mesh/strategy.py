@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,8 @@ from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, sum_partial
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
-from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages
+from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
+from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages, refuse_arguments
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
 from leyden.strategies.mesh.pipeline.outputs import PipelineOutputs
 from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
@@ -104,21 +105,15 @@ class MeshStrategy(FSDPStrategy):
                 "and tp instead."
             )
         if pp == 1:
-            pipeline_arguments: dict[str, Any] = {
-                "schedule": None if schedule == "1F1B" else schedule,
-                "microbatches": microbatches,
-                "stages_per_rank": stages_per_rank,
-                "pipeline_module": pipeline_module,
-                "split": split,
-                "first_stage": first_stage or None,
-                "last_stage": last_stage or None,
-            }
-            for name, value in pipeline_arguments.items():
-                if value is not None:
-                    raise ConfigurationError(
-                        f"{name}={value!r} without pp: only a pipeline uses it. Set pp to 2 or more, or leave out "
-                        f"{name}."
-                    )
+            refuse_arguments(
+                schedule=None if schedule == "1F1B" else schedule,
+                microbatches=microbatches,
+                stages_per_rank=stages_per_rank,
+                pipeline_module=pipeline_module,
+                split=split,
+                first_stage=first_stage or None,
+                last_stage=last_stage or None,
+            )
         super().__init__(auto_wrap_policy, **kwargs)
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
@@ -366,7 +361,17 @@ class MeshStrategy(FSDPStrategy):
             elif holdings is not None:
                 check_again(holdings, None, ())
 
+    def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        if self.layout.pp > 1:
+            check_optimizers(optimizers)
+        return super().setup_optimizers(modules, optimizers)
+
     def explain(self, error: BaseException) -> str | None:
+        if self.layout.pp > 1 and OVERLAPS in str(error):
+            return (
+                "Parameters of other stages of a pipeline are placeholders, which cannot be written. To change weights "
+                "by hand, loop over trainer.strategy.held(self.parameters())."
+            )
         if MIXED not in str(error) or self.layout.tp == 1:
             return super().explain(error)
         return (
@@ -531,6 +536,9 @@ class MeshStrategy(FSDPStrategy):
 
     def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return list(parameters) if self._pipeline is None else self._pipeline.counted(parameters)
+
+    def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return [parameter for parameter in parameters if not isinstance(parameter, AbsentParameter)]
 
     @property
     def refusals(self) -> dict[Refused, str]:

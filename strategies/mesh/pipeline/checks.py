@@ -16,6 +16,19 @@ PER_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_att
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
+def refuse_arguments(**arguments: Any) -> None:
+    """Refuses arguments of pipelines on a mesh without one; None for those that were not given.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{name}={value!r} without pp: only a pipeline uses it. Set pp to 2 or more, or leave out {name}."
+            )
+
+
 def check_modules(modules: Sequence[nn.Module]) -> None:
     """Checks the models that are set up for a pipeline.
 

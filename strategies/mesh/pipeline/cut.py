@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.mesh.pipeline.absent import placeholder_of
 from leyden.strategies.mesh.pipeline.guard import Guard
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -190,7 +191,7 @@ class Holdings:
         absent: a set that receives the placeholders.
 
     Attributes:
-        absent: placeholders of the parameters that other ranks hold: nan, expanded from one element to their shapes.
+        absent: placeholders of the parameters that other ranks hold (see `AbsentParameter`).
         guard: refuses to run the model outside the pipeline's steps.
     """
 
@@ -254,7 +255,7 @@ class Holdings:
                 continue
             key = self._slots[module, name]
             if key not in self._placeholders:
-                self._placeholders[key] = _placeholder(parameter, device)
+                self._placeholders[key] = placeholder_of(parameter, self._names[key], device)
                 self.absent.add(self._placeholders[key])
             module._parameters[name] = self._placeholders[key]
         return remaining
@@ -271,12 +272,3 @@ class Holdings:
             for name, module in root.named_modules()
             if name in incomplete or any(p in self.absent for p in module._parameters.values() if p is not None)
         )
-
-
-def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Returns a parameter of the same shape, expanded from one nan. A computation that reads it returns nan."""
-    value = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
-    one: Tensor = torch.full((), value, dtype=parameter.dtype, device=device)
-    placeholder = nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
-    placeholder.__dict__.update(parameter.__dict__)
-    return placeholder
