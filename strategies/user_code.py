@@ -14,7 +14,7 @@ import torch
 LEYDEN = str(Path(__file__).parents[1]) + os.sep
 """The folder of the package, under which all of its files are imported, in a checkout too."""
 _LIBRARIES = tuple(
-    {path(os.path.dirname(module.__file__)) + os.sep for module in (os, torch) for path in (str, os.path.realpath)}
+    {path(os.path.dirname(str(module.__file__))) + os.sep for module in (os, torch) for path in (str, os.path.realpath)}
 )
 """The folders of Python's standard library, and of a torch that is used from its own checkout."""
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))

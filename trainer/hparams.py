@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.trainer.format.codec import check_encodable
+from leyden.trainer.format.configs import config_of, entries_of, is_config
 
 if TYPE_CHECKING:
     from leyden.trainer.checkpoint.module import SavedArguments
@@ -71,14 +73,16 @@ class Hyperparameters:
     ) -> None:
         """Keeps the arguments of `__init__` in `self.hparams`, for checkpoints and loggers.
 
-        Call it in `__init__`. In a base class it also keeps the arguments of the subclass's `__init__`. Modules,
-        classes and partials are kept only in `self.hparams`, with a warning: checkpoints and loggers omit them, and
-        `load_from_checkpoint` needs them as arguments.
+        Call it in `__init__`, or in `__post_init__` of a dataclass. In a base class it also keeps the arguments of the
+        subclass's `__init__`. Modules, classes and partials are kept only in `self.hparams`, with a warning:
+        checkpoints and loggers omit them, and `load_from_checkpoint` needs them as arguments. OmegaConf's
+        configurations are kept as such.
 
         Args:
             *args: names to keep, by default all; or one dict, Namespace or dataclass to keep instead of arguments. If
                 it is itself an argument of `__init__`, `load_from_checkpoint` passes it as that argument.
-            ignore: names to omit, such as modules and datasets. A subclass's names also apply to its base class's call.
+            ignore: names to omit, such as modules and datasets. A subclass's names also apply to its base class's call,
+                except for plain values of the base class's own arguments.
             frame: the frame of `__init__` if it is not the caller's.
             logger: pass the hyperparameters to the loggers when training starts.
 
@@ -106,7 +110,7 @@ class Hyperparameters:
             names: tuple[Any, ...] = ()
             kept.argument = _argument_that_is(args[0], calls)
         else:
-            values, names = _arguments(calls), args
+            values, names = _arguments(self, calls), args
         unknown = [name for name in names if name not in values]
         if unknown:
             raise ConfigurationError(
@@ -119,7 +123,10 @@ class Hyperparameters:
         # A subclass's __init__ that called this one may still ignore some names.
         hparams.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
         for name in left_out & hparams.keys():
-            del hparams[name]
+            if name not in kept.of_base or _is_code(hparams[name]):
+                del hparams[name]
+        if len(calls) > 1:
+            kept.of_base |= set(calls[0].args) - left_out
         # Without modules, whose copies would double their memory.
         self.__dict__["_hparams_initial"] = copy.deepcopy(AttributeDict(kept.saved(hparams)))
         self.__dict__["_log_hyperparams"] = logger
@@ -156,6 +163,7 @@ class Kept:
         argument: name and kind of the single argument of `__init__` that held all of them; None if each is an argument.
         ignored: names omitted by `ignore`.
         skipped: names that checkpoints cannot hold, each with a description of its value.
+        of_base: arguments of a base class's `__init__` that this one keeps.
         pending: names in `skipped` that a subclass may still ignore. `settle` raises the error, or warns if it is None.
     """
 
@@ -163,6 +171,7 @@ class Kept:
     ignored: set[str] = dataclasses.field(default_factory=set)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     pending: dict[str, ConfigurationError | None] = dataclasses.field(default_factory=dict)
+    of_base: set[str] = dataclasses.field(default_factory=set)
 
     def held(self, chosen: Mapping[str, Any], owner: str, waits: bool) -> dict[str, Any]:
         """Returns the values to keep in `hparams`. Warns about modules, classes and partials, and raises for other
@@ -223,6 +232,8 @@ def _is_code(value: Any) -> bool:
     """Returns True for a module, a class or a partial, and for a list, tuple or dict that contains one."""
     if isinstance(value, (nn.Module, type, functools.partial)):
         return True
+    if is_config(value):
+        return False
     if isinstance(value, Mapping):
         return any(_is_code(item) for item in value.values())
     return isinstance(value, (list, tuple)) and any(_is_code(item) for item in value)
@@ -274,6 +285,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def mapping_of(values: Any) -> dict[str, Any] | None:
     """Returns the entries of a mapping, a Namespace or a dataclass, by name; None for anything else."""
+    if is_config(values):
+        return entries_of(values)
     if isinstance(values, argparse.Namespace):
         return dict(vars(values))
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
@@ -287,6 +300,8 @@ def _argument_that_is(values: Any, calls: list[inspect.ArgInfo]) -> tuple[str, s
     name = next((name for name in info.args[1:] if info.locals.get(name) is values), None) if info is not None else None
     if name is None:
         return None
+    if is_config(values):
+        return name, "omegaconf"
     kind = "dict" if type(values) is dict else "mapping" if isinstance(values, Mapping) else "dataclass"
     return name, "namespace" if isinstance(values, argparse.Namespace) else kind
 
@@ -297,14 +312,17 @@ def _calls_of_init(owner: object, frame: types.FrameType | None) -> list[inspect
     while frame is not None:
         info = inspect.getargvalues(frame)
         first = info.args[0] if info.args else None
-        if frame.f_code.co_name != "__init__" or first is None or info.locals.get(first) is not owner:
+        if first is None or info.locals.get(first) is not owner:
             break
-        calls.append(info)
+        if frame.f_code.co_name == "__init__":
+            calls.append(info)
+        elif frame.f_code.co_name != "__post_init__":
+            break
         frame = frame.f_back
     return calls
 
 
-def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
+def _arguments(owner: object, calls: list[inspect.ArgInfo]) -> dict[str, Any]:
     """Returns the arguments of these calls; those of the outermost call, the subclass's, take precedence."""
     arguments: dict[str, Any] = {}
     for info in calls:
@@ -317,13 +335,15 @@ def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
             arguments[name] = info.locals[name]
         if info.keywords:
             arguments.update(info.locals[info.keywords])
+    for field in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
+        # The argument of a dataclass's __init__ is only a mark if the factory made the value.
+        if field.name in arguments and field.default_factory is not dataclasses.MISSING:
+            arguments[field.name] = getattr(owner, field.name)
     return {name: value for name, value in arguments.items() if not name.startswith("__")}
 
 
 def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
     """Returns the error for a value that a checkpoint cannot hold."""
-    from leyden.trainer.format.codec import check_encodable
-
     try:
         check_encodable(value, where=f"hparams[{name!r}]")
     except ConfigurationError as error:
@@ -388,6 +408,8 @@ def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:
     """Returns the single argument that held all hyperparameters, rebuilt as the original kind of object."""
     if kind == "namespace":
         return argparse.Namespace(**values)
+    if kind == "omegaconf":
+        return config_of(values)
     if kind != "dataclass":
         return values if kind == "dict" else AttributeDict(values)
     # The class comes from the code of `cls`, never from the file.

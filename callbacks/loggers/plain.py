@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.trainer.format.configs import is_config, resolved
 from leyden.trainer.hparams import mapping_of
 
 HParams: TypeAlias = Mapping[str, Any] | Namespace | None
@@ -92,6 +93,8 @@ def _text(value: Any) -> str:
 
 def json_value(value: Any) -> Any:
     """Converts a value to strict JSON. The conversion is one-way: the value cannot be loaded back."""
+    if is_config(value):
+        value = resolved(value)
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | str):

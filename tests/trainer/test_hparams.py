@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 
 from leyden import CheckpointError, ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import CSVLogger
+from leyden.trainer.format.codec import decode
+from leyden.trainer.format.tensors import TensorCollector
 from leyden.trainer.hparams import Hyperparameters
 
 
@@ -419,6 +421,89 @@ def test_a_base_class_does_not_save_arguments_its_subclass_ignores(recwarn: pyte
 
     assert First("a", object()).hparams == {"width": 2, "rate": 0.1, "deep": False}
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_subclass_that_ignores_a_plain_argument_of_its_base_keeps_the_bases_value() -> None:
+    class Narrow(Base):
+        def __init__(self, width: int, extra: int = 5, **rest: Any) -> None:
+            super().__init__(width, **rest)
+            self.save_hyperparameters(ignore=["width", "rate", "deep"])
+
+    assert Narrow(2, rate=0.5).hparams == {"width": 2, "rate": 0.5, "deep": False, "extra": 5}
+
+
+@dataclass(eq=False)
+class Declared(TrainModule):
+    """A module that is a dataclass."""
+
+    width: int = 3
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, self.width)
+
+    training_step = Base.training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass(eq=False)
+class DeclaredFurther(Declared):
+    rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+
+def test_a_dataclass_keeps_its_fields(quiet: Any, tmp_path: Path) -> None:
+    assert Declared(4).hparams == {"width": 4, "sizes": [1, 2]}
+    assert DeclaredFurther(sizes=[7]).hparams == {"width": 3, "sizes": [7], "rate": 0.5}
+    assert Declared.load_from_checkpoint(saved(Declared(5, [3]), quiet, tmp_path)).hparams == {"width": 5, "sizes": [3]}
+
+
+class Configured(Base):
+    """Takes parts of a configuration."""
+
+    def __init__(self, model: Any, layers: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, model.width * layers[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.model.rate)
+
+
+def test_configurations_of_omegaconf_are_kept_as_such(quiet: Any, tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create(
+        {"base": 2, "model": {"width": "${base}", "rate": 0.1, "extra": "???"}, "layers": [1, {"n": 2}]}
+    )
+    logger = CSVLogger(tmp_path)
+    module = Configured(config.model, config.layers)
+    assert module.hparams.model.width == 2 and isinstance(module.hparams.layers, omegaconf.ListConfig)
+    path = saved(module, {**quiet, "logger": logger}, tmp_path)
+    loaded = Configured.load_from_checkpoint(path)
+    assert loaded.hparams.model == {"width": 2, "rate": 0.1, "extra": "???"} and loaded.hparams.layers[1].n == 2
+    assert logger.log_dir is not None
+    written = json.loads((Path(logger.log_dir) / "hparams.json").read_text())
+    assert written["layers"] == [1, {"n": 2}] and written["model"]["width"] == 2
+
+
+def test_a_single_configuration_of_omegaconf_is_restored_as_one(quiet: Any, tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    given = omegaconf.OmegaConf.create({"width": 2, "rate": 0.3, "nested": {"a": [1]}})
+    loaded = Whole.load_from_checkpoint(saved(Whole(given), quiet, tmp_path))
+    assert isinstance(loaded.given, omegaconf.DictConfig) and loaded.given == given
+
+
+def test_a_checkpoint_cannot_bring_an_interpolation_of_omegaconf() -> None:
+    pytest.importorskip("omegaconf")
+    forged = {"$": "omegaconf", "value": {"a": "${oc.env:HOME}"}}
+    with pytest.raises(CheckpointError, match=r"oc\.env:HOME"):
+        decode(forged, TensorCollector())
 
 
 def test_modules_classes_and_partials_stay_in_hparams_but_out_of_checkpoints(quiet: Any, tmp_path: Path) -> None:

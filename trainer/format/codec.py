@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import with_article
+from leyden.trainer.format.configs import config_of, is_config, resolved
 from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError, blame
 from leyden.trainer.format.tensors import Spec, check_tensor
 
@@ -159,6 +160,8 @@ class _Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic, numpy.dtype)):
             return self._numpy(value, path)
+        if is_config(value):
+            return self._tag("omegaconf", value=self.encode(resolved(value, self.where(path)), path))
         raise self._refusal(path, *_describe(value))
 
     def where(self, path: KeyPath) -> str:
@@ -336,12 +339,8 @@ def _describe(value: Any) -> tuple[str, str]:
 
 _UNCHANGED = frozenset({str, bool, type(None)})
 _SCALARS = _UNCHANGED | {int, float}
-_SAVED_BY_NAME: dict[type, str] = {
-    torch.dtype: "dtype",
-    torch.device: "device",
-    torch.layout: "layout",
-    torch.memory_format: "memory_format",
-}
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SAVED_BY_NAME: dict[type, str] = {kind: kind.__name__ for kind in _NAMED}
 _ENCODERS: dict[type, Callable[[_Encoder, Any, KeyPath], Any]] = {
     int: _Encoder.integer,
     float: _Encoder.number,
@@ -549,6 +548,7 @@ _BUILDERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "numpy.dtype": lambda decoder, value, depth: _numpy_dtype(value["dtype"]),
     "numpy.scalar": _Decoder.numpy_scalar,
     "numpy.array": _Decoder.numpy_array,
+    "omegaconf": lambda decoder, value, depth: config_of(decoder.decode(value["value"], depth)),
 }
 
 
@@ -581,7 +581,7 @@ def known_classes(like: Any, types: Classes | None) -> dict[str, type]:
     pending, seen = [like], set()
     while pending:
         value = pending.pop()
-        if type(value) in _UNCHANGED or id(value) in seen:
+        if type(value) in _UNCHANGED or id(value) in seen or is_config(value):
             continue
         seen.add(id(value))
         if isinstance(value, enum.Enum):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from leyden.trainer.format.configs import is_config, resolved
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.safefile import memory_of
 
@@ -149,6 +150,8 @@ def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None 
         return atom
     if depth > DEPTH:
         return _skipped(value)
+    if is_config(value):
+        value = resolved(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item, depth + 1, of_tensor) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
