@@ -17,6 +17,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.callbacks.early_stopping import MODES
 from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice, check_flags, check_whole
 from leyden.trainer.data.sharding import NO_SAMPLES
@@ -116,6 +117,8 @@ class SpikeDetection(Callback):
                 "or None."
             )
         check_flags("SpikeDetection", finite_only=finite_only)
+        if exclude_batches_path is not None:
+            local_path(exclude_batches_path, "exclude_batches_path")
         self.exclude_batches_path = exclude_batches_path
         self.finite_only = finite_only
         self._begin()

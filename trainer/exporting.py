@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.toggling import keeping_modes
 
@@ -37,6 +39,8 @@ def example_of(module: Any, given: Any, call: str, name: str) -> Any:
 
 def to_onnx(module: Any, file_path: Any, input_sample: Any, options: dict[str, Any]) -> Any:
     """Exports a module's forward pass; see `TrainModule.to_onnx`."""
+    if isinstance(file_path, (str, os.PathLike)):
+        file_path = local_path(file_path, "file_path")
     sample = example_of(module, input_sample, "to_onnx", "input_sample")
     with keeping_modes(module):
         module.eval()
@@ -47,6 +51,8 @@ def to_onnx(module: Any, file_path: Any, input_sample: Any, options: dict[str, A
 def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, options: dict[str, Any]) -> Any:
     """Exports a module's forward pass; see `TrainModule.to_torchscript`."""
     check_choice("to_torchscript", METHODS, method=method)
+    if file_path is not None:
+        file_path = local_path(file_path, "file_path")
     if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         raise ConfigurationError(
             "to_torchscript needs whole weights, but this module's weights are sharded. Load a checkpoint with "

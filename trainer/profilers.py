@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.paths import local_path
 from leyden.strategies.ported import ported
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import aligned
@@ -74,7 +75,7 @@ class Profiler:
     _handles: tuple[Any, ...] = ()
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.dirpath = Path(local_path(dirpath, f"{type(self).__name__}: dirpath")) if dirpath is not None else None
         self.filename = filename
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.launch.heartbeat import Phase
 from leyden.strategies.launch.watchdog import watched
+from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.arguments import for_trial, resolve
 from leyden.trainer.arguments.given import leaves_open, refuse
 from leyden.trainer.datamodule import DataModule
@@ -382,7 +382,7 @@ class Trainer(TrainerView):
         """
         options = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
         options["asynchronous"] = saving.saves_in_background(self._run, asynchronous)
-        path = Path(os.path.expanduser(filepath))
+        path = Path(local_path(filepath, "filepath"))
         with self._run.heartbeat.during(Phase.SAVING):
             self.last_checkpoint = saving.store(self._run, self._fit, path, storage_options, **options)
         return self.last_checkpoint

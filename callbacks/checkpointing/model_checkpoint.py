@@ -32,6 +32,7 @@ from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_afte
 from leyden.callbacks.checkpointing.saved_ranking import number_of, read_ranking, score_of, write_scores
 from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.given import checks_names
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format.errors import CheckpointError
@@ -127,7 +128,7 @@ class ModelCheckpoint(Callback):
         asynchronous: bool | None = None,
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
-        self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
+        self._given_dirpath = None if dirpath is None else os.path.abspath(local_path(dirpath, "dirpath"))
         self.dirpath, self._storage = self._given_dirpath, FolderStorage()
         self.filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
         self.monitor = monitor

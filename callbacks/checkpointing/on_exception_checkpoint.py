@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.paths import local_path
 from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class OnExceptionCheckpoint(Callback):
             raise ConfigurationError(
                 f"OnExceptionCheckpoint(filename={filename!r}): use a plain name, and put folders in dirpath."
             )
-        self.dirpath = os.path.expanduser(os.fspath(dirpath))
+        self.dirpath = local_path(dirpath, "dirpath")
         self.filename = filename
         self.saved_path: Path | None = None
 

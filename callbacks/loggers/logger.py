@@ -15,7 +15,8 @@ from torch import nn
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.plain import HParams, as_dict, json_text, json_value, run_files
-from leyden.strategies.errors import ConfigurationError, StateError
+from leyden.strategies.errors import StateError
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
 
@@ -165,7 +166,7 @@ class SavingLogger(Logger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str] | None, prefix: str) -> None:
-        self._save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        self._save_dir = None if save_dir is None else local_path(save_dir, f"{type(self).__name__}: save_dir")
         self._prefix = prefix
 
     @property
@@ -214,11 +215,6 @@ class FolderLogger(SavingLogger):
     @property
     def root_dir(self) -> str:
         """The folder of all versions, `<save_dir>/<name>`."""
-        if "://" in self.save_dir:
-            raise ConfigurationError(
-                f"{type(self).__name__} writes to a local folder, not to {self.save_dir}. "
-                f"Pass a local folder: {type(self).__name__}(save_dir=...)."
-            )
         return os.path.join(self.save_dir, self._name)
 
     @property

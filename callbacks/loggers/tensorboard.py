@@ -21,6 +21,7 @@ from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbe
 from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
 from leyden.strategies.errors import ConfigurationError, StateError, needs
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.format import staging
 
@@ -77,7 +78,7 @@ class TensorBoardLogger(FolderLogger):
             raise ConfigurationError(
                 "TensorBoardLogger builds its log_dir from save_dir, name and version. Pass those instead of log_dir."
             )
-        self._sub_dir = None if sub_dir is None else os.path.expanduser(os.fspath(sub_dir))
+        self._sub_dir = None if sub_dir is None else local_path(sub_dir, "TensorBoardLogger: sub_dir")
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._kwargs = kwargs

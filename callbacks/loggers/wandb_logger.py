@@ -16,6 +16,7 @@ from leyden.callbacks.loggers.media import for_each, listed, rows_of
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, json_value, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
+from leyden.strategies.paths import local_path
 
 if TYPE_CHECKING:
     from wandb import Artifact, Run
@@ -294,7 +295,7 @@ class WandbLogger(ServiceLogger):
             found = wandb.run.use_artifact(artifact, type=artifact_type)
         else:
             found = wandb.Api().artifact(artifact, type=artifact_type)
-        return str(found.download(root=None if save_dir is None else os.path.expanduser(os.fspath(save_dir))))
+        return str(found.download(root=None if save_dir is None else local_path(save_dir, "save_dir")))
 
     def finalize(self, status: str) -> None:
         """Uploads the checkpoints that `log_model` selects, and ends a failed run. Others stay open until `finish`."""

@@ -114,10 +114,6 @@ class TestRunFolder:
         assert loggers[1].experiment.add_text("note", "never written") is None
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_remote_folder_raises(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"Pass a local folder: CSVLogger\(save_dir=\.\.\.\)"):
-            _ = CSVLogger("s3://bucket/logs").log_dir
-
 
 class TestResume:
     def saved(self, root: Path) -> dict[str, Any]:

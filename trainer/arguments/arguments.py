@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +17,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.watchdog import hang_limit
+from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.given import UNSET
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.events.preemption import preemption_from
@@ -193,7 +193,7 @@ def _apply_barebones(values: dict[str, Any]) -> None:
 
 def _implied(arguments: Arguments) -> dict[str, Any]:
     """Returns the arguments that follow from others, or need conversion."""
-    implied: dict[str, Any] = {"default_root_dir": os.path.expanduser(str(arguments.default_root_dir))}
+    implied: dict[str, Any] = {"default_root_dir": local_path(arguments.default_root_dir, "default_root_dir")}
     if arguments.gradient_clip_val == 0:
         implied["gradient_clip_val"] = None
     if arguments.fast_dev_run:
@@ -286,10 +286,6 @@ def _check_choices(arguments: Arguments) -> None:
         if value not in choices:
             raise ConfigurationError(f"{name}={value!r}: use {fix}.")
     parse_devices(arguments.devices)
-    if "://" in str(arguments.default_root_dir):
-        raise ConfigurationError(
-            f"default_root_dir={str(arguments.default_root_dir)!r}: Leyden writes only to local and mounted folders."
-        )
     # Imported here because few runs set a time.
     from leyden.callbacks.timer import parse_duration
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.paths import local_path
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
@@ -42,7 +43,7 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
         >>> merge(path, path.parent, module_prefix="net").name
         'model.safetensors'
     """
-    reader, target = CheckpointReader(path), Path(os.path.abspath(out))
+    reader, target = CheckpointReader(path), Path(os.path.abspath(local_path(out, "out")))
     if target.is_dir() or os.fspath(out).endswith(("/", os.sep)):
         target = target / "model.safetensors"
     if target.suffix != ".safetensors":

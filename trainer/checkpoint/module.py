@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from leyden.strategies.errors import ConfigurationError, needs
+from leyden.strategies.paths import local_path
 from leyden.strategies.weights import check_partial, load_weights
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -90,7 +90,7 @@ def load_datamodule(
 
 
 def _open(path: str | Path, trust: bool, weights_only: bool | None) -> CheckpointReader | ForeignWeights:
-    path = Path(os.path.expanduser(path))
+    path = Path(local_path(path, "checkpoint_path"))
     return ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
 
 
@@ -152,7 +152,7 @@ def _encodable_only(values: list[Any]) -> list[Any]:
 
 
 def _read_hparams(path: Path) -> dict[str, Any]:
-    path = path.expanduser()
+    path = Path(local_path(path, "hparams_file"))
     kind, parse = ("YAML", _yaml) if path.suffix in (".yaml", ".yml") else ("JSON", json.loads)
     try:
         values = parse(path.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format import staging
@@ -75,7 +76,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = staging.standing(Path(path))
+        self.path = staging.standing(Path(local_path(path, "path")))
         self.weights_file = self.path / LAYOUT
         if not self.path.is_dir():
             what = "is a file, but a checkpoint is a folder" if self.path.exists() else "does not exist"

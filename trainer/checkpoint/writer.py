@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.fragment import Fragment
+from leyden.strategies.paths import local_path
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.contents import Content, Tensors, Text
 from leyden.trainer.checkpoint.copies import Copies
@@ -101,7 +102,7 @@ class CheckpointWriter:
         copies: Copies | None = None,
     ) -> None:
         # Absolute, since user code may change the working directory before the commit.
-        self._target = Path(os.path.abspath(path))
+        self._target = Path(os.path.abspath(local_path(path, "path")))
         self._home = (self._target.parent, 0) if home is None else home
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.guard import ShardPickleError, is_part
+from leyden.strategies.paths import local_path
 from leyden.strategies.xla.moving import on_host
 from leyden.trainer.format import staging
 
@@ -64,7 +65,7 @@ def write_weights(
     limit = parse_size(max_shard_size)
     if not is_writer:
         return
-    place = Path(folder)
+    place = Path(local_path(folder, "save_directory"))
     if place.is_file():
         raise ConfigurationError(f"save_model(save_directory={str(folder)!r}) is a file. Pass a folder.")
     place.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def _refuse_part(tensor: Tensor) -> Tensor:
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> None:
     """Writes an object that `check_object` accepted, in the format of the file's suffix if `safe` is None."""
-    target = Path(path)
+    target = Path(local_path(path, "f"))
     safe = target.suffix == ".safetensors" if safe is None else safe
     target.parent.mkdir(parents=True, exist_ok=True)
     if not safe:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of, nearest
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.records.accelerate_folder import AccelerateFolder, is_folder
 from leyden.trainer.accelerator.records.tracking import LoggerTracker
@@ -159,7 +160,7 @@ def _save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | 
             "save_state() needs a folder. Use save_state('path'), Accelerator(project_dir=…, resume='auto'), or "
             "Accelerator(project_dir=…, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))."
         )
-    path = Path(os.path.expanduser(os.fspath(output_dir)))
+    path = Path(local_path(output_dir, "output_dir"))
     _check_same_folder(accelerator, "save_state", path)
     CheckpointRanks(accelerator.strategy, path).first(lambda: _remove_empty_folder(path))
     return path
@@ -334,7 +335,7 @@ def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[st
         CheckpointError: if there is none, without `resume="auto"`.
     """
     if input_dir is not None:
-        path = Path(os.path.expanduser(os.fspath(input_dir)))
+        path = Path(local_path(input_dir, "input_dir"))
         _check_same_folder(accelerator, "load_state", path)
         return path
     config, resumes = accelerator.project_configuration, accelerator.options.resumes

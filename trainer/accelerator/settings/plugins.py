@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.paths import local_path
 
 H = TypeVar("H")
 HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
@@ -112,6 +113,8 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigurationError(f"ProjectConfiguration(total_limit={self.total_limit}): use 1 or more, or None.")
+        if self.logging_dir is not None:
+            local_path(self.logging_dir, "logging_dir")
         self.set_directories(self.project_dir)
 
     @property
@@ -133,6 +136,8 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Sets the run's folder, and the trackers' folder if it is not set."""
+        if project_dir is not None:
+            local_path(project_dir, "project_dir")
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

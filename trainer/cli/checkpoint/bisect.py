@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from leyden.strategies.paths import local_path
 from leyden.trainer.format.digests import NAMES, DigestsError, Record, read_digests
 from leyden.trainer.format.text import listed
 
@@ -151,7 +152,7 @@ def file_of(run: str) -> Path:
     Raises:
         DigestsError: if there is no such file, or more than one.
     """
-    path = Path(run)
+    path = Path(local_path(run, "RUN"))
     if path.is_file():
         return path
     if not path.is_dir():

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -156,7 +157,7 @@ def _found_in(folder: str | Path) -> list[Path]:
 
     Links such as "last" are left out: the checkpoints they point at are listed.
     """
-    root = Path(folder)
+    root = Path(local_path(folder, "FOLDER"))
     if not root.is_dir():
         raise CheckpointError(root, "is not a folder: give the one that holds the checkpoints.")
     aside = [path for path, _ in set_aside(root)]

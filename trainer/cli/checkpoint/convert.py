@@ -17,6 +17,7 @@ import click
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.paths import local_path
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.cli.checkpoint.convert_state import Names, of_accelerate, of_lightning
@@ -53,10 +54,10 @@ def command(
     restore={"weights", "optimizers", "progress"}) or restore="weights"; with an Accelerator, call load_state(OUT). The
     data starts from the beginning.
     """
-    source = Path(file)
+    source = Path(local_path(file, "FILE"))
     # "." and ".." have no stem.
     named = source if source.name.strip(".") else source.resolve()
-    target = Path(out) if out else named.with_name(f"{named.stem}-leyden")
+    target = Path(local_path(out, "OUT")) if out else named.with_name(f"{named.stem}-leyden")
     before = f"{prefix}." if prefix else ""
     hparams: dict[str, Any] = {}
     if source.is_dir():

@@ -16,6 +16,7 @@ import click
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.processes import temporary
+from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.replay import Replay
 from leyden.trainer.checkpoint.folder import all_checkpoints, is_checkpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -47,7 +48,7 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
 
     A run that rolled back (NonFiniteGuard("rollback")) took some steps twice. The replay shows the first time.
     """
-    reader = checkpoint_before(Path(run), step)
+    reader = checkpoint_before(Path(local_path(run, "RUN")), step)
     passed_over = passed_over_after(Path(run), reader)
     recorded = _recorded(digests or run, step, named=digests is not None)
     command_line = _command(reader, list(words), yes)

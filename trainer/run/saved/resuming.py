@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_packed, unpack
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -69,6 +70,8 @@ class Goal:
     def __post_init__(self) -> None:
         if self.weights_only not in (None, True, False):
             raise ConfigurationError(f"weights_only={self.weights_only!r}: use True, False or None.")
+        if self.path is not None:
+            local_path(self.path, "ckpt_path")
 
     @property
     def continues(self) -> bool:

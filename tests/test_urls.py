@@ -1,0 +1,100 @@
+"""URLs where a path is expected: every argument refuses them, before a run and before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares
+
+from leyden import Accelerator, ConfigurationError, DataModule, Trainer, TrainModule
+from leyden.callbacks import (
+    CSVLogger,
+    MLFlowLogger,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    SpikeDetection,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from leyden.trainer.checkpoint.merge import merge
+from leyden.trainer.cli.main import main
+from leyden.trainer.profilers import PyTorchProfiler, SimpleProfiler
+from leyden.utils import ProjectConfiguration
+
+URL = "s3://bucket/run"
+NET = torch.nn.Linear(2, 1)
+
+
+def fitted() -> Trainer:
+    trainer = Trainer(**{**QUIET, "max_epochs": 1})
+    trainer.fit(Squares(torch.nn.Linear(2, 1)), [torch.ones(1, 2)])
+    return trainer
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "Trainer": lambda url: Trainer(default_root_dir=url),
+    "ModelCheckpoint": ModelCheckpoint,
+    "OnExceptionCheckpoint": OnExceptionCheckpoint,
+    "SpikeDetection": lambda url: SpikeDetection(exclude_batches_path=url),
+    "CSVLogger": CSVLogger,
+    "TensorBoardLogger": TensorBoardLogger,
+    "TensorBoardLogger, sub_dir": lambda url: TensorBoardLogger(sub_dir=url),
+    "WandbLogger": lambda url: WandbLogger(save_dir=url),
+    "MLFlowLogger": lambda url: MLFlowLogger(save_dir=url),
+    "SimpleProfiler": SimpleProfiler,
+    "PyTorchProfiler": PyTorchProfiler,
+    "fit": lambda url: Trainer(**QUIET).fit(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
+    "test": lambda url: Trainer(**QUIET).test(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
+    "save_checkpoint": lambda url: fitted().save_checkpoint(url),
+    "TrainModule.load_from_checkpoint": TrainModule.load_from_checkpoint,
+    "DataModule.load_from_checkpoint": DataModule.load_from_checkpoint,
+    "to_onnx": lambda url: Squares(NET).to_onnx(url, torch.ones(1, 2)),
+    "merge": lambda url: merge(url, "model.safetensors"),
+    "project_dir": lambda url: ProjectConfiguration(project_dir=url),
+    "logging_dir": lambda url: ProjectConfiguration(logging_dir=url),
+    "Accelerator": lambda url: Accelerator(project_dir=url),
+    "save_state": lambda url: Accelerator(cpu=True).save_state(url),
+    "load_state": lambda url: Accelerator(cpu=True).load_state(url),
+    "save_model": lambda url: Accelerator(cpu=True).save_model(NET, url),
+    "save": lambda url: Accelerator(cpu=True).save({}, url),
+}
+
+
+@pytest.mark.parametrize("url", [URL, "file:///tmp/run", Path(URL)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_url_is_refused(name: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"(s3|file):/.* is a URL"):
+        CALLS[name](url)
+    assert not [path for path in tmp_path.iterdir() if ":" in path.name]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("checkpoint", "ls", URL),
+        ("checkpoint", "verify", URL),
+        ("checkpoint", "show", URL),
+        ("merge", URL, "out.safetensors"),
+        ("bisect", URL, "."),
+        ("replay", URL, "--step", "1"),
+        ("convert", URL),
+    ],
+    ids=" ".join,
+)
+def test_a_command_refuses_a_url(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) != 0
+    captured = capsys.readouterr()
+    assert "s3://bucket/run' is a URL" in captured.out + captured.err
+
+
+def test_a_drive_of_windows_and_a_colon_are_no_url(tmp_path: Path) -> None:
+    assert ModelCheckpoint(tmp_path / "lr:0.1").dirpath == str(tmp_path / "lr:0.1")
+    assert ModelCheckpoint("C:/runs").dirpath
