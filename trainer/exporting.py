@@ -51,7 +51,7 @@ def to_onnx(module: Any, file_path: Any, input_sample: Any, options: dict[str, A
 def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, options: dict[str, Any]) -> Any:
     """Exports a module's forward pass; see `TrainModule.to_torchscript`."""
     check_choice("to_torchscript", METHODS, method=method)
-    if file_path is not None:
+    if isinstance(file_path, (str, os.PathLike)):
         file_path = local_path(file_path, "file_path")
     if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         raise ConfigurationError(
