@@ -18,6 +18,7 @@ _HOMES = {
     "CombinedLoader": "leyden.trainer.data.combined",
     "ConfigurationError": "leyden.strategies.errors",
     "DataModule": "leyden.trainer.datamodule",
+    "SeekableShuffle": "leyden.trainer.data.seekable_shuffle",
     "LeydenCLI": "leyden.trainer.cli.configuration.leyden_cli",
     "LeydenError": "leyden.strategies.errors",
     "seed_everything": "leyden.trainer.data.rng",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
     from leyden.trainer.cli.configuration.leyden_cli import LeydenCLI as LeydenCLI
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
+    from leyden.trainer.data.seekable_shuffle import SeekableShuffle as SeekableShuffle
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.format.errors import CheckpointError as CheckpointError
     from leyden.trainer.module import TrainModule as TrainModule

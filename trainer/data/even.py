@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from leyden.trainer.data.seek import as_list
 from leyden.trainer.data.sharding import RankBatches, Share, block
 
 
@@ -23,13 +24,18 @@ class EvenBatches(RankBatches):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.counts = deque()
+        self._full = [(self.batch_size, self.batch_size)] * self.ranks if self.batch_size is not None else []
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.counts.clear()
         return self._groups()
 
-    def _split(self, drawn: list[Any]) -> tuple[list[Any], Share]:
-        padded, size = drawn, self.batch_size
+    def _split(self, drawn: Any) -> tuple[list[Any], Share]:
+        size = self.batch_size
+        if size is not None and len(drawn) == self.span:
+            self.counts.append(self._full)
+            return as_list(drawn[self.rank * size : (self.rank + 1) * size]), Share(size, self.span)
+        padded = drawn = as_list(drawn)
         if len(drawn) < self.span:
             padded = list(itertools.islice(itertools.cycle([*drawn, *self.order.head(self.span)]), self.span))
         if size is None:

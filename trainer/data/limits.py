@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.seekable_shuffle import SeekableShuffle
 
 NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
@@ -91,9 +92,8 @@ def shuffles(loader: Any) -> bool:
     """Returns True for a DataLoader with one of torch's random samplers."""
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return isinstance(sampler, (RandomSampler, SubsetRandomSampler)) or isinstance(
-        inner, (RandomSampler, SubsetRandomSampler)
-    )
+    kinds = (RandomSampler, SubsetRandomSampler, SeekableShuffle)
+    return isinstance(sampler, kinds) or isinstance(inner, kinds)
 
 
 def warn_if_shuffled(loader: Any, kind: str) -> None:

@@ -19,7 +19,12 @@ from torch.utils.data import (
 )
 
 from leyden.strategies.errors import LeydenError
+from leyden.trainer.data.seekable_shuffle import SeekableShuffle
 
+Piece = tuple[Any, int, int]
+"""A tensor or sequence of items, and the part of it to read, from start to stop."""
+Draw = Callable[[int], Piece | None]
+"""Draws the next piece; None at the end. The argument says how many items will be read now."""
 CHUNK = 65_536
 """Number of indices converted to Python integers together, so a tail of millions need not become one list."""
 REPLACEMENT_CHUNK = 32
@@ -125,7 +130,7 @@ def can_slice(sampler: Any) -> bool:
         return can_slice(sampler.sampler)
     kind = next((kind for kind in TAILS if getattr(type(sampler), "__iter__", None) is kind.__iter__), None)
     return kind is not None and (
-        kind is SequentialSampler or _matches_torch(kind, getattr(sampler, "replacement", False))
+        kind in (SequentialSampler, SeekableShuffle) or _matches_torch(kind, getattr(sampler, "replacement", False))
     )
 
 
@@ -140,7 +145,53 @@ def _matches_torch(kind: Any, replacement: bool) -> bool:
             return SubsetRandomSampler(range(80), generator=generator)
         return WeightedRandomSampler([1.0] * 99, 80, replacement=replacement, generator=generator)
 
-    return list(tail_of(small(), 37)) == list(small())[37:]
+    return as_list(Items(small(), 37).cut(99)) == list(small())[37:]
+
+
+class Items(Iterable[Any]):
+    """The items of an order from a position on, read one by one, or cut into parts that are not copied.
+
+    Args:
+        sampler: a sampler for which `can_slice` is True, and which does not batch.
+        skip: the number of items to skip. Numbers for these are drawn at once, the rest when they are reached.
+    """
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._next = _pieces_of(sampler, skip)
+        self._piece: Any = ()
+        self._at, self._stop = 0, 0
+
+    def begin(self, wanted: int = 1) -> bool:
+        """Draws the next piece if this one is used up. Returns False at the end."""
+        while self._at >= self._stop:
+            # Two permutations would take twice the memory.
+            self._piece = ()
+            piece = self._next(wanted)
+            if piece is None:
+                return False
+            self._piece, self._at, self._stop = piece
+        return True
+
+    def cut(self, count: int) -> Any:
+        """Returns the next `count` items as a tensor, range, list or other sequence; fewer at the end."""
+        parts = []
+        while count and self.begin(count):
+            stop = min(self._at + count, self._stop)
+            count -= stop - self._at
+            # A part of a permutation would keep all of it while the next one is drawn.
+            parts.append(as_list(self._piece[self._at : stop]) if count else self._piece[self._at : stop])
+            self._at = stop
+        return parts[0] if len(parts) == 1 else list(itertools.chain(*map(as_list, parts)))
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not beyond a piece: the next one is only drawn when it is reached.
+        while self.begin():
+            yield from as_list(self.cut(min(CHUNK, self._stop - self._at)))
+
+
+def as_list(items: Any) -> list[Any]:
+    """Returns the items of a sequence or tensor as a list of plain Python objects."""
+    return items.tolist() if hasattr(items, "tolist") else list(items)
 
 
 def tail_of(sampler: Any, skip: int) -> Iterator[Any]:
@@ -148,66 +199,99 @@ def tail_of(sampler: Any, skip: int) -> Iterator[Any]:
 
     Numbers for the skipped items are drawn eagerly, the rest lazily. Requires `can_slice(sampler)`.
     """
-    if type(sampler) in (list, tuple, range):
-        return itertools.islice(sampler, skip, None)
     if _makes_plain_batches(sampler):
         samples = tail_of(sampler.sampler, skip * sampler.batch_size)
         return iter(BatchSampler(samples, sampler.batch_size, sampler.drop_last))
-    for kind, tail in TAILS.items():
+    return iter(Items(sampler, skip))
+
+
+def cuts(sampler: Any) -> bool:
+    """Returns True if the items of a sampler can be cut into parts."""
+    return can_slice(sampler) and not _makes_plain_batches(sampler)
+
+
+def _pieces_of(sampler: Any, skip: int) -> Draw:
+    if type(sampler) in (list, tuple, range):
+        return _each([(sampler, skip, len(sampler))])
+    for kind, pieces in TAILS.items():
         if type(sampler).__iter__ is kind.__iter__:
-            return tail(sampler, skip)
+            return pieces(sampler, skip)
     raise TypeError(f"{type(sampler).__name__} cannot be sliced")
 
 
-def _sequential_tail(sampler: SequentialSampler, skip: int) -> Iterator[int]:
-    return iter(range(skip, len(sampler.data_source)))
+def _each(pieces: Iterable[Piece]) -> Draw:
+    iterator = iter(pieces)
+    return lambda wanted: next(iterator, None)
 
 
-def _subset_tail(sampler: SubsetRandomSampler, skip: int) -> Iterator[int]:
+def _sequential_pieces(sampler: SequentialSampler, skip: int) -> Draw:
+    count = len(sampler.data_source)
+    return _each([(range(count), skip, count)])
+
+
+def _shuffled_pieces(sampler: SeekableShuffle, skip: int) -> Draw:
+    return _each([(sampler.order, skip, len(sampler))])
+
+
+class _Chosen:
+    """The entries of `indices` in a drawn order."""
+
+    def __init__(self, indices: Any, order: Tensor) -> None:
+        self._indices, self._order = indices, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, place: slice) -> _Chosen:
+        return _Chosen(self._indices, self._order[place])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._indices.__getitem__, self._order.tolist())
+
+
+def _subset_pieces(sampler: SubsetRandomSampler, skip: int) -> Draw:
     order = torch.randperm(len(sampler.indices), generator=sampler.generator)
-    return map(sampler.indices.__getitem__, _integers(order, skip))
+    return _each([(_Chosen(sampler.indices, order), skip, len(order))])
 
 
-def _weighted_tail(sampler: WeightedRandomSampler, skip: int) -> Iterator[int]:
-    return _integers(
-        torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator), skip
-    )
+def _weighted_pieces(sampler: WeightedRandomSampler, skip: int) -> Draw:
+    count, replacement = sampler.num_samples, sampler.replacement
+    drawn = torch.multinomial(sampler.weights, count, replacement, generator=sampler.generator)
+    return _each([(drawn, skip, count)])
 
 
-def _random_tail(sampler: RandomSampler, skip: int) -> Iterator[int]:
+def _random_pieces(sampler: RandomSampler, skip: int) -> Draw:
     generator = sampler.generator
     if generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
         generator = torch.Generator()
         generator.manual_seed(seed)
-    tail = _replacement_tail if sampler.replacement else _permutation_tail
-    return tail(len(sampler.data_source), sampler.num_samples, skip, generator)
+    pieces = _replacement_pieces if sampler.replacement else _permutation_pieces
+    return pieces(len(sampler.data_source), sampler.num_samples, skip, generator)
 
 
-def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generator) -> Iterator[int]:
-    """Draws blocks of 32 like the sampler. Skipped blocks are drawn in larger ones, from the same stream of numbers."""
-    chunks, skipped = count // REPLACEMENT_CHUNK, min(skip // REPLACEMENT_CHUNK, count // REPLACEMENT_CHUNK)
-    burn = skipped * REPLACEMENT_CHUNK
-    for start in range(0, burn, CHUNK):
-        torch.randint(size, (min(CHUNK, burn - start),), dtype=torch.int64, generator=generator)
+def _replacement_pieces(size: int, count: int, skip: int, generator: torch.Generator) -> Draw:
+    """Draws whole blocks of 32 like the sampler, several of them at once, from the same stream of numbers."""
+    drawn = 0
 
-    def chunk(number: int) -> list[int]:
-        length = REPLACEMENT_CHUNK if number < chunks else count % REPLACEMENT_CHUNK
-        return torch.randint(size, (length,), dtype=torch.int64, generator=generator).tolist()
+    def draw(wanted: int) -> Piece | None:
+        nonlocal drawn
+        blocks = -(-wanted // REPLACEMENT_CHUNK)
+        length = min(blocks * REPLACEMENT_CHUNK, count - drawn)
+        drawn += length
+        piece = torch.randint(size, (length,), dtype=torch.int64, generator=generator)
+        return (piece, 0, length) if length else None
 
-    # A partially skipped chunk is drawn eagerly; the following ones are drawn when the sampler reaches them.
-    offset = skip - burn
-    begun = chunk(skipped)[offset:] if offset else []
-
-    def rest() -> Iterator[int]:
-        yield from begun
-        for number in range(skipped + bool(offset), chunks + 1):
-            yield from chunk(number)
-
-    return rest()
+    # A partially skipped block is drawn now; the following ones are drawn when the sampler reaches them.
+    begun: list[Piece] = []
+    while drawn < min(skip, count):
+        piece = draw(min(CHUNK, skip - drawn))
+        if piece is not None and drawn > skip:
+            begun.append((piece[0], piece[2] - (drawn - skip), piece[2]))
+    return lambda wanted: begun.pop() if begun else draw(wanted)
 
 
-def _permutation_tail(size: int, count: int, skip: int, generator: torch.Generator) -> Iterator[int]:
+def _permutation_pieces(size: int, count: int, skip: int, generator: torch.Generator) -> Draw:
     """Draws whole permutations and the head of a last one, which the sampler draws even if it uses no index of it."""
     whole = count // size
     number, offset = divmod(skip, size)
@@ -215,29 +299,20 @@ def _permutation_tail(size: int, count: int, skip: int, generator: torch.Generat
     scratch = torch.empty(size if number else 0, dtype=torch.int64)
     for _ in range(number):
         torch.randperm(size, generator=generator, out=scratch)
-    begun = torch.randperm(size, generator=generator) if offset else None
 
-    def rest() -> Iterator[int]:
-        at = number
-        if begun is not None:
-            yield from _integers(begun, offset, size if at < whole else count % size)
-            at += 1
-        for current in range(at, whole + 1):
-            order = torch.randperm(size, generator=generator)
-            yield from _integers(order, 0, size if current < whole else count % size)
+    def piece(number: int, start: int = 0) -> Piece:
+        return torch.randperm(size, generator=generator), start, size if number < whole else count % size
 
-    return rest()
+    begun = [piece(number, offset)] if offset else []
+    # Neither `map` nor `pop` keeps a permutation: who reads it drops it before the next one is drawn.
+    rest = map(piece, range(number + len(begun), whole + 1))
+    return lambda wanted: begun.pop() if begun else next(rest, None)
 
 
-def _integers(values: Tensor, start: int, stop: int | None = None) -> Iterator[int]:
-    stop = len(values) if stop is None else stop
-    for at in range(start, stop, CHUNK):
-        yield from values[at : min(at + CHUNK, stop)].tolist()
-
-
-TAILS: dict[Any, Callable[[Any, int], Iterator[int]]] = {
-    RandomSampler: _random_tail,
-    SequentialSampler: _sequential_tail,
-    SubsetRandomSampler: _subset_tail,
-    WeightedRandomSampler: _weighted_tail,
+TAILS: dict[Any, Callable[[Any, int], Draw]] = {
+    RandomSampler: _random_pieces,
+    SequentialSampler: _sequential_pieces,
+    SubsetRandomSampler: _subset_pieces,
+    WeightedRandomSampler: _weighted_pieces,
+    SeekableShuffle: _shuffled_pieces,
 }

@@ -17,10 +17,11 @@ from leyden.strategies.readers import Readers
 from leyden.trainer.data.generators import Generators
 from leyden.trainer.data.limits import with_index_sampler
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
-from leyden.trainer.data.seek import can_slice, tail_of
+from leyden.trainer.data.seek import Items, as_list, can_slice, cuts, tail_of
+from leyden.trainer.data.seekable_shuffle import SeekableShuffle
 
 State = dict[str, Any]
-IN_ORDER = (SequentialSampler, list, tuple, range)
+IN_ORDER = (SequentialSampler, SeekableShuffle, list, tuple, range)
 """Samplers that draw no random numbers."""
 
 
@@ -100,6 +101,8 @@ class Order:
         self._generators = Generators(_Holder(sampler))
         self.is_sliced = can_slice(sampler)
         """True if the sampler can start at any position; others are drawn from their beginning."""
+        self._cuts = cuts(sampler)
+        self._items: Items | None = None
         self._iterator: Iterator[Any] | None = None
         self._created: Iterator[Any] | None = None
         self._stream: State = {}
@@ -113,7 +116,7 @@ class Order:
             skip: the number of items that the run had drawn.
         """
         self.state, self._skip, self._resumes = state, skip, state is not None
-        self._iterator = self._created = None
+        self._items = self._iterator = self._created = None
 
     @property
     def stream(self) -> State:
@@ -122,8 +125,14 @@ class Order:
 
     def draw(self, count: int) -> list[Any]:
         """Returns the next `count` items of the order; fewer at its end."""
-        if self._iterator is None:
+        return as_list(self.cut(count))
+
+    def cut(self, count: int) -> Any:
+        """Returns what `draw` does, as a sequence or tensor of which only the items that are read need be computed."""
+        if self._items is None and self._iterator is None:
             self.start()
+        if self._items is not None:
+            return self._items.cut(count)
         assert self._iterator is not None
         if self.is_sliced:
             return list(itertools.islice(self._iterator, count))
@@ -165,15 +174,22 @@ class Order:
         # Samplers that draw nothing need no agreement.
         state = self.state = self.state or (mine if type(self.sampler) in IN_ORDER else self._agree(mine))
         self._apply(state)
+        # Draws the first index, for which torch's samplers draw everything they need from the global generators.
+        if self._cuts:
+            self._items = Items(self.sampler, self._skip)
+            self._items.begin()
+        else:
+            self._iterator = self._begun()
+        self._stream = restore_own_state(mine["rng"], {} if self._resumes else state["rng"])
+        self._created = None
+
+    def _begun(self) -> Iterator[Any]:
         if self._skip and self.is_sliced:
             iterator = tail_of(self.sampler, self._skip)
         else:
             iterator = self._created or iter(self.sampler)
             next(itertools.islice(iterator, self._skip, self._skip), None)
-        # Draws the first index, for which torch's samplers draw everything they need from the global generators.
-        self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
-        self._stream = restore_own_state(mine["rng"], {} if self._resumes else state["rng"])
-        self._created = None
+        return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
     def _apply(self, state: State) -> None:
         set_rng_state(state["rng"])
@@ -315,35 +331,36 @@ class RankBatches:
         self.shares.clear()
         self._rest = self._last_batch()
         while True:
-            drawn = self.order.draw(self.span)
-            if not drawn or (self.drop_last and len(drawn) < self.span):
+            drawn = self.order.cut(self.span)
+            if not len(drawn) or (self.drop_last and len(drawn) < self.span):
                 return
             here, share = self._split(drawn)
             self.shares.append(share)
             # Only the last global batch can leave a rank without a sample.
             if not here:
-                self._last = self._last or (drawn[0] if self.of_batches else drawn)
+                self._last = self._last or (drawn[0] if self.of_batches else as_list(drawn))
                 return
             self._last = here
             yield here
 
-    def _split(self, drawn: list[Any]) -> tuple[list[Any], Share]:
+    def _split(self, drawn: Any) -> tuple[list[Any], Share]:
         """Returns this rank's part of a global batch, and its share."""
         if self.even and len(drawn) % self.ranks:
             missing = self.ranks - len(drawn) % self.ranks
+            drawn = as_list(drawn)
             drawn += list(itertools.islice(itertools.cycle(drawn), missing))
         if self.of_batches:
             here = drawn[self.rank] if self.rank < len(drawn) else []
             sizes = [len(batch) for batch in drawn]
             total, even = sum(sizes), len(sizes) == self.ranks and len(set(sizes)) == 1
         else:
-            here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
+            here, total = as_list(drawn[block(len(drawn), self.rank, self.ranks)]), len(drawn)
             even = total % self.ranks == 0
         return here, Share(len(here), total, len(drawn) < self.ranks, even, rest=self._rest)
 
     def part(self, drawn: list[Any]) -> list[Any]:
         """Returns this rank's part of a global batch that was drawn before."""
-        return self._split(list(drawn))[0]
+        return self._split(drawn)[0]
 
     def _last_batch(self) -> int:
         """Returns the samples of the epoch's last global batch if it is known to be smaller than the others; else 0."""

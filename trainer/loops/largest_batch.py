@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from leyden.strategies.batch import map_tensors
 from leyden.trainer.data.rng import isolated_rng
+from leyden.trainer.data.seekable_shuffle import SeekableShuffle
 from leyden.trainer.data.sharding import RankBatches, is_indexed
 
 MAX_CANDIDATES = 8
@@ -59,7 +60,7 @@ def _batches(loader: Any) -> Iterator[Any]:
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
     plain = type(batches) is BatchSampler or (isinstance(batches, RankBatches) and not batches.of_batches)
-    if not plain or type(sampler) not in (SequentialSampler, RandomSampler):
+    if not plain or type(sampler) not in (SequentialSampler, RandomSampler, SeekableShuffle):
         # Other samplers may drop or sort samples.
         return
     size = batches.span // batches.ranks if isinstance(batches, RankBatches) else batches.batch_size

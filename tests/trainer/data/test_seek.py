@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from leyden import SeekableShuffle
 from leyden.trainer.data.seek import CHUNK, DrawsFromGlobalRNG, Tail, can_slice, tail_of
 
 Make = Callable[[torch.Generator | None], Any]
@@ -34,6 +35,7 @@ SAMPLERS: dict[str, tuple[Make, int]] = {
     "weighted": (lambda g: WeightedRandomSampler(WEIGHTS, 100, generator=g), 100),
     "weighted_without_replacement": (lambda g: WeightedRandomSampler(WEIGHTS, 100, False, generator=g), 100),
     "range": (lambda g: range(3, 80), 77),
+    "seekable": (lambda g: SeekableShuffle(90, seed=2), 90),
     "list": (lambda g: [4, 1, 3, 2], 4),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from leyden import SeekableShuffle
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.even import EvenBatches
 from leyden.trainer.data.rng import rng_state, seed_everything, set_rng_state
-from leyden.trainer.data.sharding import NO_SAMPLES, DataRanks, Share, block
+from leyden.trainer.data.sharding import NO_SAMPLES, DataRanks, Order, RankBatches, Share, block
 from leyden.trainer.data.streams import shard
 
 SIZE = 103
@@ -77,6 +80,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 KINDS: dict[str, Callable[[int], Loader]] = {
     "in order": lambda size: DataLoader(Indices(SIZE), size),
     "shuffled": lambda size: DataLoader(Indices(SIZE), size, shuffle=True),
+    "seekable": lambda size: DataLoader(Indices(SIZE), size, sampler=SeekableShuffle(SIZE)),
     "own generator": lambda size: DataLoader(
         Indices(SIZE), size, shuffle=True, generator=torch.Generator().manual_seed(4)
     ),
@@ -246,6 +250,37 @@ def test_without_even_batches_a_rank_may_have_no_last_batch() -> None:
     world = World(make, 2, 0)
     world.begin(0)
     assert world.read() == [[0, 1, 2, 3], [4]]
+
+
+class CountedIndices(list[int]):
+    """Indices that count how many of them were read."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.read += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("kind", [RankBatches, EvenBatches])
+def test_a_rank_reads_only_its_own_share_of_a_global_batch(kind: type[RankBatches]) -> None:
+    indices = CountedIndices(range(1000))
+    batches = kind(Order(SubsetRandomSampler(indices), lambda state: state), 3, 100, 2)
+    drawn = [next(iter(batches)) for _ in range(3)]
+    assert indices.read == sum(map(len, drawn)) == 6
+
+
+def test_a_shuffle_takes_eight_bytes_a_sample() -> None:
+    """Those of torch's permutation, which Python does not count: its integers would take 32, and a list of them 8."""
+    count = 200_000
+    batches = RankBatches(Order(RandomSampler(range(count)), lambda state: state), 1, 8, 4)
+    tracemalloc.start()
+    iterator = iter(batches)
+    for _ in range(100):
+        next(iterator)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < count
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
