@@ -79,6 +79,12 @@ class Engine:
         """True if `manual_backward` was called in this batch, or if a plain `loss.backward()` would do."""
         self._needs_manual_backward = False
         """True if a plain `loss.backward()` would be wrong, and the user has not been warned about it yet."""
+        self._backward_calls = 0
+        """In manual optimization, the number of calls of `manual_backward`."""
+        self._closed_at: dict[int, int] = {}
+        """`_backward_calls` when each optimizer last stepped or cleared its gradients, by the optimizer's id."""
+        self._is_stepping = False
+        """True while the module's manual step runs."""
         self.warned_of_rest = False
         """True once the user was warned that `all_gather` will fail in the epoch's last batch."""
         self.share: Share | None = None
@@ -159,13 +165,34 @@ class Engine:
             before_step: a function to call before each step, with unscaled gradients.
         """
         self._manual, self._before_step, self._backward_hooks = True, before_step, hooks
-        self._went_backward = True
+        self._went_backward, self._backward_calls, self._closed_at = True, 0, {}
         self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
 
     def begin_step(self) -> None:
         """Starts code that may step optimizers. Afterwards, `has_stepped` tells whether any did."""
         self.has_stepped = False
         self._went_backward = not self._needs_manual_backward
+        self._is_stepping = self._manual
+
+    def end_manual_step(self) -> None:
+        """Ends the module's manual step."""
+        self._is_stepping = False
+
+    def open_parameters(self) -> set[int]:
+        """Returns the ids of parameters whose gradients manual optimization accumulates for a later step.
+
+        Inside a manual step there are none: a resume repeats the whole batch.
+        """
+        if not self._manual or self._is_stepping or self.strategy.drives_one:
+            return set()
+        # A module that only calls loss.backward() leaves no trace of its calls.
+        calls, groups = self._backward_calls, self.strategy.master_weights.groups
+        waiting = [one for one in self.optimizers if not calls or self._closed_at.get(id(one), 0) < calls]
+        return {id(p) for optimizer in waiting for group in groups(optimizer) for p in group}
+
+    def reopen(self) -> None:
+        """Notes that gradients were restored from a checkpoint."""
+        self._backward_calls, self._closed_at = 1, {}
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps one optimizer. In manual optimization, this includes unscaling and the hooks before a step.
@@ -190,6 +217,7 @@ class Engine:
             closure()
             closure = None
         stepped = strategy.step(optimizer, closure, **kwargs)
+        self._closed_at[id(optimizer)] = self._backward_calls
         self.has_stepped = self.has_stepped or stepped
         return stepped
 
@@ -208,6 +236,7 @@ class Engine:
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clears the gradients of one optimizer."""
         prepared.optimizer.zero_grad(set_to_none)
+        self._closed_at[id(prepared.optimizer)] = self._backward_calls
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Runs backward on the loss, without dividing it by the window's length.
@@ -215,6 +244,7 @@ class Engine:
         The loss is scaled for the precision, and weighted on a rank of an uneven batch.
         """
         self._went_backward = True
+        self._backward_calls += 1
         hooks, weight = self._backward_hooks, self.window.weight
         # A rank without a sample runs the step for the others' sake: it calls no hooks, but the module's own backward.
         active_hooks = hooks if weight else None

@@ -362,6 +362,7 @@ class ManualStep(Step):
     def close(self, batch_idx: int) -> None:
         """Ends the window without a step: in manual optimization the module steps optimizers and schedulers."""
         self.strategy.end_step()
+        self.engine.end_manual_step()
         self.has_stepped = self.engine.has_stepped
         if self.has_stepped:
             self.progress.count_window(stepped=True)

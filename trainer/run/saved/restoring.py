@@ -121,7 +121,12 @@ class Restorer:
                     "load rank 0's state of callbacks or a DataModule with state_per_rank.",
                     stacklevel=2,
                 )
-        names_by_part = {"progress": ("logs", "metrics", "trained"), "loaders": ("loader",), "rng": ("rng",)}
+        names_by_part = {
+            "optimizers": ("gradients",),
+            "progress": ("logs", "metrics", "trained"),
+            "loaders": ("loader",),
+            "rng": ("rng",),
+        }
         self._rank.drop(*(name for part, names in names_by_part.items() if part not in parts for name in names))
 
     def restore_weights(self) -> None:
@@ -177,7 +182,7 @@ class Restorer:
             if "optimizers" in self._parts:
                 self._lightning.restore_steps()
             self._lightning.settle()
-        self._rank.load("trained")
+        self._rank.load("trained", "gradients")
         run.strategy.check_trained()
         if self._progress is not None:
             run.progress.continue_from(self._progress)

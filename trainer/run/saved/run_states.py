@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from leyden.trainer.checkpoint.buffers import Buffers
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.gradients import OpenGradients
 from leyden.trainer.checkpoint.owners import RankStateOwner
 from leyden.trainer.checkpoint.step_states import StepStates
 from leyden.trainer.data.rng import RandomNumbers
@@ -28,5 +29,6 @@ def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
         "logs": run.logs,
         "metrics": MetricStates(run.module),
         "trained": run.trained,
+        "gradients": OpenGradients(run.module, run.engine),
         "rng": RandomNumbers(),
     }
