@@ -502,7 +502,8 @@ class Trainer(TrainerView):
                     run.warn_of_nan()
             except BaseException as error:
                 run.heartbeat.mark(Phase.ENDING)
-                ending.end_with_error(run, error, (run.module, self, *run.callbacks))
+                owners = run.module, self, *run.callbacks
+                ending.end_with_error(run, error, owners, partial(self._closing_lines, run, True))
                 raise
         return result
 
@@ -565,11 +566,11 @@ class Trainer(TrainerView):
             run.hold(lock, alone=goal.path == "auto", each_node=self.saves_on_each_node)
         return run.setup(*resuming.open_reader(run, goal), goal)
 
-    def _closing_lines(self, run: Run) -> str | None:
+    def _closing_lines(self, run: Run, is_stopped: bool = False) -> str | None:
         """Returns the closing lines of a fit: where it ended, and why; None for other stages."""
         if run.state.stage != "fit" or run.signals.received == LEAVE:
             return None
-        if run.signals.received is not None:
+        if is_stopped or run.signals.received is not None:
             at = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
             how = f"preempted by {run.signals.name}" if run.signals.preempted else "stopped"
             return f"\n{how} at step {self.global_step}, epoch {self.current_epoch}: {at}"

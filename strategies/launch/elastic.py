@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.environment import AGENT, killed_in_words, ranks_in_words, with_variables
+from leyden.strategies.launch.interrupt import were_interrupted
 from leyden.strategies.launch.leaving import ExitNotes
 from leyden.strategies.launch.meeting import gloo_on_loopback
 from leyden.strategies.launch.processes import children, status_of
@@ -198,6 +199,8 @@ def run_engine(
                     left_with = notes.code()
                     if left_with is not None:
                         return left_with
+                    if were_interrupted(error.failures.values()):
+                        return 128 + signal.SIGINT
                     if is_alone and tried.again():
                         continue
                     ended = first_failure(error, config.nproc_per_node)

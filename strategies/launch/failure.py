@@ -167,6 +167,11 @@ class FirstFailure:
             # A clean exit, which every rank reaches on its own. If one does not, it can name the ranks that exited.
             self._answer(f"exited with code 0{', at ' + where if where else ''}")
             return True
+        if isinstance(error, KeyboardInterrupt):
+            # Nobody needs to be told who pressed Ctrl-C; the other ranks end even if they were not sent it.
+            self._is_first = self.reported = True
+            self._claim(f"rank {self.rank}: KeyboardInterrupt", False)
+            return True
         self._answer("was " + _place(traceback.extract_tb(error.__traceback__)))
         lost = is_lost(error)
         heard = self._another_failed(seconds=2.0) if lost else False
@@ -288,7 +293,8 @@ class FirstFailure:
 
     def _at_exit(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Reports an uncaught error that ends the script outside of a run, in the same way as one inside a run."""
-        if self.report(error):
+        # After `close` another hook may still hold this one.
+        if self._done.is_set() or self.report(error):
             self._hook(kind, error, trace)
 
 

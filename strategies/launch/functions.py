@@ -18,6 +18,7 @@ import torch
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, RankEnvironment, killed_in_words
+from leyden.strategies.launch.interrupt import raise_quietly
 from leyden.strategies.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
 from leyden.strategies.launch.processes import threads_each
 from leyden.strategies.launch.tries import Tries, tries
@@ -130,7 +131,7 @@ class _Watch:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGINT)
             self._wait()
-            raise
+            raise_quietly(KeyboardInterrupt())
         finally:
             _end(self.processes, PATIENCE if self.failure is not None else 60.0)
         if self.failure is not None:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from leyden.strategies.launch.interrupt import raise_quietly
+
 NOTICE = 0
 """Stands in for a signal number when the notice came from elsewhere. No signal has this number."""
 LEAVE = -1
@@ -105,7 +107,7 @@ class Signals:
             os.kill(os.getpid(), number)
             return
         if number == signal.SIGINT and signal.SIGINT in (self.received, self.pending):
-            raise KeyboardInterrupt
+            raise_quietly(KeyboardInterrupt())
         self._note(number)
 
     def notice(self) -> None:

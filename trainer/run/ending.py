@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.launch.interrupt import is_quiet, raise_quietly
 from leyden.trainer.data.workers import died
 from leyden.trainer.run.reporting import advice
 
@@ -35,16 +36,19 @@ def end_normally(run: Run, last_words: Callable[[], str | None], leave: Callable
     # Last, because SLURM kills the processes of a job as soon as it is requeued.
     leave()
     if interruption is not None:
-        raise interruption
+        raise_quietly(interruption)
 
 
-def end_with_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
+def end_with_error(
+    run: Run, error: BaseException, owners: Iterable[object], last_words: Callable[[], str | None]
+) -> None:
     """Reports an error to the other ranks, the hooks and the loggers, in this order. The caller re-raises it.
 
     Args:
         run: the run that failed.
         error: the error that ended it.
         owners: the objects whose methods users call.
+        last_words: returns the text to print after a second Ctrl-C; None for nothing.
 
     Raises:
         SystemExit: if the error is a consequence of another rank's error, which that rank reports.
@@ -66,6 +70,8 @@ def end_with_error(run: Run, error: BaseException, owners: Iterable[object]) -> 
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
     _call_on_exception(run, error)
     _warn_of(_errors_of(run.finalize, "failed"))
+    if is_quiet(error):
+        run.print(last_words() or "")
     if not is_first:
         raise SystemExit(1) from None
     if better is not error:

@@ -149,6 +149,40 @@ def test_a_signal_ends_every_rank_gracefully(name: str, code: int, folder: Path)
     assert found.returncode == code == 128 + getattr(signal, name) and "NEVER" not in found.stdout
 
 
+INTERRUPTED = """
+from leyden import Trainer
+from script_parts import *
+
+class InterruptedModule(Module):
+    def before_loss(self, batch_idx):
+        if batch_idx == 2 and os.environ.get("RANK", "0") == "0":
+            for _ in range(int(sys.argv[1])):
+                os.kill(os.getpid(), signal.SIGINT)
+
+ranks = dict(strategy="ddp") if "RANK" in os.environ else dict(strategy="ddp", devices=2) if "two" in sys.argv else {}
+Trainer(max_epochs=-1, **ranks, **QUIET).fit(InterruptedModule(), batches())
+say("NEVER")
+"""
+
+
+@pytest.mark.parametrize("presses", ["1", "2"])
+@pytest.mark.parametrize("how", ["", "two", "launch"])
+def test_ctrl_c_ends_in_a_line_without_a_traceback(how: str, presses: str, folder: Path) -> None:
+    """It is no error of a rank, of which the others, or the agent, tell."""
+    (folder / "script.py").write_text(INTERRUPTED)
+    launch = ["-m", "leyden", "launch", "--cpu", "-q", "--num_processes", "2"] if how == "launch" else []
+    found = run([*launch, "script.py", presses, how], folder)
+    assert found.stdout.splitlines()[-1].startswith("stopped at step ")
+    assert "NEVER" not in found.stdout
+    assert without_gloo(found.stderr) == []
+    assert found.returncode in (130, -signal.SIGINT)
+
+
+def without_gloo(printed: str) -> list[str]:
+    """Removes the lines that gloo of torch 2.9 prints about its connections."""
+    return [line for line in printed.splitlines() if not line.startswith("[Gloo] ")]
+
+
 SEVERAL_RUNS = """
 from leyden import Trainer
 from script_parts import *
