@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +111,33 @@ class CallableModel(StepModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+@contextmanager
+def gathering_for_transformers(deepspeed: Any) -> Iterator[None]:
+    """Gathers each module's parameters while a model of transformers initializes it, inside of `zero.Init`.
+
+    zero.Init gathers them in `Module.apply`. transformers goes through a model's modules itself, and would initialize
+    the empty tensors that zero.Init has left.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    models = importlib.import_module("transformers").PreTrainedModel
+    initialize = models._initialize_weights
+
+    def gathered(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Some modules initialize their children, as T5's attention does. The whole model may not fit into memory.
+        near = [module, *(below for child in module.children() for below in (child, *child.children()))]
+        own = {p: None for part in near for p in part.parameters(recurse=False) if hasattr(p, "ds_id")}
+        with deepspeed.zero.GatheredParameters(list(own), modifier_rank=0):
+            initialize(self, module, *args, **kwargs)
+
+    models._initialize_weights = gathered
+    try:
+        yield
+    finally:
+        models._initialize_weights = initialize
 
 
 def make_engine(deepspeed: Any, wrapped: StepModule, config: dict[str, Any], optimizer: Optimizer | None) -> Any:

@@ -20,7 +20,12 @@ from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items
 from leyden.strategies.deepspeed.config import ARGUMENTS, OFFLOADS, ZeroConfig
 from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
 from leyden.strategies.deepspeed.engine_state import counters, refresh, release, restore_counters, weights
-from leyden.strategies.deepspeed.initialize import device_number, join_group, make_scheduler
+from leyden.strategies.deepspeed.initialize import (
+    device_number,
+    gathering_for_transformers,
+    join_group,
+    make_scheduler,
+)
 from leyden.strategies.deepspeed.master_weights import ZeroMasterWeights
 from leyden.strategies.deepspeed.own_loop import ZeroLoop
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
@@ -239,8 +244,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             yield
             return
         # Not through the argument `dtype`: on a device without float16, DeepSpeed uses bfloat16 for any other dtype.
-        with self.zero.library.zero.Init(config_dict_or_path=self.final_config(complete=False)):
-            yield
+        library = self.zero.library
+        with library.zero.Init(config_dict_or_path=self.final_config(complete=False)):
+            with gathering_for_transformers(library):
+                yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         if len(modules) != 1:

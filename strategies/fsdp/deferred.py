@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -76,7 +77,7 @@ class Deferred:
         Args:
             draws: False skips random initialization, for weights that a checkpoint replaces.
         """
-        with _Record(self, draws), _Constants(draws), META:
+        with _Record(self, draws), _OnMeta(draws):
             yield
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
@@ -145,19 +146,26 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
 
-class _Constants(TorchFunctionMode):
+class _OnMeta(TorchFunctionMode):
+    """Creates tensors on the meta device, without a sign of it to code that builds a module.
+
+    Libraries skip initialization on that device: torch.nn.init for some functions if `is_meta`, and transformers if it
+    is the default device, so it is not made the default. transformers compares that with the device of an empty tensor.
+    """
+
     def __init__(self, draws: bool) -> None:
         super().__init__()
         self.draws = draws
+        self._create = DeviceContext(META).__torch_function__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == IS_META:
-            # Some functions in torch.nn.init skip meta tensors, so their draws would not be recorded.
             return not self.draws
         if func in CONSTANTS and torch.device(kwargs.get("device") or META) == META:
-            return func(*args, **{**kwargs, "device": CPU}).to(META)
-        return func(*args, **kwargs)
+            constant = func(*args, **{**kwargs, "device": CPU})
+            return constant.to(META) if constant.numel() or not self.draws else constant
+        return self._create(func, types, args, kwargs)
 
 
 def _draw_and_discard(function: Any, args: Any, kwargs: Any) -> Tensor:
