@@ -32,6 +32,7 @@ ANY_TIME = {
     "add_module",
     "add_optimizer",
     "counted",
+    "held",
 }
 
 
