@@ -12,9 +12,8 @@ sections at the margin are `fit` and the other methods of a Trainer, and the par
         [resume] callback.load_state_dict
         configure_optimizers, on_fit_start
         [first fit] callback.state_dict (kept as the initial state for a later fit)
-        [sanity check] on_sanity_check_start, val_dataloader, evaluation, on_sanity_check_end
-        train_dataloader
-        [no sanity check] val_dataloader
+        train_dataloader, val_dataloader (always in this order, since both may draw random numbers)
+        [sanity check] on_sanity_check_start, evaluation, on_sanity_check_end
         on_train_start
         compose (to refuse, before the first step, state that no checkpoint can hold)
         for epoch (a resumed run continues inside this loop, at the position of its checkpoint)

@@ -97,7 +97,6 @@ class Plan:
             "first fit": not self.fitted_before and not self.resume,
             "in fit": self.stage == "fit",
             "sanity check": self.sanity > 0 and not self.resume,
-            "no sanity check": self.sanity == 0 or self.resume,
             "first of the window": self.batch % self.accumulated == 0,
             "last of the window": done % self.accumulated == 0 or done == self.batches,
             "last of the epoch": done == self.batches,
