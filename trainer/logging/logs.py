@@ -17,7 +17,7 @@ from leyden.strategies.outputs import SharedNumbers
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, restored_entries
-from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme, is_loss
+from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme, readable_losses
 
 if TYPE_CHECKING:
     from leyden.trainer.logging.epoch_values import EpochValues, Key
@@ -306,7 +306,7 @@ class Logs:
 
     def losses(self) -> dict[str, Value]:
         """Returns the latest values of all losses."""
-        return {name: value for name, value, _, _ in self._visible() if is_loss(name)}
+        return readable_losses((name, value) for name, value, _, _ in self._visible())
 
     def step_values(self, group: str) -> dict[str, Value]:
         """Returns the values of the current batch for loggers."""

@@ -172,3 +172,8 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
 def is_loss(name: str) -> bool:
     """True if a logged value is a loss, by its name."""
     return "loss" in name.lower()
+
+
+def readable_losses(values: Iterable[tuple[str, Value]]) -> dict[str, Value]:
+    """Returns the losses among logged values, without tensors on the meta device, which have no values to read."""
+    return {n: value for n, value in values if is_loss(n) and not (isinstance(value, Tensor) and value.is_meta)}

@@ -27,7 +27,7 @@ from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.traced import TracedLogs
-from leyden.trainer.logging.values import Value, are_finite, is_loss, read_back
+from leyden.trainer.logging.values import Value, are_finite, read_back, readable_losses
 from leyden.trainer.plugins import end_plugins, wait_for
 from leyden.trainer.run.ending import call_teardown
 from leyden.trainer.run.reporting.advice import checked_for_nan
@@ -483,7 +483,7 @@ class Run:
         self.send(logged)
         if self.strategy.ranks.is_global_zero and not self.arguments.barebones:
             sent = logged if self.loggers else {}
-            losses = {name: value for name, value in values.items() if is_loss(name) and name not in sent}
+            losses = readable_losses((name, value) for name, value in values.items() if name not in sent)
             self.logs.nans.note(read_back(losses), self.progress.global_step)
 
     def warn_of_nan(self) -> None:
