@@ -85,9 +85,9 @@ OWNERS = {
 # Loading their files can run code. Checkpoints of other trainers are pickles, and need `trust=True`.
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
-MAX_LINES = 600
-# Accelerate's Accelerator has about ninety public methods; ours has them in one class, with their arguments described.
-MAY_BE_LONGER = {"leyden.trainer.accelerator.accelerator": 1000}
+# One public class is one file, whatever its length up to here: a lower cap once led to classes cut in two and to code
+# packed to fit.
+MAX_LINES = 1200
 # Modules named as in Accelerate, which only re-export.
 THIN = {name: ROOT / "leyden" / name.replace(".", "/") for name in leyden._MODULES}
 THIN = {name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for name, path in THIN.items()}
@@ -217,7 +217,7 @@ def test_only_foreign_checkpoints_are_unpickled() -> None:
 def test_files_are_short_documented_and_clearly_named() -> None:
     for module, path in SOURCES.items():
         text, name = path.read_text(), path.relative_to(ROOT)
-        assert text.count("\n") <= MAY_BE_LONGER.get(module, MAX_LINES), f"{name} is too long: split it by subject"
+        assert text.count("\n") <= MAX_LINES, f"{name} is too long: split it by subject"
         assert ast.get_docstring(ast.parse(text)), f"{name} has no module docstring"
         assert path.stem not in ("utils", "helpers", "manager", "common", "misc"), (
             f"{name}: choose a name that says what is in the file"

@@ -150,8 +150,9 @@ class ModelCheckpoint(Callback):
         self.saves_on_each_node = False
         """True if the machines of this run do not share the folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
-        given = triggers(every_n_train_steps, every_n_epochs, train_time_interval)
-        self._every_n_train_steps, self._every_n_epochs, self._interval = given
+        self._every_n_train_steps, self._every_n_epochs, self._interval = triggers(
+            every_n_train_steps, every_n_epochs, train_time_interval
+        )
         self._time_flag: Callable[[], list[bool]] | None = None
         """Returns rank 0's decision, at the end of the previous window, whether a save is due by time."""
         self.load_state_dict({})
