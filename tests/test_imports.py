@@ -215,7 +215,7 @@ def test_only_foreign_checkpoints_are_unpickled() -> None:
 
 
 def test_files_are_short_documented_and_clearly_named() -> None:
-    for module, path in SOURCES.items():
+    for path in SOURCES.values():
         text, name = path.read_text(), path.relative_to(ROOT)
         assert text.count("\n") <= MAX_LINES, f"{name} is too long: split it by subject"
         assert ast.get_docstring(ast.parse(text)), f"{name} has no module docstring"
