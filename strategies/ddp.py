@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from leyden.strategies.base import Refused, shadow_items
+from leyden.strategies.buckets import broadcast_all, sum_all
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.local_weights import digest_of
@@ -96,10 +97,8 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def synchronize(self, module: nn.Module) -> None:
         ignored = _ignored_names(module)
-        with torch.no_grad():
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if name not in ignored:
-                    dist.broadcast(tensor.detach(), 0)
+        named = [*module.named_parameters(), *module.named_buffers()]
+        broadcast_all(tensor.detach() for name, tensor in named if name not in ignored)
 
     def synchronize_buffers(self) -> None:
         if self.ddp is None or not self.ddp.broadcast_buffers or not self.ddp.modules_buffers:
@@ -401,32 +400,14 @@ class _StepModule(nn.Module):
         return _ZeroLoss.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
 
 
-BUCKET = 25 * 2**20
-"""Bucket size in bytes, as in torch's DDP."""
-
-
 def average(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Averages gradients over the ranks, in buckets. A missing gradient counts as zero."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    """Averages gradients over the ranks. A missing gradient counts as zero."""
+    grads = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad.div_(ranks)
-        if grad.is_sparse:
-            dist.all_reduce(grad)
-            continue
-        key = (grad.dtype, grad.device)
-        if key not in buckets or sizes[key] + grad.nbytes > BUCKET:
-            buckets.setdefault(key, []).append([])
-            sizes[key] = 0
-        buckets[key][-1].append(grad)
-        sizes[key] += grad.nbytes
-    for grads in (bucket for found in buckets.values() for bucket in found):
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat)
-        parts = torch.split(flat, [grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+        grads.append(parameter.grad.div_(ranks))
+    sum_all(grads)
 
 
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[int, tuple[str, nn.Parameter]]:

@@ -8,18 +8,20 @@ import hashlib
 import inspect
 import multiprocessing.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
+from leyden.strategies.buckets import broadcast_all
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import CUDA_IN_USE, RankEnvironment, rank_environment
@@ -227,7 +229,8 @@ class GroupRanks(Ranks):
         else:
             rank, size = environment.rank, environment.world_size
             store, is_host = meet(environment, self.timeout)
-        bound = self.device if backend == "nccl" else None
+        # torch then makes the groups of a mesh's dimension by a single split, and not one by one.
+        bound = self.device if backends_in(backend).get(self.device.type) == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, store=store, rank=rank, world_size=size)
         return is_host
 
@@ -235,6 +238,29 @@ class GroupRanks(Ranks):
         ranks = copy.copy(self)
         ranks.host_group = _background_group(self.timeout)
         return ranks
+
+    def mesh(self, sizes: Mapping[str, int], joined: Sequence[str] = ()) -> DeviceMesh:
+        """Returns the mesh of all ranks. Every rank must call it.
+
+        Its process groups last as long as the process, and later runs of the process use them again.
+
+        Args:
+            sizes: the size of each dimension, by name.
+            joined: neighboring dimensions whose ranks also form one group. torch finds it, and reduces a norm over all
+                of these dimensions in a single all-reduce.
+        """
+        made, key = _meshes.setdefault(dist.group.WORLD, {}), (self.device.type, *sizes.items())
+        if key not in made:
+            made[key] = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = made[key]
+        groups = mesh.get_all_groups()
+        if joined:
+            groups.append(mesh[tuple(joined)]._flatten("_".join(joined)).get_group())
+        for group in groups:
+            # torch makes them with a default of its own.
+            if not {"gloo", "nccl"}.isdisjoint(backends_in(dist.get_backend(group)).values()):
+                dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+        return mesh
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
@@ -356,13 +382,16 @@ class ProcessGroupStrategy(Strategy):
         remember(self)
 
     def synchronize_buffers(self) -> None:
-        for module in self.modules:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
+        broadcast_all(buffer.detach() for module in self.modules for buffer in module.buffers())
 
 
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 """The arguments that all process-group strategies accept."""
+
+
+def backends_in(name: str) -> Mapping[str, str]:
+    """Returns the backend of each type of device in a name such as "nccl" or "cpu:gloo,cuda:nccl"."""
+    return dist.distributed_c10d.BackendConfig(dist.Backend(name)).get_device_backend_map()
 
 
 class Travelling:
@@ -413,6 +442,8 @@ _first_failure: FirstFailure | None = None
 _host: Any = None
 _background: Any = None
 _joined: WeakSet[Strategy] = WeakSet()
+_meshes: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
+"""The meshes of a process group, by device and dimensions."""
 
 
 def remember(strategy: Strategy) -> None:

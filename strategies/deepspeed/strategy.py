@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items
+from leyden.strategies.buckets import broadcast_all
 from leyden.strategies.deepspeed.config import ARGUMENTS, OFFLOADS, ZeroConfig
 from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
 from leyden.strategies.deepspeed.engine_state import counters, refresh, release, restore_counters, weights
@@ -272,10 +271,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return self.modules
 
     def synchronize(self, module: nn.Module) -> None:
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                if not is_partitioned(tensor):
-                    dist.broadcast(tensor.detach(), 0)
+        tensors = [*module.parameters(), *module.buffers()]
+        broadcast_all(tensor.detach() for tensor in tensors if not is_partitioned(tensor))
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         [module] = modules

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items, stepped_parameters
+from leyden.strategies.buckets import sum_all
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.collectives import CollectiveCounter
@@ -174,7 +175,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Returns the mesh over which parameters are sharded; None if nothing is sharded."""
         shape = self._resolved_mesh_shape()
         names = ("replicate", "shard")[-len(shape) :]
-        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        return self.ranks.mesh(dict(zip(names, shape, strict=True)))
 
     def _resolved_mesh_shape(self) -> tuple[int, ...]:
         """Returns the sizes of the mesh's dimensions.
@@ -410,12 +411,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Averages the gradients of unsharded parameters over the ranks; `fully_shard` does not reduce them."""
         self._average_pending = False
         grads = [p.grad for p in self._ignored if p.grad is not None]
-        scalars = [grad for grad in grads if grad.dim() == 0]
-        if scalars:
-            torch._foreach_copy_(scalars, list(self.ranks.reduce(torch.stack(scalars)).unbind()))
+        sum_all(grads)
         for grad in grads:
-            if grad.dim():
-                grad.copy_(self.ranks.reduce(grad))
+            grad.div_(self.ranks.world_size)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)

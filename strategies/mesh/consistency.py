@@ -20,8 +20,17 @@ TOLERANCE = 1e-3
 """Largest relative difference between gradients that ranks compute from the same numbers."""
 
 
+EVERY = 1024
+"""From this batch or step on, one of as many is checked."""
+
+
+def is_sampled(number: int) -> bool:
+    """Returns True if the batch or step with this number, from 1, is checked: 1, 2, 4, 8, …, and every 1024th."""
+    return number & (number - 1) == 0 or number % EVERY == 0
+
+
 def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
-    """Checks that the ranks of one model received the same batch; called once per run.
+    """Checks that the ranks of one model received the same batch. Reads the batch back from the device.
 
     Args:
         ranks: the ranks of the run.
@@ -60,7 +69,7 @@ def sum_partial(parameters: Iterable[Tensor]) -> None:
 
 
 def check_replicated_gradients(mesh: DeviceMesh, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
-    """Checks that gradients of replicated parameters agree across a tp group; called once per optimizer.
+    """Checks that gradients of replicated parameters agree across a tp group. Waits for the device.
 
     They differ if the parameter's layer works on split activations, and the plan does not mark it accordingly.
 

@@ -6,12 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 LATER = {"cp": "context"}
 """Dimensions that are reserved for a later version."""
@@ -99,15 +95,13 @@ class Layout:
             f"a mesh of {named} does not match {world} rank{'s'[: world != 1]}: {_nearest(self, world)}."
         )
 
-    def mesh(self, device: str) -> DeviceMesh:
-        """Returns the DeviceMesh, with dimensions named `pp`, `dp_replicate`, `dp_shard` and `tp`.
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The sizes of the DeviceMesh, by name, from the outermost.
 
-        Every rank must call it. Dimensions of size 1 are omitted, except dp_shard next to dp_replicate: torch needs it.
+        Dimensions of size 1 are omitted, except dp_shard next to dp_replicate: torch needs it.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        names = tuple(name for name in ORDER if self._is_in_mesh(name))
-        return init_device_mesh(device, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
+        return {name: self.sizes[name] for name in ORDER if self._is_in_mesh(name)}
 
     def _is_in_mesh(self, name: str) -> bool:
         return self.sizes[name] > 1 or (name == "dp_shard" and (self.dp_replicate > 1 or self.size == 1))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
@@ -69,10 +69,8 @@ class ModelParallelStrategy(MeshStrategy):
 
     def make_mesh(self) -> DeviceMesh | None:
         self.layout, self._splits_by_machine = self.filled, False
-        sizes, names = (self.layout.dp_shard, self.layout.tp), ("data_parallel", "tensor_parallel")
-        self.mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
-        # torch finds this flattened group and reduces a norm over both dimensions in one all-reduce.
-        self.mesh._flatten("data_tensor_parallel")
+        sizes = {"data_parallel": self.layout.dp_shard, "tensor_parallel": self.layout.tp}
+        self.mesh = self.ranks.mesh(sizes, joined=tuple(sizes))
         return self.mesh["data_parallel"] if self.layout.dp_shard > 1 else None
 
     @property

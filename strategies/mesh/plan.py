@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import Placement
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.mesh.adapters import with_adapters
 from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole, pattern_of
-from leyden.strategies.mesh.consistency import check_batch
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
 from leyden.strategies.mesh.rng import TensorParallelRNG
@@ -32,7 +31,6 @@ from leyden.strategies.mesh.styles import (
     grad_placement,
     placed,
 )
-from leyden.strategies.process_group import GroupRanks
 
 if TYPE_CHECKING:
     from leyden.strategies.fsdp.values import Slot
@@ -190,13 +188,8 @@ class TensorParallel:
         self._rng = TensorParallelRNG(mesh, device, plan.is_sequence)
         self._styles: dict[nn.Module, ParallelStyle] = {}
 
-    def start(self, ranks: GroupRanks, batch: Any) -> None:
-        """Prepares the first step: checks that the ranks share the batch, and synchronizes their random generators.
-
-        Raises:
-            ConfigurationError: if the ranks of the group have different batches.
-        """
-        check_batch(ranks, self.mesh, batch)
+    def synchronize(self) -> None:
+        """Gives the ranks of the group the random state of the first one."""
         self._rng.synchronize()
 
     @property

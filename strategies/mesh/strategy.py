@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.checks import check_loaded
-from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, sum_partial
+from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
@@ -123,7 +124,8 @@ class MeshStrategy(FSDPStrategy):
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensor_parallel: list[TensorParallel] = []
         """The plan of each module with split layers; empty without tp."""
-        self._has_run = False
+        self._batches = 0
+        """The batches that this run has begun."""
         self._schedule = (schedule, microbatches, stages_per_rank)
         self._cut: dict[str, Any] = {
             "pipeline_module": pipeline_module,
@@ -133,8 +135,10 @@ class MeshStrategy(FSDPStrategy):
         }
         self._pipeline: PipelineSteps | None = None
         self.outputs: PipelineOutputs = PipelineOutputs(self)
-        self._checked: set[Optimizer] = set()
-        """Optimizers whose first gradients have been compared across the ranks of a tp group."""
+        self._steps: Counter[Optimizer] = Counter()
+        """The steps of each optimizer in this run."""
+        self._compared: Counter[Optimizer] = Counter()
+        """The last step before which the gradients of an optimizer were compared across the ranks of a tp group."""
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> MeshStrategy:
@@ -204,11 +208,9 @@ class MeshStrategy(FSDPStrategy):
 
     def make_mesh(self) -> DeviceMesh | None:
         self.layout, self._splits_by_machine = self.filled, False
-        self.mesh = self.layout.mesh(self.ranks.device.type)
-        names = tuple(name for name in DATA if name in (self.mesh.mesh_dim_names or ()))
-        if names and self.layout.tp > 1:
-            # torch finds this flattened group and reduces a norm over both dimensions in one all-reduce.
-            self.mesh[("dp_shard", "tp")]._flatten("dp_shard_tp")
+        dimensions = self.layout.dimensions
+        names = tuple(name for name in DATA if name in dimensions)
+        self.mesh = self.ranks.mesh(dimensions, joined=("dp_shard", "tp") if names and self.layout.tp > 1 else ())
         return self.mesh[names] if names else None
 
     @property
@@ -233,7 +235,7 @@ class MeshStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._leave_pipeline()
-        self._has_run, self._checked, self._tensor_parallel = False, set(), []
+        self._batches, self._steps, self._compared, self._tensor_parallel = 0, Counter(), Counter(), []
         super().teardown()
 
     def _leave_pipeline(self) -> None:
@@ -422,8 +424,7 @@ class MeshStrategy(FSDPStrategy):
     ) -> Any:
         if self._pipeline is not None:
             return self._run_pipeline(step_fn, batch, extra, window, hooks)
-        if not self._has_run:
-            self._start(batch)
+        self._begin_batch(batch)
         with self.step_context():
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
         return self._whole(outputs)
@@ -438,8 +439,7 @@ class MeshStrategy(FSDPStrategy):
         counts: bool = True,
     ) -> Any:
         assert self._pipeline is not None
-        if not self._has_run:
-            self._start(batch)
+        if self._begin_batch(batch):
             with self.step_context():
                 self._pipeline.start(step_fn, batch, extra)
         self._follow_window(window)
@@ -475,8 +475,7 @@ class MeshStrategy(FSDPStrategy):
         )
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        if not self._has_run:
-            self._start(batch)
+        self._begin_batch(batch)
         with self.step_context(trains=self.modules[0].training):
             return super().forward(step_fn, batch, extra)
 
@@ -498,30 +497,45 @@ class MeshStrategy(FSDPStrategy):
 
     @contextmanager
     def _custom_loop_step(self, batch: Any, trains: bool) -> Iterator[None]:
-        if trains and not self._has_run:
-            self._start(batch)
+        if trains:
+            self._begin_batch(batch)
         with self.step_context(trains):
             yield
 
-    def _start(self, batch: Any) -> None:
-        self._has_run = True
+    def _begin_batch(self, batch: Any) -> bool:
+        """Checks some batches, as `is_sampled` decides, and prepares the first one. Returns True for the first one.
+
+        Raises:
+            ConfigurationError: if the ranks that share a model have different batches.
+        """
+        self._batches += 1
+        if is_sampled(self._batches):
+            if self._pipeline is not None:
+                check_batch(self.ranks, self.pipeline_mesh, batch)
+            if self._tensor_parallel:
+                check_batch(self.ranks, self.tensor_mesh, batch)
+        if self._batches > 1:
+            return False
         if self._pipeline is not None:
-            check_batch(self.ranks, self.pipeline_mesh, batch)
             # A gradient scaler creates its scale with the first loss, and only the last stage has a loss.
             self.precision.scale_loss(torch.zeros((), device=self.root_device))
         for parallel in self._tensor_parallel:
-            parallel.start(self.ranks, batch)
+            parallel.synchronize()
+        return True
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._tensor_parallel:
             parameters = parameters_of(optimizer)
             sum_partial(parameters)
-            if optimizer not in self._checked:
+            number = self._steps[optimizer] + 1
+            # Clipping calls this method again.
+            if is_sampled(number) and self._compared[optimizer] != number:
                 check_replicated_gradients(self.tensor_mesh, self.modules, parameters)
-                self._checked.add(optimizer)
+                self._compared[optimizer] = number
         super().before_step(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        self._steps[optimizer] += 1
         if self._pipeline is not None and self.precision.may_skip:
             self.precision.unscale(optimizer)
             self.precision.share_found_inf(optimizer, self._pipeline.reduce_max)

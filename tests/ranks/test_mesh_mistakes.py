@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN
 from ranks.world import run_world
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from leyden import Trainer
 from leyden.strategies import Float8Precision, MeshStrategy
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.consistency import is_sampled
 
 Mistake = Callable[[GPT], MeshStrategy]
 TP2 = functools.partial(MeshStrategy, dp_shard=1, tp=2)
@@ -201,3 +204,52 @@ def test_a_mistake_raises_the_same_error_on_every_rank(errors: list[dict[str, tu
         assert MISTAKES[name][0] in found
         assert unchanged
     assert errors[0][name] == errors[1][name]
+
+
+class TurnsOdd(GPT):
+    """The ranks' batches, or the gradients of a layer that every rank holds whole, differ from the seventh step on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    @property
+    def is_odd(self) -> bool:
+        return self.trainer.global_step >= 6 and self.trainer.global_rank == 1
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return tuple(tokens + self.is_odd for tokens in batch) if self.what == "batches" else batch
+
+    def on_after_backward(self) -> None:
+        if self.what == "gradients" and self.is_odd:
+            [grad] = [p.grad for name, p in self.named_parameters() if name == "norm.weight"]
+            assert grad is not None
+            grad.mul_(2)
+
+
+def error_of_a_late_difference(what: str) -> tuple[str, int]:
+    torch.manual_seed(0)
+    trainer = Trainer(**QUIET, strategy=TP2(plan=PLAN), max_epochs=1, gradient_clip_val=1.0)
+    try:
+        trainer.fit(TurnsOdd(what), [(torch.zeros(2, 16, dtype=torch.long),) * 2] * 20)
+    except ConfigurationError as error:
+        return str(error), trainer.global_step
+    return "no error", trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("batches", "the ranks of a tp group received different batches"), ("gradients", "gradients of 'norm.weight'")],
+)
+def test_ranks_that_differ_later_are_found_at_the_next_sampled_step(what: str, message: str) -> None:
+    # The first rank that raises ends the other one.
+    found = [rank for rank in run_world(2, error_of_a_late_difference, what, may_fail=True) if isinstance(rank, tuple)]
+    assert found
+    for error, steps in found:
+        # The eighth batch and step are checked.
+        assert message in error
+        assert steps == 7
+
+
+def test_sampled_steps_double_up_to_a_thousand() -> None:
+    assert [n for n in range(1, 5000) if is_sampled(n)] == [2**k for k in range(11)] + [2048, 3072, 4096]
