@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.trainer.checkpoint.folder import delete, identity
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import read_manifest
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -114,6 +115,25 @@ def after_commit(
     if link is not None and os.path.lexists(written):
         _point(link, written)
     return delete_each(to_delete, storage)
+
+
+def link_to_move(link: Path | None, newest: str) -> Path | None:
+    """Returns the link that a resumed run must point to its newest checkpoint; None if it leads to a later one."""
+    if link is None:
+        return None
+    try:
+        return None if read_manifest(link).save_counter > read_manifest(Path(newest)).save_counter else link
+    except CheckpointError:
+        return link
+
+
+def follows(path: str, trainer: Trainer) -> bool:
+    """Returns True if a checkpoint holds the same step as the one that a run resumes, and was committed after it."""
+    try:
+        own, other = read_manifest(Path(path)), read_manifest(Path(trainer.ckpt_path or ""))
+    except CheckpointError:
+        return False
+    return own.progress == other.progress and own.saved_at > other.saved_at
 
 
 def notify_loggers(trainer: Trainer, checkpoint: ModelCheckpoint) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,20 +17,28 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.checkpointing.checkpoint_arguments import check_arguments, triggers
 from leyden.callbacks.checkpointing.checkpoint_commit import (
     BackgroundSave,
     FolderStorage,
     after_commit,
-    delete_each,
+    follows,
+    link_to_move,
     notify_loggers,
     report_of,
     storage_of,
 )
 from leyden.callbacks.checkpointing.checkpoint_name import NameStyle, folders_in, metrics_in
 from leyden.callbacks.checkpointing.on_exception_checkpoint import can_save_after, save_after
-from leyden.callbacks.checkpointing.saved_ranking import number_of, read_ranking, score_of, write_scores
-from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
+from leyden.callbacks.checkpointing.save_schedule import SaveSchedule, check_arguments
+from leyden.callbacks.checkpointing.saved_ranking import (
+    best_of,
+    number_of,
+    read_ranking,
+    score_of,
+    worst_of,
+    write_scores,
+)
+from leyden.callbacks.early_stopping import missing_metric, validates
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.given import checks_names
@@ -131,17 +139,14 @@ class ModelCheckpoint(Callback):
         self._given_dirpath = None if dirpath is None else os.path.abspath(local_path(dirpath, "dirpath"))
         self.dirpath, self._storage = self._given_dirpath, FolderStorage()
         self.filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
-        self.monitor = monitor
+        self.monitor, self.mode = monitor, mode
         self.verbose = verbose
-        self.save_last = save_last
-        self.save_top_k = save_top_k
+        self.save_last, self.save_top_k = save_last, save_top_k
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
-        self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self._style.check(self.filename)
-        self.enable_version_counter = enable_version_counter
-        self.save_on_each_node = save_on_each_node
+        self.enable_version_counter, self.save_on_each_node = enable_version_counter, save_on_each_node
         self.asynchronous = asynchronous
         self._background_save: BackgroundSave | None = None
         """The last asynchronous save until its outcome is recorded; else None."""
@@ -149,12 +154,9 @@ class ModelCheckpoint(Callback):
         """True if an asynchronous save is committed but the loggers have not been notified."""
         self.saves_on_each_node = False
         """True if the machines of this run do not share the folder."""
-        self._on_train_epoch_end = save_on_train_epoch_end
-        self._every_n_train_steps, self._every_n_epochs, self._interval = triggers(
-            every_n_train_steps, every_n_epochs, train_time_interval
+        self._schedule = SaveSchedule(
+            every_n_train_steps, every_n_epochs, train_time_interval, save_on_train_epoch_end, monitor is not None
         )
-        self._time_flag: Callable[[], list[bool]] | None = None
-        """Returns rank 0's decision, at the end of the previous window, whether a save is due by time."""
         self.load_state_dict({})
 
     @property
@@ -163,9 +165,9 @@ class ModelCheckpoint(Callback):
             "monitor": self.monitor,
             "mode": self.mode,
             "filename": self.filename,
-            "every_n_train_steps": self._every_n_train_steps,
-            "every_n_epochs": self._every_n_epochs,
-            "train_time_interval": self._interval,
+            "every_n_train_steps": self._schedule.steps,
+            "every_n_epochs": self._schedule.epochs,
+            "train_time_interval": self._schedule.seconds,
             "save_weights_only": self.save_weights_only,
         }
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
@@ -178,7 +180,7 @@ class ModelCheckpoint(Callback):
     def kth_best_model_path(self) -> str:
         """The worst of the ranked checkpoints; "" while fewer than `save_top_k` are kept (for -1: while none is)."""
         is_full = self.save_top_k != 0 and len(self.best_k_models) >= max(1, self.save_top_k)
-        return self._worst_of(self.best_k_models) if is_full else ""
+        return worst_of(self.best_k_models, self.mode) if is_full else ""
 
     @property
     def kth_value(self) -> Tensor:
@@ -189,7 +191,7 @@ class ModelCheckpoint(Callback):
     @property
     def every_n_epochs(self) -> int:
         """Epochs between saves; 0 for never."""
-        return self._every_n_epochs
+        return self._schedule.epochs
 
     @property
     def depth(self) -> int:
@@ -262,11 +264,7 @@ class ModelCheckpoint(Callback):
         """Returns True if this callback is expected to save resumable checkpoints before the fit ends."""
         if self.save_weights_only or not (self.save_top_k or self.save_last):
             return False
-        if self._every_n_train_steps:
-            return trainer.max_steps == -1 or self._every_n_train_steps < trainer.max_steps
-        if self._every_n_epochs and self._saves_at_epoch_end(trainer):
-            return trainer.max_epochs in (None, -1) or self._every_n_epochs < (trainer.max_epochs or 0)
-        return self._every_n_epochs > 0 or self._interval is not None
+        return self._schedule.saves_within(trainer)
 
     def folder_of(self, trainer: Trainer) -> str:
         """Returns the folder in which a run of this Trainer saves checkpoints."""
@@ -291,8 +289,6 @@ class ModelCheckpoint(Callback):
         if self._saved_at is None:
             self._saved_at = time.monotonic()
         self._seen_step = trainer.global_step
-        if self._ranks(trainer).is_keeper:
-            self._to_delete = delete_each(self._to_delete, self._storage)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -300,31 +296,30 @@ class ModelCheckpoint(Callback):
         if self._background_save is not None and self._background_save.save.is_done:
             trainer.finish_saving()
             self._finish_background_save(trainer)
-        if not self._every_n_train_steps and self._interval is None:
+        schedule = self._schedule
+        if not schedule.steps and schedule.seconds is None:
             return
         # In manual optimization a batch may end without a step.
         stepped, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
-        due = trainer.window.closes and (stepped or not self._every_n_train_steps) and self._is_due_by_step(trainer)
-        waits_for_validation = self.monitor is not None and trainer.progress.validation_due
-        if due and not waits_for_validation:
+        may_save = trainer.window.closes and (stepped or not schedule.steps)
+        if may_save and schedule.is_due_by_step(trainer, self._saved_at) and not schedule.waits_for_validation(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.sanity_checking or trainer.state.stage != "fit":
             return
-        by_step = self.monitor is not None and self._is_due_by_step(trainer)
-        if by_step or (not self._saves_at_epoch_end(trainer) and self._is_due_by_epoch(trainer)):
+        schedule = self._schedule
+        by_step = self.monitor is not None and schedule.is_due_by_step(trainer, self._saved_at)
+        if by_step or schedule.is_due_after_validation(trainer):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._saves_at_epoch_end(trainer) and self._is_due_by_epoch(trainer):
+        if self._schedule.is_due_at_epoch_end(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._time_flag is not None:
-            # All ranks must complete the exchange in flight.
-            self._time_flag()
-            self._time_flag = None
+        # All ranks must complete the exchange in flight.
+        self._schedule.end()
         self._finish_background_save(trainer)
         if self.save_last:
             # The metrics may be older than the weights, so it is not ranked. No training is left to overlap a write.
@@ -339,7 +334,7 @@ class ModelCheckpoint(Callback):
             return False
         if self.save_last:
             self._save(trainer, may_rank=False, asynchronous=False)
-        return self._saved_batch == trainer.progress.batches
+        return self.has_saved(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         self._finish_background_save(trainer)
@@ -357,35 +352,45 @@ class ModelCheckpoint(Callback):
         if written is not None and self.verbose:
             trainer.print(f"saved {written} after {type(exception).__name__}")
 
-    def _is_due_by_step(self, trainer: Trainer) -> bool:
-        if self._every_n_train_steps:
-            return trainer.global_step % self._every_n_train_steps == 0
-        if self._interval is None or self._saved_at is None:
-            return False
-        due = time.monotonic() - self._saved_at >= self._interval
-        if trainer.world_size == 1:
-            return due
-        # The ranks' clocks differ, so rank 0 decides. To avoid waiting for it, all ranks act one window later.
-        is_agreed = self._time_flag is not None and self._time_flag()[0]
-        self._time_flag = trainer.strategy.ranks.exchange_flags([due and trainer.is_global_zero and not is_agreed])
-        return is_agreed
+    def has_saved(self, trainer: Trainer) -> bool:
+        """Returns True if this callback has saved the current batch."""
+        return self._saved_batch == trainer.progress.batches
 
-    def _is_due_by_epoch(self, trainer: Trainer) -> bool:
-        return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+    def finish_saves(self, trainer: Trainer, event: str, owes: bool) -> None:
+        """Links, deletes and saves what a kill prevented after the commit of the checkpoint that this run resumes.
 
-    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
-        return validates_at_epoch_end(trainer) if self._on_train_epoch_end is None else self._on_train_epoch_end
+        Args:
+            trainer: the Trainer of the run, fully restored.
+            event: the hook that saved the checkpoint.
+            owes: True if a ModelCheckpoint saved it; others may have been due after it.
+        """
+        values = self._values(trainer) if self.save_last else {}
+        if self._ranks(trainer).is_keeper:
+            link = link_to_move(self._link(values), self.last_model_path)
+            self._to_delete = after_commit(self.last_model_path, link, self._to_delete, self._storage)
+        is_stale = event == "on_train_batch_end" and self._saved_step == trainer.global_step
+        if owes and not is_stale and self._schedule.is_due_in(trainer, event):
+            kept = {path for callback in trainer.checkpoint_callbacks for path in callback.kept_checkpoints()}
+            # The kill may have come after the commit: that checkpoint is written again, not beside it.
+            self._save(trainer, asynchronous=False, is_own=lambda path: path not in kept and follows(path, trainer))
 
     # saving -----------------------------------------------------------------------------------------------------------
-    def _save(self, trainer: Trainer, may_rank: bool = True, asynchronous: bool | None = None) -> None:
+    def _save(
+        self,
+        trainer: Trainer,
+        may_rank: bool = True,
+        asynchronous: bool | None = None,
+        is_own: Callable[[str], bool] = lambda path: False,
+    ) -> None:
         """Saves a checkpoint unless it would not be kept, or this batch already has one.
 
         Args:
             trainer: the Trainer of the run.
             may_rank: whether the checkpoint may enter the ranking.
             asynchronous: overrides the callback's `asynchronous`; None keeps it.
+            is_own: returns True for an existing checkpoint that this very save wrote before a kill.
         """
-        if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
+        if trainer.fast_dev_run or self.has_saved(trainer):
             return
         values = self._values(trainer)
         is_ranked = may_rank and self._is_among_best(self._score(trainer, values))
@@ -393,7 +398,7 @@ class ModelCheckpoint(Callback):
             # Only one save runs at a time, and the previous one must exist before a free name is chosen.
             trainer.finish_saving()
             self._finish_background_save(trainer)
-        path = self._path(values, is_ranked) if is_ranked or self.save_last else None
+        path = self._path(values, is_ranked, is_own) if is_ranked or self.save_last else None
         # Only rank 0 is sure to see the folder, so it decides.
         decision = is_ranked, path and self._relative(path), path is not None and os.path.lexists(path)
         is_ranked, name, replaces = trainer.strategy.ranks.broadcast(decision)
@@ -497,8 +502,9 @@ class ModelCheckpoint(Callback):
             assert self.current_score is not None
             self.best_k_models = {**self.best_k_models, path: self.current_score}
             if 0 < self.save_top_k < len(self.best_k_models):
-                del self.best_k_models[self._worst_of({k: v for k, v in self.best_k_models.items() if k != path})]
-            self.best_model_path = self._best_of(self.best_k_models)
+                others = {key: score for key, score in self.best_k_models.items() if key != path}
+                del self.best_k_models[worst_of(others, self.mode)]
+            self.best_model_path = best_of(self.best_k_models, self.mode)
             self.best_model_score = self.best_k_models[self.best_model_path]
         self.last_model_path = path
         self._saved_step, self._saved_batch = trainer.global_step, trainer.progress.batches
@@ -510,14 +516,6 @@ class ModelCheckpoint(Callback):
         """Returns the paths of all checkpoints that this callback keeps."""
         newest = {self.last_model_path} if self.save_last and self.last_model_path else set()
         return {*self.best_k_models, *self._recent} | newest
-
-    def _best_of(self, scores: Mapping[str, Tensor]) -> str:
-        return (min if self.mode == "min" else max)(scores, key=lambda path: float(scores[path]))
-
-    def _worst_of(self, scores: Mapping[str, Tensor]) -> str:
-        # Of equal scores the newer counts as worse, so the older checkpoint is kept.
-        newest_first = list(scores)[::-1]
-        return (max if self.mode == "min" else min)(newest_first, key=lambda path: float(scores[path]))
 
     def _rename(self, path: str, written: str) -> None:
         """Replaces `path` with the path written, if another process took the name between our check and the commit."""
@@ -566,9 +564,10 @@ class ModelCheckpoint(Callback):
         equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         return NameStyle(equals, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION)
 
-    def _path(self, values: Mapping[str, float], is_ranked: bool) -> str:
+    def _path(self, values: Mapping[str, float], is_ranked: bool, is_own: Callable[[str], bool]) -> str:
         name = self._style.name(self.filename, values)
-        return self._free_path(name, self._replaceable(name, is_ranked))
+        replaceable = self._replaceable(name, is_ranked)
+        return self._free_path(name, lambda path: path in replaceable or is_own(path))
 
     def _replaceable(self, name: str, is_ranked: bool) -> set[str]:
         """Returns the paths that the new checkpoint may overwrite: the save would delete them anyway."""
@@ -585,12 +584,12 @@ class ModelCheckpoint(Callback):
             protected = set() if is_ranked else protected
         return candidates - protected
 
-    def _free_path(self, name: str, replaceable: Collection[str] = ()) -> str:
+    def _free_path(self, name: str, is_replaceable: Callable[[str], bool] = lambda path: False) -> str:
         """Returns the path for `name`, with a version appended if it exists and is not replaceable."""
         assert self.dirpath is not None
         path = os.path.join(self.dirpath, name)
         version = self.STARTING_VERSION
-        while os.path.lexists(path) and path not in replaceable:
+        while os.path.lexists(path) and not is_replaceable(path):
             path = os.path.join(self.dirpath, self._style.numbered(name, version))
             version += 1
         return path

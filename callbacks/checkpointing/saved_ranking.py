@@ -161,6 +161,16 @@ def _score(saved: SavedState, key: str) -> float | None:
     return None if saved.is_none(key) else saved.number(key)
 
 
+def best_of(scores: Mapping[str, Tensor], mode: str) -> str:
+    """Returns the path with the best score."""
+    return (min if mode == "min" else max)(scores, key=lambda path: float(scores[path]))
+
+
+def worst_of(scores: Mapping[str, Tensor], mode: str) -> str:
+    """Returns the path with the worst score. Of equal scores the newer is worse, so the older checkpoint is kept."""
+    return (max if mode == "min" else min)(list(scores)[::-1], key=lambda path: float(scores[path]))
+
+
 def number_of(score: Tensor | None) -> float | None:
     """Returns a score in the form that a checkpoint holds."""
     return None if score is None else float(score)

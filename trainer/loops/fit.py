@@ -25,7 +25,7 @@ from leyden.trainer.loops.step import Step, detached, make_step
 from leyden.trainer.loops.validation import Validation
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.reporting.summary import settings_of
-from leyden.trainer.run.saved.saving import check_composable
+from leyden.trainer.run.saved.saving import check_composable, finish_saves
 from leyden.trainer.run.starting.build import seconds_of
 from leyden.trainer.run.starting.differences import check_batches
 
@@ -568,6 +568,7 @@ class FitLoop:
         # Random states last, because everything before may draw random numbers.
         self._restored.load("logs", "metrics", "rng")
         self.validation.decide(self._restored.get("window_start") if inside else None)
+        finish_saves(self._run)
         progress = self.progress
         if self._restored.get("owes_plateau"):
             self._step_on_plateau("epoch", progress.epoch + 1)

@@ -284,3 +284,24 @@ def check_composable(run: Run) -> None:
         run.engine.strategy.master_weights.saved_form(optimizer)
     for name, tree in states.items():
         check_encodable(tree, where=name, sharded=name == "callbacks")
+
+
+HOOKS = {"validated": "on_validation_end", "paused": "on_train_epoch_end", "epoch_end": "on_train_epoch_end"}
+"""The hook in which a ModelCheckpoint saves, by the phase that its checkpoint records; else `on_train_batch_end`."""
+
+
+def finish_saves(run: Run) -> None:
+    """Finishes the saves of the hook whose checkpoint a run resumes. All of the run's state must be restored.
+
+    The killed run may have committed that checkpoint without linking it, without deleting old ones, and without the
+    saves of other ModelCheckpoints that were due in the same hook.
+    """
+    if run.arguments.fast_dev_run:
+        return
+    callbacks, trainer = checkpoint_callbacks(run.callbacks), run.module.trainer
+    owes = any(callback.has_saved(trainer) for callback in callbacks)
+    event = HOOKS.get(run.progress.phase, "on_train_batch_end")
+    # In `on_train_batch_end`, a save would first send the step's row to the loggers, which have it already.
+    with run.hooks.inside("on_train_epoch_end"):
+        for callback in callbacks:
+            callback.finish_saves(trainer, event, owes)
