@@ -46,6 +46,15 @@ class Callback:
         """The key of this callback's state in a checkpoint; unique within a run."""
         return type(self).__qualname__
 
+    @property
+    def _former_state_key(self) -> str:
+        """The key of this callback's state in checkpoints of Leyden before its keys took Lightning's form."""
+        return type(self).__qualname__
+
+    def _generate_state_key(self, **arguments: Any) -> str:
+        """Returns a `state_key` of the class and these arguments, in Lightning's form: `Name{'argument': value}`."""
+        return f"{type(self).__qualname__}{arguments!r}"
+
     _logs_through: TrainModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -117,6 +117,10 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    @property
+    def _former_state_key(self) -> str:
         return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:

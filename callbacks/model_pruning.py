@@ -116,6 +116,8 @@ class ModelPruning(Callback):
         self.amount = amount
         self._given = list(parameters_to_prune or ())
         self._parameter_names = tuple(parameter_names or self.PARAMETER_NAMES)
+        self._given_names: list[str] = []
+        """The names of the parameters in `parameters_to_prune`, once the module is known."""
         self._is_global = use_global_unstructured
         self._applies: bool | Callable[[int], bool] = apply_pruning
         self._is_permanent = make_pruning_permanent
@@ -201,6 +203,8 @@ class ModelPruning(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
+        places = {id(part): name for name, part in module.named_modules()}
+        self._given_names = [f"{places.get(id(part), '')}.{name}" for part, name in self._given]
         strategy = trainer.strategy
         if strategy.drives_one or strategy.outputs.are_in_parts:
             raise ConfigurationError(
@@ -372,6 +376,14 @@ class ModelPruning(Callback):
                 rank_zero_info(f"  {name}, amount {amount}: {_fraction(old, count)} -> {_fraction(new, count)}")
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(
+            pruning_fn=self._method.__qualname__,
+            parameters_to_prune=self._given_names,
+            parameter_names=self._parameter_names,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         return {"masks": self._named(self._masks), "originals": self._named(self._originals)}
 

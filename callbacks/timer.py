@@ -61,6 +61,10 @@ class Timer(Callback):
 
     @property
     def state_key(self) -> str:
+        return self._generate_state_key(duration=self._duration, interval=self._interval)
+
+    @property
+    def _former_state_key(self) -> str:
         return f"{type(self).__qualname__}(duration={self._duration}, interval={self._interval!r})"
 
     def start_time(self, stage: str = "train") -> float | None:

@@ -477,15 +477,13 @@ class TrainModule(Hyperparameters, nn.Module):
         return self.trainer.accelerator.all_gather(data, group, sync_grads)
 
     # weights ----------------------------------------------------------------------------------------------------------
-    def freeze(self) -> None:
-        """Disables gradients for all parameters and sets eval mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self) -> Self:
+        """Disables gradients for all parameters and sets eval mode; returns the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Enables gradients for all parameters and sets train mode."""
-        self.requires_grad_(True)
-        self.train()
+    def unfreeze(self) -> Self:
+        """Enables gradients for all parameters and sets train mode; returns the module."""
+        return self.requires_grad_(True).train()
 
     @torch.no_grad()
     def to_onnx(self, file_path: str | Path | Any = None, input_sample: Any = None, **kwargs: Any) -> Any:

@@ -400,6 +400,10 @@ class Trainer(TrainerView):
         trial._run.callback_list.take_only(GradientAccumulation)
         return trial
 
+    def note_trial(self, trial: Trainer) -> None:
+        """Makes the loaders of a trial visible on this Trainer (`train_dataloader`, …), as those of a run."""
+        self._run.loaders.fetched.update(trial._run.loaders.fetched)
+
     def rest_schedulers(self) -> None:
         """Stops this run's schedulers from stepping, for callbacks that set the learning rates themselves."""
         self._run.rest_schedulers()

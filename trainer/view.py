@@ -368,7 +368,8 @@ class TrainerView:
     # data -------------------------------------------------------------------------------------------------------------
     @property
     def train_dataloader(self) -> Any:
-        return self._run.loaders.train_loader
+        """The training loaders of the last run or search, as given by the user; None without any."""
+        return self._run.loaders.fetched.get("train")
 
     @property
     def given_loaders(self) -> Mapping[str, Any]:

@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(local_path(dirpath, "dirpath"))
         self.dirpath, self._storage = self._given_dirpath, FolderStorage()
-        self.filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
+        self.filename = self._default_name if filename is None else filename
         self.monitor, self.mode = monitor, mode
         self.verbose = verbose
         self.save_last, self.save_top_k = save_last, save_top_k
@@ -161,6 +161,20 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
+        # Lightning's key, and what else tells two ModelCheckpoints of one run apart.
+        is_named = self.filename != self._default_name
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._schedule.steps,
+            every_n_epochs=self._schedule.epochs,
+            train_time_interval=self._schedule.seconds,
+            **({"filename": self.filename} if is_named else {}),
+            **({"save_weights_only": True} if self.save_weights_only else {}),
+        )
+
+    @property
+    def _former_state_key(self) -> str:
         parts = {
             "monitor": self.monitor,
             "mode": self.mode,
@@ -171,6 +185,10 @@ class ModelCheckpoint(Callback):
             "save_weights_only": self.save_weights_only,
         }
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
+
+    @property
+    def _default_name(self) -> str:
+        return f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Writes `best_k_models` as YAML; by default to `best_k_models.yaml` in the checkpoint folder."""

@@ -56,7 +56,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        return f"{type(self).__qualname__}(dirpath={self.dirpath!r}, filename={self.filename!r})"
+        return self._generate_state_key(dirpath=self.dirpath, filename=self.filename)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         self.saved_path = save_after(trainer, self.ckpt_path, exception) or self.saved_path

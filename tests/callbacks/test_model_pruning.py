@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import forge_json
 from models import QUIET, Line, Squares
 from ranks.world import run_world
 from same import numbers_of
@@ -306,3 +307,32 @@ def pipelined() -> None:
 )
 def test_strategies_without_whole_weights_raise(function: Any, words: str) -> None:
     assert any(words in str(error) for error in run_world(2, function, may_fail=True))
+
+
+def test_several_prunings_in_one_fit_keep_their_own_masks(tmp_path: Path) -> None:
+    def run(epochs: int, ckpt_path: Any = None) -> Any:
+        module = Pruned()
+        layers = [module.net[0], module.net[2]]
+        callbacks = [ModelPruning("random_unstructured", [(layer, "weight")], amount=0.2) for layer in layers]
+        trainer = Trainer(**QUIET, max_epochs=epochs, callbacks=callbacks)
+        trainer.fit(module, data(), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}")
+        assert len({callback.state_key for callback in callbacks}) == 2
+        return module
+
+    straight = run(3)
+    run(2)
+    assert numbers_of(run(3, tmp_path / "2")) == numbers_of(straight)
+
+
+def test_the_masks_of_an_earlier_version_are_loaded(tmp_path: Path) -> None:
+    def rename(content: Any) -> None:
+        (key,) = (key for key in content["tree"] if key.startswith("ModelPruning"))
+        content["tree"] = {"ModelPruning": content["tree"][key]}
+
+    half = Trainer(**QUIET, max_epochs=2, callbacks=ModelPruning("l1_unstructured", amount=0.2))
+    half.fit(Pruned(), data())
+    half.save_checkpoint(tmp_path / "half")
+    forge_json(tmp_path / "half", "callbacks.json", rename)
+    callback = ModelPruning("l1_unstructured", amount=0.0)
+    assert sum(zeros(fit(callback, ckpt_path=tmp_path / "half"))) == 21

@@ -84,6 +84,33 @@ def test_a_trainer_exposes_the_loaders_of_its_last_run(quiet: Any) -> None:
     assert trainer.predict_dataloaders is predict
 
 
+@pytest.mark.parametrize("collected", [list, lambda pair: dict(zip("ab", pair, strict=True))])
+def test_train_dataloader_is_what_the_user_passed_or_returned(quiet: Any, collected: Any) -> None:
+    samples: Any = torch.ones(4, 2)
+    loaders, other = (collected(DataLoader(samples) for _ in range(2)) for _ in range(2))
+
+    class Both(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0] if isinstance(batch, list) else batch["a"]).sum()
+
+    class Owner(Both):
+        def train_dataloader(self) -> Any:
+            return loaders
+
+    trainer = Trainer(**quiet, max_epochs=1)
+    assert trainer.train_dataloader is None
+    trainer.fit(Owner())
+    assert trainer.train_dataloader is loaders
+    trainer.fit(Both(), other)
+    assert trainer.train_dataloader is other
+
+
+def test_freeze_and_unfreeze_return_the_module() -> None:
+    module = Tiny()
+    assert module.freeze() is module and not module.training and not module.net.weight.requires_grad
+    assert module.unfreeze() is module and module.training and module.net.weight.requires_grad
+
+
 def test_a_trainer_exposes_its_callbacks_loggers_and_module(quiet: Any, tmp_path: Path) -> None:
     logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("seen", check_on_train_epoch_end=True)
     quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}

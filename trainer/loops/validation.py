@@ -87,6 +87,8 @@ class Validation:
         """
         interval, total = self._arguments.val_check_interval, num_batches
         self._every = None
+        if self.loop is None:
+            return
         if isinstance(interval, int):
             if self._arguments.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ConfigurationError(

@@ -64,6 +64,7 @@ class Subject:
         trainer = self.trainer.trial(callbacks, **arguments)
         quiet = {} if self.method in ("fit", "predict") else {"verbose": False}
         getattr(trainer, self.method)(self.module, datamodule=self.datamodule, **self.loaders, **quiet)
+        self.trainer.note_trial(trainer)
         return trainer
 
 

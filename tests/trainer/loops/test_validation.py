@@ -353,3 +353,10 @@ def test_set_epoch_is_called_on_samplers_of_every_evaluation(quiet: Any) -> None
     trainer.test(Tiny(), loader, verbose=False)
     trainer.predict(Tiny(), loader)
     assert sampler.epochs[4:] == [trainer.current_epoch] * 2
+
+
+@pytest.mark.parametrize("interval", [9, 0.01])
+def test_a_fit_that_does_not_validate_takes_any_interval(fit: Any, interval: Any) -> None:
+    module = Tiny()
+    fit(module, numbered(4), numbered(1), limit_val_batches=0, val_check_interval=interval)
+    assert module.trained == [0.0, 1.0, 2.0, 3.0] and module.validated == []

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forged import forge_json
 from models import QUIET, Line
 from same import differences
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, DataModule, Trainer, TrainModule
+from leyden.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from leyden.trainer.format.errors import UnsupportedStateError
 
 
@@ -335,3 +337,52 @@ def test_a_second_fit_that_fails_in_setup_saves_its_own_progress(tmp_path: Path)
         trainer.fit(module, loader)
     steps = [json.loads((tmp_path / name / "progress.json").read_text())["global_step"] for name in ("first", "second")]
     assert steps == [4, 0] and trainer.global_step == 0
+
+
+def test_state_keys_have_lightnings_form() -> None:
+    best = {"monitor": "val_acc", "mode": "max", "every_n_train_steps": 0, "every_n_epochs": 1}
+    best["train_time_interval"] = None
+    assert ModelCheckpoint(monitor="val_acc", mode="max").state_key == f"ModelCheckpoint{best}"
+    assert EarlyStopping("val_loss").state_key == "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}"
+    assert Callback().state_key == "Callback"
+    others = [
+        ModelCheckpoint(monitor="val_acc", mode="max"),
+        ModelCheckpoint(monitor="val_acc", mode="max", filename="a"),
+        ModelCheckpoint(monitor="val_acc", mode="max", save_weights_only=True),
+    ]
+    assert len({other.state_key for other in others}) == 3
+
+
+def test_states_under_the_keys_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
+    class Logs(Module):
+        def on_train_epoch_end(self) -> None:
+            self.log("draw", 1.0)
+
+    def callbacks() -> tuple[EarlyStopping, Timer, ModelCheckpoint]:
+        return EarlyStopping("draw", patience=99), Timer("00:09:00:00"), ModelCheckpoint(tmp_path / "kept")
+
+    former = {
+        "EarlyStopping": "EarlyStopping(monitor='draw', mode='min')",
+        "Timer": "Timer(duration=32400.0, interval='step')",
+        "ModelCheckpoint": "ModelCheckpoint(monitor=None, mode='min', filename='{epoch}-{step}', "
+        "every_n_train_steps=0, every_n_epochs=1, train_time_interval=None, save_weights_only=False)",
+    }
+
+    def rename(content: Any) -> None:
+        content["tree"] = {former[key.partition("{")[0]]: state for key, state in content["tree"].items()}
+
+    def fit(epochs: int, ckpt_path: Any = None) -> tuple[EarlyStopping, Timer, ModelCheckpoint]:
+        used = callbacks()
+        arguments = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
+        running = Trainer(**arguments, max_epochs=epochs, callbacks=list(used))
+        running.fit(Logs(), datamodule=Data(), ckpt_path=ckpt_path)
+        running.save_checkpoint(tmp_path / "saved")
+        return used
+
+    first = fit(3)
+    assert first[0].wait_count == 2
+    forge_json(tmp_path / "saved", "callbacks.json", rename)
+    stopping, timer, checkpoint = fit(3, tmp_path / "saved")
+    assert stopping.wait_count == 2
+    assert timer.time_elapsed() >= first[1].time_elapsed() > 0
+    assert checkpoint.best_model_path == first[2].best_model_path != ""

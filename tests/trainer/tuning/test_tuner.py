@@ -578,3 +578,11 @@ def test_a_rank_without_samples_joins_the_search() -> None:
 def test_results_of_forked_ranks_are_returned() -> None:
     forked, alone = sweep("ddp_fork", 2, 3), sweep("auto", 1, 6)
     assert forked["lr"] == alone["lr"] and forked["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
+def test_the_trainer_exposes_the_loaders_of_a_search() -> None:
+    trainer, loader = Trainer(**QUIET), DataLoader(NoisySamples(), 4)
+    Tuner(trainer).lr_find(Net(), loader, num_training=5, update_attr=False)
+    assert trainer.train_dataloader is loader
+    Tuner(trainer).scale_batch_size(MemoryLimited(), max_trials=3)
+    assert trainer.train_dataloader.batch_size == 8

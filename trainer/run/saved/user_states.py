@@ -168,16 +168,27 @@ class UserStates:
         """
         with blame(own_file, OWN):
             saved = SavedState({} if own is None else own)
-            ours = saved.nested("callbacks", {}).entries
+            ours = self._under_current_keys(saved.nested("callbacks", {}).entries)
         per_rank = {callback.state_key: callback for callback in self._callbacks if callback.state_per_rank}
         mine = _unclaimed(own_file, ours, per_rank)
         others = {callback.state_key: callback for callback in self._callbacks if callback.state_key not in mine}
         states = reader.state("callbacks", like=like, parameters=dict(self._module.named_parameters()))
-        self._saved = [mine, _unclaimed(reader.path / "callbacks.json", states, others)]
+        self._saved = [mine, _unclaimed(reader.path / "callbacks.json", self._under_current_keys(states), others)]
         own_data = self._datamodule is not None and self._datamodule.state_per_rank and "datamodule" in saved
         if own_data and self._user is not None:
             self._user = {**self._user, "datamodule": saved.value("datamodule")}
         return bool(own_data or any(key in mine for key in per_rank))
+
+    def _under_current_keys(self, states: Any) -> Any:
+        """Returns saved states by the callbacks' current keys, also those that an earlier version saved."""
+        if not isinstance(states, Mapping):
+            return states
+        found = dict(states)
+        for callback in self._callbacks:
+            key, former = callback.state_key, callback._former_state_key
+            if key not in found and former in found:
+                found[key] = found.pop(former)
+        return found
 
     def take_lightning(self, file: Path, loaded: dict[str, Any], callbacks: Mapping[str, Any]) -> None:
         """Uses a `.ckpt` of Lightning in place of `read` and `read_callbacks`.
