@@ -35,6 +35,8 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         lrs: the learning rates logged so far, by name.
+        last_momentum_values: the momentum that was logged last, by name (`lr-SGD-momentum`); None before the first.
+        last_weight_decay_values: the same for the weight decay (`lr-SGD-weight_decay`).
 
     Example:
         >>> callback = LearningRateMonitor(logging_interval="step")
@@ -53,6 +55,8 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
         self._named: list[tuple[str, Optimizer, str]] = []
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -60,7 +64,10 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._named = list(self._names(trainer))
-        self.lrs = {name: [] for named, optimizer, _ in self._named for name in _group_names(named, optimizer)}
+        labels = [label for name, optimizer, _ in self._named for label in _group_names(name, optimizer)]
+        self.lrs = {label: [] for label in labels}
+        self.last_momentum_values = {f"{label}-momentum": None for label in labels}
+        self.last_weight_decay_values = {f"{label}-weight_decay": None for label in labels}
         for name, optimizer, _ in self._named:
             trainer.logs.show(self._values(name, optimizer))
 
@@ -97,6 +104,10 @@ class LearningRateMonitor(Callback):
             values.update(found)
             for label in _group_names(name, optimizer):
                 self.lrs.setdefault(label, []).append(found[label])
+                if self.log_momentum:
+                    self.last_momentum_values[f"{label}-momentum"] = found[f"{label}-momentum"]
+                if self.log_weight_decay:
+                    self.last_weight_decay_values[f"{label}-weight_decay"] = found[f"{label}-weight_decay"]
         trainer.logs.show(values)
         log_to_all(trainer, values, step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import check_has_logger, log_to_all
+from leyden.callbacks.loggers.run_loggers import log_to_all
 from leyden.callbacks.peak_flops import peak_flops
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.saved_state import SavedState
@@ -53,7 +54,7 @@ class ThroughputMonitor(Callback):
             the start of the next, saves included), `forward`, `backward` and `optimizer` (everything after backward).
 
     Raises:
-        ConfigurationError: for invalid arguments, or if a run starts without a logger.
+        ConfigurationError: for invalid arguments.
 
     Example:
         >>> monitor = ThroughputMonitor(batch_size_fn=len, window_size=10)
@@ -104,7 +105,12 @@ class ThroughputMonitor(Callback):
         self._logged_step = min(self._logged_step, step)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        check_has_logger(self, trainer)
+        if not trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:
+            warnings.warn(
+                "ThroughputMonitor has no logger to write to: its values are only in trainer.callback_metrics. Use "
+                "Trainer(logger=True), or remove the callback.",
+                stacklevel=2,
+            )
         self._stages |= {name: _StageCounts(self.window_size) for name in self._stages if name != "train"}
         dtype = _compute_dtype(trainer)
         self._peak = self.available_flops

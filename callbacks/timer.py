@@ -31,7 +31,8 @@ class Timer(Callback):
     Args:
         duration: the limit on training time: "DD:HH:MM:SS", a timedelta, or a dict such as {"hours": 8}; None for no
             limit.
-        interval: how often to check the limit: at the end of each "step" or "epoch".
+        interval: how often to check the limit: at the end of each "step" or "epoch". A limit that has passed before the
+            first step ends the fit there.
         verbose: print a message when the limit is reached.
 
     Raises:
@@ -113,6 +114,8 @@ class Timer(Callback):
         self._begin("train")
         if self._duration is not None:
             self._deadline = self._start["train"] + self._duration - self._earlier["train"]
+        if time.monotonic() >= self._deadline:
+            self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish("train")

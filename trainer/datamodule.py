@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
 if TYPE_CHECKING:
@@ -44,6 +45,26 @@ class DataModule(Hyperparameters):
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
+
+    def __str__(self) -> str:
+        """Returns the class and the number of samples behind each loader method that is overridden.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> print(DataModule.from_datasets(TensorDataset(torch.ones(6, 1)), [range(4), range(2)]))
+            DataModule
+              train_dataloader: 6 samples
+              val_dataloader: 4 + 2 samples
+        """
+        lines = [type(self).__name__]
+        for kind in ("train", "val", "test", "predict"):
+            name = f"{kind}_dataloader"
+            if getattr(type(self), name) is not getattr(DataModule, name):
+                try:
+                    lines.append(f"  {name}: {_samples_of(getattr(self, name)())}")
+                except Exception as error:
+                    lines.append(f"  {name}: not ready ({type(error).__name__})")
+        return "\n".join(lines)
 
     def _join(self, trainer: Trainer) -> None:
         """Attaches the DataModule to a run."""
@@ -182,3 +203,14 @@ class DataModule(Hyperparameters):
         methods["__reduce__"] = lambda self: (partial(cls.from_datasets, *given, **init_kwargs), (), vars(self))
         # A subclass, not instance attributes, because the Trainer finds loaders by the methods that a class overrides.
         return type(cls.__name__, (cls,), methods)(**init_kwargs)  # type: ignore[no-any-return]
+
+
+def _samples_of(loaders: Any) -> str:
+    """Returns "6 samples", or "4 + ? samples" for several loaders of which one has no length."""
+    if loaders is None:
+        return "no loader"
+    sizes = []
+    for loader in CombinedLoader([loaders]).flattened if not isinstance(loaders, CombinedLoader) else loaders.flattened:
+        data = getattr(loader, "dataset", loader)
+        sizes.append(str(len(data)) if hasattr(type(data), "__len__") else "?")
+    return f"{' + '.join(sizes)} samples"

@@ -146,7 +146,7 @@ class Profiler:
 
     def _path(self, suffix: str, *parts: str) -> Path:
         """Returns a path in the output folder, which it creates."""
-        folder = Path() if self._folder is None else self._folder
+        folder = self._folder or self.dirpath or Path()
         folder.mkdir(parents=True, exist_ok=True)
         names = [self._stage, self.filename, *parts, None if self._rank is None else str(self._rank)]
         return folder / (re.sub(r"[^\w.=-]+", "_", "-".join(name for name in names if name)) + suffix)

@@ -163,7 +163,8 @@ class _OnMeta(TorchFunctionMode):
         if func == IS_META:
             return not self.draws
         if func in CONSTANTS and torch.device(kwargs.get("device") or META) == META:
-            constant = func(*args, **{**kwargs, "device": CPU})
+            create: Callable[..., Tensor] = func
+            constant = create(*args, **{**kwargs, "device": CPU})
             return constant.to(META) if constant.numel() or not self.draws else constant
         return self._create(func, types, args, kwargs)
 

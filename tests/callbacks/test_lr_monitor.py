@@ -166,3 +166,10 @@ def test_callback_metrics_hold_the_rates_from_the_first_step(tmp_path: Path, int
     assert seen[0] == {"lr-SGD": 0.5, "lr-SGD-momentum": 0.25}
     assert seen[-1]["lr-SGD"] == 0.25
     assert monitor.lrs["lr-SGD"] == [0.5, 0.25]
+
+
+def test_the_last_momentum_and_weight_decay_are_attributes(tmp_path: Path) -> None:
+    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    fit(tmp_path, lambda net: SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), monitor)
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.9}
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.01}

@@ -137,9 +137,16 @@ def test_a_time_limit_by_epoch_waits_for_the_epochs_end(tmp_path: Path, capsys: 
 
 
 def test_a_time_limit_waits_for_the_end_of_the_accumulation_window(tmp_path: Path) -> None:
-    timer = Timer("00:00:00:00")
+    timer = Timer(timedelta(milliseconds=1))
+
+    class Slow(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            while (timer.time_remaining() or 0.0) > 0:
+                pass
+            return super().training_step(batch, batch_idx)
+
     run = trainer(tmp_path, timer, max_epochs=1000, accumulate_grad_batches=3)
-    run.fit(Net(), DATA)
+    run.fit(Slow(), DATA)
     assert (run.global_step, run.progress.batches) == (1, 3)
 
 
@@ -176,3 +183,9 @@ def test_a_continued_fit_gets_the_remaining_time_and_a_new_fit_all_of_it(tmp_pat
     assert start is not None
     assert end is not None
     assert timer.time_elapsed() == pytest.approx(end - start)
+
+
+def test_a_limit_of_zero_trains_nothing(tmp_path: Path) -> None:
+    run = trainer(tmp_path, Timer(timedelta(0)), max_epochs=2)
+    run.fit(Net(), DATA)
+    assert run.global_step == 0 and run.should_stop

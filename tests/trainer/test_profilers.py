@@ -288,3 +288,12 @@ def test_a_failing_summary_warns(fit: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no summary"), pytest.raises(RuntimeError, match="logger"):
         fit(Tiny(), numbered(2), profiler=profiler, logger=FailsInFinalize(tmp_path))
     assert profiler.ended == 2
+
+
+def test_an_advanced_profiler_describes_actions_outside_of_a_run(tmp_path: Path) -> None:
+    profiler = AdvancedProfiler(tmp_path / "profiles", "own", dump_stats=True)
+    with profiler.profile("sum"):
+        sum(range(10))
+    profiler.describe()
+    assert "sum" in (tmp_path / "profiles" / "own.txt").read_text()
+    assert (tmp_path / "profiles" / "own-sum.prof").is_file()

@@ -39,15 +39,34 @@ class CombinedLoader(Composite):
             raise ConfigurationError(f"CombinedLoader has no mode {mode!r}. {nearest(str(mode), get_args(Mode))}")
         self.iterables = iterables
         self.mode: Mode = mode
-        self.flattened: list[Any] = _flatten(iterables)
-        if not self.flattened:
+        self._flattened: list[Any] = _flatten(iterables)
+        if not self._flattened:
             raise ConfigurationError("CombinedLoader holds no loader: pass at least one.")
-        count = len(self.flattened)
+        count = len(self._flattened)
         self.limits: list[int | None] = list(limits) if isinstance(limits, Sequence) else [limits] * count
         if len(self.limits) != count:
             raise ConfigurationError(
                 f"CombinedLoader has {count} loaders but {len(self.limits)} limits: pass one limit per loader."
             )
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders in a flat list. Another list of as many loaders may be set, which also changes `iterables`.
+
+        Raises:
+            ConfigurationError: when set, if the number of loaders differs.
+        """
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, flattened: Sequence[Any]) -> None:
+        if len(flattened) != len(self._flattened):
+            raise ConfigurationError(
+                f"CombinedLoader.flattened was set to {len(flattened)} loaders, but it has {len(self._flattened)}: set "
+                "as many, or build a new CombinedLoader."
+            )
+        self.iterables = _unflatten(self.iterables, iter(flattened))
+        self._flattened = list(flattened)
 
     def __iter__(self) -> Iterator[Any]:
         return CombinedSource(self, False).start(None)

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.trainer.format.text import listed
 from leyden.trainer.logging.values import Value
 
 FORMS = (
@@ -165,10 +166,12 @@ def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> Sched
             "lr_scheduler is a dict without the key 'scheduler'. Use {'scheduler': scheduler, 'interval': 'step'}."
         )
     scheduler = values["scheduler"]
-    if isinstance(scheduler, Optimizer) or not callable(getattr(scheduler, "step", None)):
+    # In manual optimization the module itself drives its schedulers, whatever their methods are called.
+    needed = ("step", "state_dict", "load_state_dict") if automatic else ("state_dict", "load_state_dict")
+    if isinstance(scheduler, Optimizer) or not all(callable(getattr(scheduler, name, None)) for name in needed):
         raise ConfigurationError(
             f"lr_scheduler is {kind_of(scheduler)}, not a scheduler. Use one of torch.optim.lr_scheduler, or an object "
-            "with step, state_dict and load_state_dict. If its step takes arguments, override lr_scheduler_step."
+            f"with {listed(needed)}. If its step takes arguments, override lr_scheduler_step."
         )
     values.setdefault("monitor", monitor)
     values.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))

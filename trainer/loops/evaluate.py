@@ -21,6 +21,7 @@ from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, in_turns, read_back
 from leyden.trainer.loops.agreement import InterruptiblePass
+from leyden.trainer.loops.batches import takes_iterator
 from leyden.trainer.loops.micro_batches import MicroBatches
 from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
@@ -57,6 +58,11 @@ class EvaluationLoop:
         self._rows: StepRows | None = None
         self._names_by_loader: list[set[str]] = []
         """For each loader the names logged with its batches."""
+        if takes_iterator(user_step):
+            raise ConfigurationError(
+                f"{self.step_name}(dataloader_iter): only training_step may draw its own batches. Take the batch: "
+                f"def {self.step_name}(self, batch, batch_idx)."
+            )
         self.takes_index, self.takes_loader = step_arguments(user_step, several=len(loaders) > 1)
         if len(loaders) > 1 and not self.takes_loader:
             raise ConfigurationError(

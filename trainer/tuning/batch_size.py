@@ -101,8 +101,7 @@ class BatchSizeSearch:
             size = int(min(2 * size, limit)) if fails == math.inf else (fits + int(fails)) // 2
         if not fits:
             raise ConfigurationError(f"a batch of {size} does not fit into memory: give a smaller init_val.")
-        bounded = fails < math.inf and self.mode.lower() == "binsearch"
-        return max(1, int(fits * (1 - self.margin))) if bounded else fits
+        return max(1, int(fits * (1 - self.margin))) if self.mode.lower() == "binsearch" else fits
 
     def _is_done(self, fits: int, fails: int) -> bool:
         """True if no size remains to try between the largest that fits and the smallest that fails."""

@@ -182,3 +182,11 @@ def test_resuming_with_a_different_number_of_loaders_raises() -> None:
     next(cursor.start(0))
     with pytest.raises(ConfigurationError, match="positions of 2 loaders, but this CombinedLoader has 1"):
         LoaderCursor(CombinedLoader([LONG], "max_size")).resume(0, cursor.state_dict(1))
+
+
+def test_flattened_may_be_set_to_as_many_loaders() -> None:
+    loader = CombinedLoader({"a": LONG, "b": SHORT}, "min_size")
+    loader.flattened = [[6, 7], [8, 9, 10]]
+    assert list(loader) == [{"a": 6, "b": 8}, {"a": 7, "b": 9}] and loader.iterables == {"a": [6, 7], "b": [8, 9, 10]}
+    with pytest.raises(ConfigurationError, match="set to 1 loaders, but it has 2"):
+        loader.flattened = [LONG]

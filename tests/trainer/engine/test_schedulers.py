@@ -612,3 +612,46 @@ def test_values_logged_in_a_plateau_scheduler_step_reach_the_loggers(fit: Any, t
         assert found["stepped"] == [(str(step), float(step)) for step in range(1, 7)]
         assert found["mean"] == [("3", 2.0), ("6", 5.0)]
     assert {"stepped", "mean"} <= set(trainer.callback_metrics)
+
+
+class Stateful:
+    """A scheduler of one's own, without torch's methods."""
+
+    count = 0
+
+    def step_update(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_manual_optimization_drives_schedulers_by_their_own_methods(fit: Any) -> None:
+    class Manual(Tiny):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(self)], [Stateful()]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.lr_schedulers().step_update()  # type: ignore[union-attr]
+
+    module = Manual()
+    fit(module, numbered(3))
+    assert module.lr_schedulers().count == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_scheduler_without_a_state_is_refused_before_training(fit: Any, automatic: bool) -> None:
+    class Stepping:
+        def step(self) -> None:
+            pass
+
+    module = Squares()
+    module.automatic_optimization = automatic
+    module.configure_optimizers = lambda: ([sgd(module)], [Stepping()])  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="state_dict, load_state_dict"):
+        fit(module, numbered(3))

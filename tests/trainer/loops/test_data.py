@@ -13,7 +13,7 @@ from models import Tiny
 from samples import Stream, Unsized, numbered
 from torch.utils.data import DataLoader
 
-from leyden import Callback, CombinedLoader, DataModule, Trainer
+from leyden import Callback, CombinedLoader, ConfigurationError, DataModule, Trainer
 
 
 class SizedStream(Stream):
@@ -423,3 +423,31 @@ def test_a_resume_that_repeats_a_window_counts_its_samples_once(fit: Any, quiet:
     whole = fit(Tiny(), batches, **options)
     assert whole.progress.samples == 40
     assert resumed.progress == dataclasses.replace(whole.progress, seconds=resumed.progress.seconds)
+
+
+def test_only_training_steps_draw_their_own_batches(quiet: Any) -> None:
+    class Drawing(Tiny):
+        def validation_step(self, dataloader_iter: Any) -> None:
+            next(dataloader_iter)
+
+    with pytest.raises(ConfigurationError, match=r"validation_step\(dataloader_iter\)"):
+        Trainer(**quiet, max_epochs=1).fit(Drawing(), numbered(2), numbered(2))
+
+
+def test_a_printed_datamodule_shows_its_numbers_of_samples() -> None:
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return {"a": DataLoader(rows(6), 2), "b": DataLoader(Stream(rows(3)), 2)}
+
+        def val_dataloader(self) -> Any:
+            return CombinedLoader([DataLoader(rows(4), 2), DataLoader(rows(2), 2)], "sequential")
+
+        def test_dataloader(self) -> Any:
+            return self.trainer.missing  # type: ignore[union-attr]
+
+    assert str(Data()).splitlines() == [
+        "Data",
+        "  train_dataloader: 6 + ? samples",
+        "  val_dataloader: 4 + 2 samples",
+        "  test_dataloader: not ready (AttributeError)",
+    ]

@@ -416,7 +416,7 @@ def test_lr_find_updates_the_hyperparameter() -> None:
         ("binsearch", 24, 64, 22),
         ("binsearch", 3, 64, 2),
         ("power", 1000, 64, 64),
-        ("binsearch", 1000, 50, 64),
+        ("binsearch", 1000, 50, 60),
     ],
 )
 def test_scale_batch_size_finds_the_largest_batch_that_fits(mode: str, limit: int, size: int, expected: int) -> None:
