@@ -61,7 +61,8 @@ _HOMES = {
 }
 _MODULES = (
     *("accelerator", "big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers", "local_sgd"),
-    *("logging", "memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "tracking"),
+    *("logging", "memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "test_utils"),
+    *("test_utils.testing", "tracking"),
     *("utils", "utils.constants", "utils.dataclasses", "utils.deepspeed", "utils.imports", "utils.memory"),
     *("utils.modeling", "utils.operations", "utils.other", "utils.random"),
 )

@@ -248,8 +248,10 @@ def test_no_line_is_too_long() -> None:
 
 def test_the_package_folder_holds_only_links_to_rooms_and_thin_modules() -> None:
     package = ROOT / "leyden"
-    found = {path for folder in (package, package / "utils") for path in folder.iterdir() if path.name != "__pycache__"}
-    own = {package / name for name in ("__init__.py", "__main__.py", "py.typed", "utils", *ROOMS)}
+    folders = ("utils", "test_utils")
+    inside = [package, *(package / name for name in folders)]
+    found = {path for folder in inside for path in folder.iterdir() if path.name != "__pycache__"}
+    own = {package / name for name in ("__init__.py", "__main__.py", "py.typed", *folders, *ROOMS)}
     assert found == own | set(THIN.values())
     for room in ROOMS:
         link = package / room

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +195,54 @@ def test_reducing_a_non_tensor_raises_on_one_process_too(value: Any) -> None:
 
     with pytest.raises(TypeError, match=r"Pass torch\.tensor"):
         Accelerator(cpu=True).reduce(value)
+
+
+ELSEWHERE = "import pickle, sys; state = pickle.load(sys.stdin.buffer); print(state.process_index, state.num_processes)"
+
+
+def dispatched(folder: str, resumes: bool) -> list[list[float]]:
+    """Reads dispatched batches; the first run saves after its second batch."""
+    from leyden import Accelerator, DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    torch.manual_seed(0)
+    loader = accelerator.prepare(DataLoader(torch.arange(20.0), 2, shuffle=True))
+    if resumes:
+        torch.manual_seed(1)
+        accelerator.load_state(folder)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch.tolist())
+        if number == 1 and not resumes:
+            accelerator.save_state(folder)
+    return seen
+
+
+def ported(folder: str) -> dict[str, Any]:
+    """Returns what a script written for Accelerate sees of dispatched positions, of a mesh and in a worker."""
+    from leyden import Accelerator, ParallelismConfig
+
+    config = ParallelismConfig(tp_size=2)
+    mesh = config.build_device_mesh("cpu")
+    assert mesh is not None
+    accelerator = Accelerator(cpu=True)
+    # What a data set that holds the Accelerator reads in a loader's spawned worker.
+    worker = subprocess.run([sys.executable, "-c", ELSEWHERE], input=pickle.dumps(accelerator), capture_output=True)
+    return {
+        "mesh": (mesh.mesh_dim_names, mesh.size(), mesh.get_local_rank("tp")),
+        "replicas": ParallelismConfig(dp_replicate_size=2).build_device_mesh("cpu")["dp"].size(),  # type: ignore[index]
+        "nothing": ParallelismConfig().build_device_mesh("cpu"),
+        "backend": (accelerator.state.backend, accelerator.multi_device),
+        "whole": dispatched(folder, resumes=False),
+        "rest": dispatched(folder, resumes=True),
+        "worker": worker.stdout.decode().split(),
+    }
+
+
+def test_ported_scripts_find_positions_meshes_and_ranks_on_several_ranks(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_world(2, ported, str(tmp_path / "saved"), timeout=120)):
+        assert found["mesh"] == (("tp",), 2, rank)
+        assert (found["replicas"], found["nothing"], found["backend"]) == (2, None, ("gloo", False))
+        assert found["rest"] == found["whole"][2:] and len(found["whole"]) == 5
+        assert found["worker"] == [str(rank), "2"]

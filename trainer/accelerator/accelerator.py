@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from leyden.trainer.accelerator.records import saving
 from leyden.trainer.accelerator.records.export import check_object, save_object, write_weights
 from leyden.trainer.accelerator.records.tracking import GeneralTracker, Trackers
 from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin
-from leyden.trainer.accelerator.settings.options import Options
+from leyden.trainer.accelerator.settings.options import Options, further
 from leyden.trainer.accelerator.settings.parallel import ParallelismConfig
 from leyden.trainer.accelerator.settings.plugins import (
     AutocastKwargs,
@@ -163,6 +164,20 @@ class Accelerator:
         self._end = LoopEnd(options.preemption, self._stepping, self.lock)
         hint_at_first_print(self._state)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns what libraries and older scripts read of the settings; see `READ_ELSEWHERE`."""
+            return further(self, name)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Accelerator:
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> Any:
+        return self.state.__reduce__()
+
     # settings ---------------------------------------------------------------------------------------------------------
     @property
     def mixed_precision(self) -> str:
@@ -184,6 +199,10 @@ class Accelerator:
         """How loaders are split across ranks; `join_uneven_inputs` overrides it within its block."""
         return self._preparing.data
 
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        self._preparing.configure(config)
+
     @property
     def split_batches(self) -> bool:
         """See `DataLoaderConfiguration`."""
@@ -198,6 +217,10 @@ class Accelerator:
     def even_batches(self) -> bool:
         """See `DataLoaderConfiguration`."""
         return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._preparing.configure(replace(self.dataloader_config, even_batches=even))
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -242,8 +265,7 @@ class Accelerator:
     @property
     def tensor_parallel_rank(self) -> int:
         """This rank's index in its tensor-parallel group; 0 without tensor parallelism."""
-        mesh = self.torch_device_mesh
-        return 0 if mesh is None or "tp" not in mesh.mesh_dim_names else mesh.get_local_rank("tp")
+        return self.options.rank_along("tp")
 
     @property
     def project_dir(self) -> Any:
@@ -314,7 +336,7 @@ class Accelerator:
     @property
     def multi_device(self) -> bool:
         """True if several ranks, each on its own device, hold the whole model."""
-        return self.distributed_type is DistributedType.MULTI_GPU
+        return self.distributed_type.startswith("MULTI_") and self.device.type != "cpu"
 
     @property
     def is_fsdp2(self) -> bool:
@@ -432,23 +454,6 @@ class Accelerator:
         """The loaders that `prepare` returned."""
         return self._preparing.loaders
 
-    # Private names of Accelerate that transformers' Trainer and other libraries read.
-    @property
-    def _models(self) -> list[nn.Module]:
-        return self.prepared_models
-
-    @property
-    def _optimizers(self) -> list[PreparedOptimizer]:
-        return list(self.prepared_optimizers)
-
-    @property
-    def _schedulers(self) -> list[PreparedScheduler]:
-        return self.prepared_schedulers
-
-    @property
-    def _dataloaders(self) -> list[PreparedLoader]:
-        return self.prepared_loaders
-
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
@@ -482,9 +487,7 @@ class Accelerator:
         self._preparing.release()
         return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> Any:
-        """See `free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory
 
     # the step ---------------------------------------------------------------------------------------------------------
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.single import find_device
 from leyden.trainer.data.sharding import block
+from leyden.trainer.engine.debugging import is_debugging
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin
     from leyden.trainer.accelerator.settings.megatron import MegatronLMPlugin
-    from leyden.trainer.accelerator.settings.plugins import FullyShardedDataParallelPlugin
+    from leyden.trainer.accelerator.settings.parallel import ParallelismConfig
+    from leyden.trainer.accelerator.settings.plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +34,13 @@ class DistributedType(str, Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
     FSDP = "FSDP"
     DEEPSPEED = "DEEPSPEED"
     MEGATRON_LM = "MEGATRON_LM"
@@ -60,6 +71,10 @@ class PartialState:
             f"{type(self).__name__}({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, "
             f"local {self.local_process_index}, {self.device})"
         )
+
+    def __reduce__(self) -> Any:
+        """Pickles as a state of the process that unpickles: a loader's worker has the rank of its parent."""
+        return _here, (self.device.type, vars(self).get("mixed_precision"))
 
     def destroy_process_group(self) -> None:
         """Leaves the strategy. The process group itself stays until the process ends."""
@@ -113,7 +128,33 @@ class PartialState:
             return DistributedType(name)
         if self.num_processes == 1:
             return DistributedType.NO
-        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
+        return DistributedType.__members__.get(f"MULTI_{self.device.type.upper()}", DistributedType.MULTI_GPU)
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that "auto" chooses on this machine."""
+        return torch.device(find_device("auto").type)
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the process group, such as "gloo"; None on one process."""
+        return torch.distributed.get_backend() if self.use_distributed else None
+
+    @property
+    def debug(self) -> bool:
+        """True in debug mode: ranks compare their operands before each collective."""
+        return is_debugging()
+
+    initialized = True
+    fork_launched = False
+    """True in Accelerate on XLA ranks that were forked; Leyden's XLA ranks are launched."""
+
+    def set_device(self) -> None:
+        """Does nothing: a state has its device from the start."""
+
+    @staticmethod
+    def _reset_state(*args: Any, **kwargs: Any) -> None:
+        """Does nothing: no state is shared. Scripts and tests written for Accelerate call it between two runs."""
 
     # waiting ----------------------------------------------------------------------------------------------------------
     def wait_for_everyone(self) -> None:
@@ -221,6 +262,8 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: the Accelerator's plugin; None without DeepSpeed.
         fsdp_plugin: the Accelerator's plugin, or one that describes its strategy; None without FSDP.
         megatron_lm_plugin: the Accelerator's plugin; None without one.
+        parallelism_config: the Accelerator's ParallelismConfig; None without one.
+        dynamo_plugin: a plugin with the backend and arguments of torch.compile; None without an Accelerator.
     """
 
     def __init__(
@@ -230,6 +273,8 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
     ) -> None:
         if isinstance(strategy, str):
             # Accelerate's first argument is the precision.
@@ -239,6 +284,23 @@ class AcceleratorState(PartialState):
         self.deepspeed_plugin = deepspeed_plugin
         self.fsdp_plugin = fsdp_plugin
         self.megatron_lm_plugin = megatron_lm_plugin
+        self.parallelism_config = parallelism_config
+        self.dynamo_plugin = dynamo_plugin
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of `parallelism_config`; None without one."""
+        return None if self.parallelism_config is None else self.parallelism_config.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if FSDP shards the models; Leyden has only FSDP2."""
+        return self.distributed_type is DistributedType.FSDP
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """The only plugin, as a dict; None without DeepSpeed."""
+        return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
         """Returns the only plugin, whatever the name; None without DeepSpeed."""
@@ -280,6 +342,16 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
     raise ConfigurationError(f"split_between_processes cannot split {kind_of(inputs)}. Pass a list or tensor.")
 
 
+def _here(device: str, precision: str | None) -> PartialState:
+    """Returns the state of this process, which does not join the ranks: they wait for no loader's worker."""
+    from leyden.strategies import find_strategy
+    from leyden.strategies.process_group import current
+
+    alone = rank_environment() is None
+    found = current() or find_strategy("auto", device, 1 if alone else "auto")
+    return PartialState(strategy=found) if precision is None else AcceleratorState(found, precision)
+
+
 def joined_strategy(accelerator: str | None = None) -> Strategy:
     """Returns a strategy on the launched ranks, or on one device, that has joined its process group.
 
@@ -290,17 +362,34 @@ def joined_strategy(accelerator: str | None = None) -> Strategy:
         ConfigurationError: if several ranks are planned but not launched.
     """
     from leyden.strategies import find_strategy
-    from leyden.strategies.launch.environment import rank_environment
     from leyden.strategies.process_group import current
 
     running = current() if accelerator is None else None
     if running is not None:
         return running
-    alone = rank_environment() is None
-    found = find_strategy("auto", accelerator or "auto", 1 if alone else "auto")
+    found = find_strategy("auto", *chosen_devices(accelerator == "cpu", rank_environment() is None))
     check_started(found)
     found.setup_environment()
     return found
+
+
+def is_true(variable: str) -> bool:
+    """Returns True if an environment variable is set to "1", "true", "yes" or "on"."""
+    return os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def chosen_devices(cpu: bool, alone: bool) -> tuple[str, Any]:
+    """Returns the `accelerator` and `devices` that a script or Accelerate's environment variables choose.
+
+    Args:
+        cpu: the script's own choice of the CPU.
+        alone: True for a single process, which takes one device. Launched ranks take one each, whatever the index in
+            ACCELERATE_TORCH_DEVICE.
+    """
+    if cpu or is_true("ACCELERATE_USE_CPU"):
+        return "cpu", 1 if alone else "auto"
+    kind, _, index = os.environ.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
+    return kind or "auto", ([int(index)] if index.isdigit() else 1) if alone else "auto"
 
 
 def check_started(strategy: Strategy) -> None:

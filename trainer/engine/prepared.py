@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,11 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine
+
+
+def unchanged(wrapped: Any) -> Any:
+    """Returns its argument; pickles of prepared objects call it."""
+    return wrapped
 
 
 class PreparedOptimizer(Optimizer):
@@ -22,6 +28,7 @@ class PreparedOptimizer(Optimizer):
         # No super().__init__(): it would create separate groups and state.
         vars(self).update(optimizer=optimizer, _engine=engine, step_was_skipped=False)
 
+    _is_accelerate_prepared = True
     optimizer: Optimizer
     step_was_skipped: bool
     """True if the gradient scaler skipped the last step."""
@@ -109,8 +116,16 @@ class PreparedOptimizer(Optimizer):
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a prepared optimizer cannot be pickled or copied. Use its state_dict().")
+    def __copy__(self) -> PreparedOptimizer:
+        return PreparedOptimizer(self.optimizer, self._engine)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
+        # The run's engine is shared with the copy.
+        return PreparedOptimizer(copy.deepcopy(self.optimizer, memo), self._engine)
+
+    def __reduce__(self) -> Any:
+        """Pickles the underlying optimizer, since the engine belongs to this process."""
+        return unchanged, (self.optimizer,)
 
     def train(self) -> None:
         """Switches an optimizer with modes, such as a schedule-free one, to training; a no-op for others."""

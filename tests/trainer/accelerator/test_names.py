@@ -24,7 +24,7 @@ from leyden import (
     TorchDynamoPlugin,
 )
 from leyden.data_loader import SeedableRandomSampler
-from leyden.state import AcceleratorState, PartialState
+from leyden.state import AcceleratorState, GradientState, PartialState
 from leyden.tracking import TensorBoardTracker
 from leyden.utils import (
     DDPCommunicationHookType,
@@ -74,6 +74,8 @@ def test_modules_have_the_names_of_accelerates_modules() -> None:
         ("from leyden.big_modeling import dispatch_model", "from_pretrained"),
         ("from leyden.hooks import add_hook_to_module", "register_forward_hook"),
         ("from leyden.hooks import AlignDevicesHook", "from_pretrained"),
+        ("from leyden.test_utils.testing import torch_device", "default_device"),
+        ("from leyden.test_utils import require_multi_gpu", r"pytest\.mark\.skipif"),
         ("from leyden.checkpointing import save_accelerator_state", r"accelerator\.save_state"),
         ("from leyden.utils.memory import clear_device_cache", "release_memory"),
         ("from leyden.utils.modeling import get_balanced_memory", "from_pretrained"),
@@ -116,6 +118,63 @@ def test_state_classes_work_without_an_accelerator(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     assert AcceleratorState().mixed_precision == "fp16"
     assert PartialState().is_main_process
+
+
+def test_modules_share_their_names_as_accelerates_do() -> None:
+    """Accelerate's modules import from each other, so scripts find a name in several of them."""
+    for line in (
+        "from leyden.accelerator import AcceleratedOptimizer, AcceleratorState, LoggerType, get_logger",
+        "from leyden.data_loader import GradientState, PartialState, send_to_device",
+        "from leyden.utils.operations import PartialState, gather",
+    ):
+        exec(line, {})
+    with pytest.raises(ImportError, match="nonsense"):
+        exec("from leyden.accelerator import nonsense", {})
+    with pytest.raises(ImportError):
+        exec("from leyden import send_to_device", {})
+
+
+def test_distributed_types_are_accelerates() -> None:
+    theirs = pytest.importorskip("accelerate").DistributedType
+    assert set(theirs.__members__) <= set(leyden.DistributedType.__members__)
+    assert leyden.DistributedType.MULTI_XPU == "MULTI_XPU"
+
+
+def test_states_have_the_members_that_scripts_read() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
+    state = accelerator.state
+    assert (state.backend, state.debug, state.initialized, state.fork_launched) == (None, False, True, False)
+    assert state.default_device.type == torch.empty(0, device=state.default_device).device.type
+    assert (state.is_fsdp2, state.deepspeed_plugins, state.device_mesh, state.parallelism_config) == (
+        *(False, None, None, None),
+    )
+    assert state.dynamo_plugin.backend is DynamoBackend.EAGER
+    assert accelerator.gradient_state.dataloader_references == [None]
+    # Scripts and tests reset Accelerate's states between two runs.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+    assert accelerator.is_main_process
+
+
+def test_accelerates_variables_choose_the_device_and_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    assert Accelerator().device.type == PartialState().device.type == "cpu"
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:99")
+    with pytest.raises(ConfigurationError, match="cuda"):
+        Accelerator()
+    assert Accelerator(cpu=True).device.type == "cpu"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "True")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.options.backend, accelerator.options.compile_options) == ("eager", {"fullgraph": True})
+    assert type(accelerator.prepare(nn.Linear(1, 1))).__name__ == "OptimizedModule"
+    assert Accelerator(cpu=True, dynamo_backend="no").options.backend is None
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    with pytest.raises(ConfigurationError, match="block by block"):
+        Accelerator(cpu=True)
 
 
 def test_enum_members_are_accepted_as_strings(tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from samples import Stream
 from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import Accelerator, ConfigurationError, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from leyden import (
+    Accelerator,
+    AORecipeKwargs,
+    ConfigurationError,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    PartialState,
+)
 from leyden.utils import RNGType
 
 
@@ -134,6 +142,76 @@ def test_a_prepared_loader_can_be_copied_and_pickled() -> None:
     assert type(deep) is type(loader) and deep.dataset is not loader.dataset and deep.iteration == 1
     skipped = accelerator.skip_first_batches(loader, 2)
     assert [batch.tolist() for batch in copy.copy(skipped)] == expected[2:]
+
+
+def test_prepared_optimizers_and_schedulers_can_be_copied_and_pickled() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    )
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    scheduler.step()
+    # Pickles hold torch's own objects, which are to be prepared again, as for loaders.
+    pickled, rates = pickle.loads(pickle.dumps((optimizer, scheduler)))
+    assert (type(pickled), type(rates)) == (torch.optim.SGD, torch.optim.lr_scheduler.StepLR)
+    assert (rates.optimizer is pickled, rates.get_last_lr()) == (True, [0.05])
+    twin, copied, rates = copy.deepcopy((model, optimizer, scheduler))
+    assert (type(copied), rates.optimizers) == (type(optimizer), [copied])
+    before = model.weight.clone()
+    twin(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="no parameter of a prepared model"):
+        copied.step()
+    rates.step()
+    # The copy steps its own parameters, with its own momentum and rate.
+    assert torch.equal(model.weight, before) and not torch.equal(twin.weight, before)
+    assert (rates.get_last_lr(), scheduler.get_last_lr()) == ([0.025], [0.05])
+    assert copy.copy(optimizer).optimizer is optimizer.optimizer
+
+
+def test_an_accelerator_is_copied_as_itself_and_pickled_as_its_state() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.prepare(nn.Linear(2, 1))
+    assert copy.deepcopy([accelerator])[0] is copy.copy(accelerator) is accelerator
+    state = pickle.loads(pickle.dumps(accelerator))
+    assert (state.num_processes, state.is_main_process, state.device.type, state.mixed_precision) == (
+        *(1, True, "cpu", "bf16"),
+    )
+    assert type(pickle.loads(pickle.dumps(PartialState(cpu=True)))) is PartialState
+
+
+def test_handlers_and_precision_are_attributes() -> None:
+    scaler, recipe = GradScalerKwargs(init_scale=2.0), AORecipeKwargs()
+    plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaler])
+    assert (plain.scaler_handler is scaler, plain.ddp_handler, plain.init_handler) == (True, None, None)
+    assert (plain.native_amp, plain.fp8_enabled, plain.has_fp8_handler, plain.data_parallel_rank) == (
+        *(True, False, False, 0),
+    )
+    assert not Accelerator(cpu=True).native_amp
+    fp8 = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    assert (fp8.ao_recipe_handler is recipe, fp8.te_recipe_handler, fp8.fp8_recipe_handler) == (True, None, None)
+    assert fp8.fp8_enabled and fp8.has_fp8_handler
+    with pytest.raises(AttributeError, match="bakward"):
+        _ = plain.bakward
+
+
+def test_dataloader_config_can_be_set_before_loaders_are_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config = DataLoaderConfiguration(split_batches=True, even_batches=False)
+    assert (accelerator.split_batches, accelerator.even_batches) == (True, False)
+    accelerator.even_batches = True
+    assert (accelerator.split_batches, accelerator.even_batches) == (True, True)
+
+
+def test_prepared_objects_are_marked_as_in_accelerate() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = (model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), DataLoader(torch.ones(2, 1)))
+    assert not any(hasattr(entry, "_is_accelerate_prepared") for entry in given)
+    assert all(entry._is_accelerate_prepared for entry in accelerator.prepare(*given))
 
 
 def test_a_scheduler_past_its_total_steps_warns_and_keeps_its_rate() -> None:

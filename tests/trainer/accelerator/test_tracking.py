@@ -174,14 +174,15 @@ def test_find_executable_batch_size_halves_the_batch_until_it_fits() -> None:
 
     assert train(2) == 16
     assert tried == [(32, 2), (16, 4), (8, 8)]
-    with pytest.raises(ConfigurationError, match="Leave it out"):
+    with pytest.raises(ConfigurationError, match="Leave it out") as refused:
         train(32, 2)
+    assert isinstance(refused.value, TypeError)
 
     @find_executable_batch_size(starting_batch_size=2)
     def never_fits(batch_size: int) -> None:
         raise MemoryError("none")
 
-    with pytest.raises(RuntimeError, match="down to 1"):
+    with pytest.raises(RuntimeError, match="reached zero.* down to 1"):
         never_fits()
 
     @find_executable_batch_size
@@ -199,6 +200,25 @@ def test_a_device_specific_seed_on_one_process_is_the_seed_itself() -> None:
     assert torch.equal(torch.rand(2), first)
 
 
+def test_find_executable_batch_size_shrinks_by_a_tenth_as_in_accelerate() -> None:
+    def sizes_tried(decorator: Any) -> list[int]:
+        tried = []
+
+        @decorator(starting_batch_size=128)
+        def train(batch_size: int) -> None:
+            tried.append(batch_size)
+            if batch_size > 2:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+
+        train()
+        return tried
+
+    found = sizes_tried(find_executable_batch_size)
+    assert found[:4] == [128, 115, 103, 92] and found[-1] == 2
+    theirs = pytest.importorskip("accelerate").utils.find_executable_batch_size
+    assert found == sizes_tried(theirs)
+
+
 def test_a_rank_logger_logs_in_order_and_records_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         get_logger("mine", "INFO").info("in order", in_order=True)
@@ -208,6 +228,19 @@ def test_a_rank_logger_logs_in_order_and_records_the_callers_line(caplog: pytest
     assert [record.message for record in caplog.records] == ["in order", "once", "by level"]
     here = (Path(__file__).name, "test_a_rank_logger_logs_in_order_and_records_the_callers_line")
     assert {(record.filename, record.funcName) for record in caplog.records} == {here}
+
+
+def test_stacklevel_counts_as_in_accelerates_logger(caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_logger("mine", "INFO")
+
+    def helper() -> None:
+        logger.warning("own line", stacklevel=2)
+        logger.warning("caller's line", stacklevel=3)
+        logger.warning_once("once, caller's line", stacklevel=3)
+
+    helper()
+    names = [record.funcName for record in caplog.records]
+    assert names == ["helper"] + ["test_stacklevel_counts_as_in_accelerates_logger"] * 2
 
 
 def test_a_single_process_is_the_main_process_and_gathers_its_own_data() -> None:

@@ -99,6 +99,7 @@ def test_every_public_name_of_lightning_has_a_target_or_a_reason() -> None:
         ("accelerate.utils.fsdp_utils.FullyShardedDataParallelPlugin", "leyden.utils.FullyShardedDataParallelPlugin"),
         ("accelerate.utils.is_wandb_available", "leyden.utils.is_wandb_available"),
         ("accelerate.test_utils.training", None),
+        ("accelerate.test_utils.testing.torch_device", None),
         ("accelerate.dispatch_model", None),
     ],
 )
@@ -106,6 +107,7 @@ def test_lookup_finds_a_counterpart_or_a_reason(path: str, target: str | None) -
     found = lookup(path)
     assert found.target == target
     assert (found.why == "") is (target is not None)
+    assert not found.why.endswith(": "), "the reason names what to do"
 
 
 def test_modules_with_similar_names_are_not_rewritten() -> None:

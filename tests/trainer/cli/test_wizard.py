@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -342,8 +343,28 @@ def test_config_default_and_update_ask_nothing(invoke: Any, tmp_path: Path) -> N
     }
 
 
-def test_config_without_a_terminal_fails(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    done = invoke("config")
-    assert (done.returncode, "leyden config default" in done.stderr) == (2, True)
-    assert not (tmp_path / "cache").exists()
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ("1\n2\nddp\nno\nno\nbf16\n", ""),
+        ("\n2\n\n\n\nbf16", ""),
+        ("", "'How many machines', and the input has no answer"),
+        ("1\n2\n", "leyden config default"),
+        # Asking again would read the next question's answer.
+        ("1\nmany\n2\nddp\n", "the answer to 'How many ranks': 'many' is not a whole number"),
+    ],
+)
+def test_config_reads_piped_answers_one_per_line(answers: str, error: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "leyden", "config", "--gpus", "0", "--config_file", str(file)],
+        input=answers,
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+    )
+    assert error in done.stderr
+    assert (done.returncode, file.exists()) == ((2, False) if error else (0, True)), done.stderr
+    if not error:
+        settings = yaml.safe_load(file.read_text())
+        assert (settings["num_processes"], settings["mixed_precision"]) == (2, "bf16")

@@ -82,6 +82,18 @@ class GradientState:
         return active is not None and active.end_of_dataloader
 
     @property
+    def dataloader_references(self) -> list[PreparedLoader | None]:
+        """None, and the prepared loaders being iterated, the innermost last."""
+        return [None, *self._stepping.reading]
+
+    initialized = True
+    is_xla_gradients_synced = False
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Does nothing: no state is shared. Scripts and tests written for Accelerate call it between two runs."""
+
+    @property
     def remainder(self) -> int:
         """Real samples in a last global batch filled with duplicates; 0 without duplicates, -1 outside a loader."""
         active = self.active_dataloader

@@ -16,6 +16,7 @@ from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.positions import check_position
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
+from leyden.trainer.engine.prepared import unchanged
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.loop.stepping import Stepping
@@ -39,6 +40,8 @@ class PreparedLoader:
         position: number of batches drawn in the current pass.
         end_of_dataloader: True if the current batch is the last one of its pass.
     """
+
+    _is_accelerate_prepared = True
 
     def __init__(
         self, loader: Iterable[Any], stepping: Stepping, move: Callable[[Any], Any] | None, given: Any = None
@@ -78,7 +81,7 @@ class PreparedLoader:
 
     def __reduce__(self) -> Any:
         """Pickles the original loader, since ranks and devices belong to this process."""
-        return _identity, (self.given,)
+        return unchanged, (self.given,)
 
     def __repr__(self) -> str:
         return f"PreparedLoader({self.given!r})"

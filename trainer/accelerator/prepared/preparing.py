@@ -32,6 +32,7 @@ from leyden.trainer.logging.metrics import gather_readers
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.loop.stepping import Stepping
     from leyden.trainer.accelerator.settings.options import Options
+    from leyden.trainer.accelerator.settings.plugins import DataLoaderConfiguration
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -95,6 +96,10 @@ class Preparing:
                 self._report_facts(result)
         return results[0] if len(results) == 1 else tuple(results)
 
+    def configure(self, data: DataLoaderConfiguration) -> None:
+        """Changes how loaders that are prepared from now on are split across ranks."""
+        self.data = data
+
     def release(self) -> None:
         """Releases all schedulers and loaders."""
         self.schedulers.clear()
@@ -155,6 +160,7 @@ class Preparing:
             stepping.check_compiled()
             compiled: Any = torch.compile(prepared, backend=options.backend, **options.compile_options)
             prepared = compiled
+        prepared._is_accelerate_prepared = True  # type: ignore[assignment]
         if not evaluation_mode:
             stepping.add_model(prepared, bare)
         return prepared

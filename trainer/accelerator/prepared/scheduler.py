@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from leyden.trainer.engine.prepared import PreparedOptimizer
+from leyden.trainer.engine.prepared import PreparedOptimizer, unchanged
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.loop.stepping import Stepping
@@ -22,6 +23,8 @@ class PreparedScheduler:
         with_optimizer: follow the optimizer's steps; False steps whenever `step` is called.
     """
 
+    _is_accelerate_prepared = True
+
     def __init__(
         self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], stepping: Stepping, with_optimizer: bool
     ) -> None:
@@ -36,6 +39,18 @@ class PreparedScheduler:
             # While the object is being copied, it has no attributes yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedScheduler:
+        # The run's engine is shared with the copy.
+        scheduler, optimizers = copy.deepcopy((self.scheduler, self.optimizers), memo)
+        return PreparedScheduler(scheduler, optimizers, self._stepping, self._with_optimizer)
+
+    def __reduce__(self) -> Any:
+        """Pickles the underlying scheduler, since the engine belongs to this process."""
+        return unchanged, (self.scheduler,)
+
+    def __copy__(self) -> PreparedScheduler:
+        return PreparedScheduler(self.scheduler, self.optimizers, self._stepping, self._with_optimizer)
 
     def __repr__(self) -> str:
         return repr(self.scheduler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,35 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.launch.watchdog import hang_limit
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
-from leyden.trainer.accelerator.ranks import AcceleratorState, check_started
+from leyden.trainer.accelerator.ranks import AcceleratorState, check_started, chosen_devices, is_true
 from leyden.trainer.accelerator.settings.deepspeed import (
     DeepSpeedPlugin,
     accumulation_of,
     given_plugin,
     plugin_describing,
 )
-from leyden.trainer.accelerator.settings.fp8_recipes import recipe_of
+from leyden.trainer.accelerator.settings.fp8_recipes import (
+    RECIPES,
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+    recipe_of,
+)
 from leyden.trainer.accelerator.settings.megatron import MegatronLMPlugin
 from leyden.trainer.accelerator.settings.parallel import ParallelismConfig, TorchTensorParallelPlugin
 from leyden.trainer.accelerator.settings.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     Handlers,
     InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
@@ -42,6 +52,46 @@ from leyden.trainer.launched import read_launched, with_recipe
 
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
 LOADER_FLAGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+
+
+HANDLERS: dict[str, type[KwargsHandler]] = {
+    "ddp_handler": DistributedDataParallelKwargs,
+    "scaler_handler": GradScalerKwargs,
+    "init_handler": InitProcessGroupKwargs,
+    "autocast_handler": AutocastKwargs,
+    "profile_handler": ProfileKwargs,
+    "fp8_recipe_handler": FP8RecipeKwargs,
+    "ao_recipe_handler": AORecipeKwargs,
+    "te_recipe_handler": TERecipeKwargs,
+    "msamp_recipe_handler": MSAMPRecipeKwargs,
+}
+READ_ELSEWHERE: dict[str, Callable[[Any], Any]] = {
+    "has_fp8_handler": lambda own: any(own.options.handlers.get(kind) is not None for kind in RECIPES),
+    "fp8_enabled": lambda own: own.precision.name in ("fp8", "transformer-engine"),
+    "native_amp": lambda own: isinstance(own.precision, MixedPrecision),
+    "data_parallel_rank": lambda own: own.options.rank_along("dp_replicate", "replicate"),
+    "data_parallel_shard_rank": lambda own: own.options.rank_along("dp_shard", "shard"),
+    "pipeline_parallel_rank": lambda own: own.options.rank_along("pp"),
+    "context_parallel_rank": lambda own: own.options.rank_along("cp"),
+    "_models": lambda own: own.prepared_models,
+    "_optimizers": lambda own: list(own.prepared_optimizers),
+    "_schedulers": lambda own: own.prepared_schedulers,
+    "_dataloaders": lambda own: own.prepared_loaders,
+}
+"""Attributes of Accelerate's Accelerator that libraries and older scripts read, and no loop needs."""
+
+
+def further(accelerator: Any, name: str) -> Any:
+    """Returns an attribute of `HANDLERS` or `READ_ELSEWHERE`.
+
+    Raises:
+        AttributeError: for any other name.
+    """
+    if name in HANDLERS:
+        return accelerator.options.handlers.get(HANDLERS[name])
+    if name in READ_ELSEWHERE:
+        return READ_ELSEWHERE[name](accelerator)
+    raise AttributeError(f"{type(accelerator).__name__!r} object has no attribute {name!r}")
 
 
 class Options:
@@ -56,8 +106,9 @@ class Options:
         _megatron_plugin(given)
         _compile_plugin(given)
         _fill_from_launch(given)
+        _fill_compilation(given)
         self.device_placement: bool = given["device_placement"]
-        self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        self.cpu: bool = given["cpu"]
         self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
         self._converts_outputs: bool = given["convert_outputs"]
         self.handlers = Handlers(given["kwargs_handlers"])
@@ -118,7 +169,16 @@ class Options:
     def state(self, strategy: Strategy) -> AcceleratorState:
         """Returns the run's ranks, precision and plugins, for libraries that read them."""
         name = self.name_of(strategy.precision)
-        return AcceleratorState(strategy, name, self.deepspeed, self.fsdp_in_use(strategy), self.megatron)
+        backend = (self.backend or "no").upper()
+        compiled = TorchDynamoPlugin(DynamoBackend.__members__.get(backend, backend), **self.compile_options)
+        fsdp = self.fsdp_in_use(strategy)
+        return AcceleratorState(strategy, name, self.deepspeed, fsdp, self.megatron, self.mesh, compiled)
+
+    def rank_along(self, *names: str) -> int:
+        """Returns this rank's index along the dimension of the mesh that has one of these names; 0 without one."""
+        mesh = None if self.mesh is None else self.mesh.device_mesh
+        own = [name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ())]
+        return mesh.get_local_rank(own[0]) if mesh is not None and own else 0
 
     def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
         """Returns a plugin that describes the run's sharding, for libraries that read it; None without FSDP."""
@@ -152,11 +212,12 @@ class Options:
 
         # A script that was not launched on several ranks is one process, on one device.
         alone = self.strategy == "auto" and rank_environment() is None
+        accelerator, devices = chosen_devices(self.cpu, alone)
         return {
             "strategy": self.strategy,
-            "accelerator": "cpu" if self.cpu else "auto",
+            "accelerator": accelerator,
             "precision": self.precision,
-            "devices": 1 if alone else "auto",
+            "devices": devices,
         }
 
     def apply(self, strategy: Strategy) -> None:
@@ -235,6 +296,21 @@ def _compile_plugin(given: dict[str, Any]) -> None:
     given["dynamo_backend"], given["compile_options"] = plugin.backend, plugin.arguments()
 
 
+def _fill_compilation(given: dict[str, Any]) -> None:
+    """Fills what the script and the launch leave open of torch.compile with Accelerate's environment variables."""
+    options, prefix = given.setdefault("compile_options", {}), "ACCELERATE_DYNAMO_"
+    if given["dynamo_backend"] is None:
+        given["dynamo_backend"] = os.environ.get(prefix + "BACKEND")
+    mode = os.environ.get(prefix + "MODE", "default")
+    if mode != "default" and "options" not in options:
+        options.setdefault("mode", mode)
+    for name in ("fullgraph", "dynamic"):
+        if is_true(f"{prefix}USE_{name.upper()}"):
+            options.setdefault(name, True)
+    # Refused, as in the script.
+    TorchDynamoPlugin(use_regional_compilation=is_true(prefix + "USE_REGIONAL_COMPILATION"))
+
+
 def _tensor_plugin(given: dict[str, Any]) -> None:
     """Replaces a TorchTensorParallelPlugin with the equivalent `parallelism_config`."""
     plugin = given["torch_tp_plugin"]
@@ -267,13 +343,7 @@ def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
     own = {name: given[name] for name in LOADER_FLAGS if given[name] is not None}
     if own and given["dataloader_config"] is not None:
         raise ConfigurationError(f"{', '.join(own)} and dataloader_config were both given. Pass one of them.")
-    found = replace(found, **own)
-    if found.dispatch_batches and found.use_stateful_dataloader:
-        raise ConfigurationError(
-            "dispatch_batches=True cannot be combined with use_stateful_dataloader, since only rank 0 reads the data. "
-            "Leave one of them out."
-        )
-    return found
+    return replace(found, **own)
 
 
 def _accumulation(given: dict[str, Any]) -> GradientAccumulationPlugin:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.layout import ORDER, Layout
+from leyden.trainer.accelerator.ranks import joined_strategy
 from leyden.trainer.accelerator.settings.plugins import FullyShardedDataParallelPlugin
 
 if TYPE_CHECKING:
@@ -220,8 +221,29 @@ class ParallelismConfig:
         return self._mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Returns `device_mesh`; `device_type` is ignored, since the Accelerator chooses the device."""
+        """Returns `device_mesh`. If the Accelerator has not created it yet, and with a `device_type`, builds it."""
+        if self._mesh is None and device_type is not None:
+            self._mesh = self.build_device_mesh(device_type)
         return self._mesh
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Builds a mesh of these sizes, for code that needs one before the Accelerator exists. All ranks must call it.
+
+        Args:
+            device_type: "cpu" or "cuda".
+
+        Returns:
+            The mesh, with Accelerate's names for its dimensions; None if all sizes are 1.
+        """
+        if self.total_size == 1:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.check(joined_strategy("cpu" if device_type == "cpu" else None).ranks.world_size)
+        names = tuple(name for name in ORDER if name in self.active_mesh_dims)
+        mesh = init_device_mesh(device_type, tuple(self.layout.sizes[name] for name in names), mesh_dim_names=names)
+        _name_jointly(mesh)
+        return mesh
 
     def adopt(self, mesh: DeviceMesh | None) -> None:
         """Adopts the strategy's mesh, and adds Accelerate's names for its dimensions. Every rank must call it.
@@ -230,14 +252,8 @@ class ParallelismConfig:
             mesh: the mesh of all ranks; None for a strategy without one.
         """
         self._mesh = mesh
-        if mesh is None or mesh.mesh_dim_names is None:
-            return
-        for name in set(mesh.mesh_dim_names) & {"replicate", "shard"}:
-            mesh[name]._flatten(f"dp_{name}")
-        for flattened, names in FLATTENED.items():
-            own = tuple(name for name in mesh.mesh_dim_names if name in names or f"dp_{name}" in names)
-            if own:
-                mesh[own]._flatten(flattened)
+        if mesh is not None:
+            _name_jointly(mesh)
 
     def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
         """Builds the strategy.
@@ -269,3 +285,14 @@ class ParallelismConfig:
                 f"ParallelismConfig needs {self.total_size} ranks ({sizes}), but there are {ranks}. Choose sizes whose "
                 "product is the number of ranks."
             )
+
+
+def _name_jointly(mesh: DeviceMesh) -> None:
+    """Adds Accelerate's names for a mesh's dimensions, and for several of them together."""
+    known = mesh.mesh_dim_names or ()
+    for name in set(known) & {"replicate", "shard"}:
+        mesh[name]._flatten(f"dp_{name}")
+    for flattened, names in FLATTENED.items():
+        own = tuple(name for name in known if name in names or f"dp_{name}" in names)
+        if own:
+            mesh[own]._flatten(flattened)

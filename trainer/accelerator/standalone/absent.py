@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 BIG_MODELS = (
     "Leyden has no inference of models that exceed a device's memory. Use transformers' from_pretrained(..., "
@@ -140,6 +142,15 @@ INSTEAD = {
         "convert_bytes merge_dicts get_pretty_name get_free_port has_repeated_blocks is_repeated_blocks "
         "get_module_class_from_name"
     ),
+    "use PartialState().default_device.type": "torch_device get_backend",
+    "use torch.cuda or torch.accelerator": "device_count memory_allocated_func",
+    "decorate the test with pytest.mark.skipif(not torch.cuda.is_available(), reason=…)": "slow require_",
+    "write your own test helper; `leyden test` checks an installation": (
+        "RegressionDataset RegressionModel are_the_same_tensors assert_exception capture_call_output run_first "
+        "execute_subprocess_async get_launch_command DEFAULT_LAUNCH_COMMAND get_torch_dist_unique_port run_command "
+        "path_in_accelerate_package pytest_xdist_worker_id AccelerateTestCase MockingTestCase TempDirTestCase "
+        "SubprocessCallException"
+    ),
     "debug mode (LEYDEN_DEBUG=1) checks collectives, and gather reports mismatched shapes": (
         "DistributedOperationException verify_operation chained_operation gather_tensor_shape get_shape"
     ),
@@ -150,15 +161,19 @@ PACKAGES = (
     "transformer_engine transformers triton wandb"
 )
 """Accelerate's words in `is_<word>_available`: package names, except bnb."""
+HOMES = tuple(
+    f"leyden{name}"
+    for name in ("", ".utils", ".state", ".data_loader", ".logging", ".optimizer", ".scheduler", ".tracking")
+)
 DEVICES = ("cuda", "mps", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "neuron")
 
 
-def lacking(module: str) -> Callable[[str], Callable[[], bool]]:
+def lacking(module: str) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a module with Accelerate's names; see `attribute`."""
     return functools.partial(attribute, module)
 
 
-def attribute(module: str, name: str) -> Callable[[], bool]:
+def attribute(module: str, name: str) -> Any:
     """Resolves a name that a module with Accelerate's names does not define.
 
     Args:
@@ -166,21 +181,26 @@ def attribute(module: str, name: str) -> Callable[[], bool]:
         name: the missing name.
 
     Returns:
-        A working function for `is_<package>_available` and `is_<device>_available`.
+        The object of that name in another of these modules, since Accelerate's modules import from each other; a
+        working function for `is_<package>_available` and `is_<device>_available`.
 
     Raises:
         ImportError: for a name that Accelerate has, with the alternative. (An import statement drops the message of an
             AttributeError.)
         AttributeError: for all other names.
     """
+    for home in HOMES if module != "leyden" else ():
+        if name in importlib.import_module(home).__all__:
+            return getattr(importlib.import_module(home), name)
     if name.startswith("is_") and name.endswith("_available"):
         subject = name.removeprefix("is_").removesuffix("_available")
         if subject in PACKAGES.split():
             return functools.partial(_is_installed, "bitsandbytes" if subject == "bnb" else subject)
         if subject in DEVICES:
             return functools.partial(_has_device, subject)
+    listed = "require_" if name.startswith("require_") else name
     for instead, names in INSTEAD.items():
-        if name in names.split():
+        if listed in names.split():
             raise ImportError(f"{module} does not have Accelerate's {name}: {instead}.", name=name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 

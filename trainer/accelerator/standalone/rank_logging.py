@@ -28,7 +28,8 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         called_by_logging = (
             sys.version_info < (3, 11) and sys._getframe(1).f_code.co_filename == logging.info.__code__.co_filename
         )
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + called_by_logging
+        # As in Accelerate, 2 (or less) is the line of the call, and 3 the line that called its function.
+        kwargs["stacklevel"] = max(2, kwargs.get("stacklevel", 2)) + 1 + called_by_logging
         if not self.isEnabledFor(level):
             return
         place = rank_environment()
@@ -53,7 +54,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         seen: set[str] = vars(self.logger).setdefault("_leyden_warned", set())
         if str(msg) not in seen:
             seen.add(str(msg))
-            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            self.warning(msg, *args, **{**kwargs, "stacklevel": max(2, kwargs.get("stacklevel", 2)) + 1})
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:

@@ -202,7 +202,7 @@ def _of_accelerate(words: list[str]) -> Found:
     used = len(words) - len(inside) + 1
     if not inside:
         return Found(home, len(words), is_module=True)
-    if inside[0] in ("commands", "test_utils", "__version__"):
+    if inside[0] in ("commands", "__version__"):
         why = WHY["__version__"] if inside[0] == "__version__" else "it is of Accelerate alone"
         return Found(None, used, why=why)
     if inside[0] in _names(home):
@@ -210,7 +210,7 @@ def _of_accelerate(words: list[str]) -> Found:
     try:
         attribute(home, inside[0])
     except ImportError as error:
-        instead = str(error).partition(", which Accelerate has: ")[2].rstrip(".")
+        instead = str(error).partition(": ")[2].rstrip(".")
         return Found(None, used, why=f"no counterpart: {instead}")
     except AttributeError:
         return Found(None, used, why="Leyden has no counterpart; docs/from-accelerate.md lists what there is")

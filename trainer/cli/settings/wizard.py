@@ -263,10 +263,22 @@ def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
             return read(answer.strip() if isinstance(answer, str) else answer)
         except ConfigurationError as error:
             # The question did not name the key, so the error does not either.
-            raise click.UsageError(str(error).partition(": ")[2] or str(error)) from None
+            reason = str(error).partition(": ")[2] or str(error)
+            if sys.stdin.isatty():
+                raise click.UsageError(reason) from None
+            # Asking again would take the next question's answer.
+            raise ConfigurationError(f"the answer to {text!r}: {reason}") from None
 
     shown = ("yes" if default else "no") if isinstance(default, bool) else default
-    return click.prompt(text, default=shown, value_proc=checked, err=False)
+    try:
+        return click.prompt(text, default=shown, value_proc=checked, err=False)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise ConfigurationError(
+            f"config asks {text!r}, and the input has no answer to it. Pipe one answer per line (an empty line takes "
+            "the default), use a terminal, or use `leyden config default`."
+        ) from None
 
 
 def numbered(text: str, key: ConfigKey, first: int) -> tuple[str, Callable[[Any], Any]]:
@@ -359,15 +371,7 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
     before = read_file(path) if path.is_file() else Settings()
     if before.source is not None:
         click.echo(f"The answers in {path} are the defaults.")
-    try:
-        settings = Wizard(machine, before).run()
-    except click.Abort:
-        if sys.stdin.isatty():
-            raise
-        raise ConfigurationError(
-            "config asks questions, which needs a terminal. Use `leyden config default` instead."
-        ) from None
-    _written(write_file(settings, path))
+    _written(write_file(Wizard(machine, before).run(), path))
 
 
 @command.command("default")
