@@ -156,15 +156,14 @@ class _OnMeta(TorchFunctionMode):
     def __init__(self, draws: bool) -> None:
         super().__init__()
         self.draws = draws
-        self._create = DeviceContext(META).__torch_function__
+        self._create: Callable[..., Any] = DeviceContext(META).__torch_function__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == IS_META:
             return not self.draws
         if func in CONSTANTS and torch.device(kwargs.get("device") or META) == META:
-            create: Callable[..., Tensor] = func
-            constant = create(*args, **{**kwargs, "device": CPU})
+            constant = func(*args, **{**kwargs, "device": CPU})
             return constant.to(META) if constant.numel() or not self.draws else constant
         return self._create(func, types, args, kwargs)
 
