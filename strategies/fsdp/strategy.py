@@ -56,8 +56,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             the only group.
         reshard_after_forward: True frees a group's parameters after its forward and gathers them again in backward.
             False keeps them gathered: one all-gather fewer, more memory. A number reshards to that many ranks (those
-            of one machine). None, the default, frees every group except the root. Manual optimization always frees
-            every group.
+            of one machine). None, the default, frees every group except the root; in a pipeline it means False. Manual
+            optimization always frees every group.
         mp_policy: torch's MixedPrecisionPolicy; derived from `precision` if omitted (see `policy_of`).
         cpu_offload: True keeps parameters, gradients and optimizer state on the CPU; or an OffloadPolicy.
         activation_checkpointing_policy: classes of modules, or their names, whose activations are recomputed in

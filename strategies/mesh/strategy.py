@@ -71,7 +71,8 @@ class MeshStrategy(FSDPStrategy):
         last_stage: names of further modules or parameters that the last stage holds, in addition to those defined after
             the list of blocks.
         auto_wrap_policy: as for FSDPStrategy.
-        **kwargs: further arguments of FSDPStrategy.
+        **kwargs: further arguments of FSDPStrategy. With pp, `reshard_after_forward` is False if omitted: a stage keeps
+            its parameters gathered for a whole batch. True gathers each group twice for each micro-batch.
 
     Raises:
         ConfigurationError: for sizes whose product is not the world size, or a plan that does not fit the model.
@@ -116,6 +117,9 @@ class MeshStrategy(FSDPStrategy):
                 last_stage=last_stage or None,
             )
         super().__init__(auto_wrap_policy, **kwargs)
+        if pp > 1 and self.settings["reshard_after_forward"] is None:
+            # Freed after each forward, groups would be gathered twice for each micro-batch.
+            self.settings["reshard_after_forward"] = False
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
         self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
@@ -389,6 +393,9 @@ class MeshStrategy(FSDPStrategy):
         for root in self._roots:
             # torch does this lazily in the first forward, where it would find the blocks of a single stage only.
             root._get_fsdp_state()._lazy_init()
+            if self.settings["reshard_after_forward"] is False:
+                # An earlier run may have sharded the module with another setting.
+                root.set_reshard_after_forward(False)
         group = self.pipeline_mesh.get_group()
         holdings: Holdings = module.__dict__["_leyden_holdings"]
         holdings.protect(module)

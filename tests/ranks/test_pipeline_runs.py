@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,13 @@ def val_rows(folder: Path) -> list[float]:
     return [float(row["val_mean_step"]) for row in rows(folder) if row["val_mean_step"]]
 
 
+def warned(piped: bool, folder: str) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(seeded(), piped, max_epochs=1)
+    return {"warnings": [str(warning.message) for warning in caught]}
+
+
 def shortened(piped: bool, folder: str) -> Any:
     limited, quick = seeded(), seeded()
     trained(limited, piped, limit_train_batches=2)
@@ -146,7 +154,7 @@ def memory_used(piped: bool, folder: str) -> Any:
 
 CASES = {
     function.__name__: function
-    for function in (in_fp16, by_two_optimizers, averaged, logged_in_validation, shortened, memory_used)
+    for function in (in_fp16, by_two_optimizers, averaged, logged_in_validation, shortened, memory_used, warned)
 }
 
 
@@ -205,6 +213,10 @@ def test_short_runs_match_one_process(ranks: list[dict[str, Any]], tmp_path: Pat
     assert (len(single["limited"]), len(single["quick"])) == (4, 2)
     for kind, losses in single.items():
         assert ranks[1]["shortened"][kind] == pytest.approx(losses, abs=1e-5)
+
+
+def test_placeholders_of_other_stages_are_not_taken_for_weights_that_are_nan(ranks: list[dict[str, Any]]) -> None:
+    assert not [text for rank in ranks for text in rank["warned"]["warnings"] if "nan" in text]
 
 
 def test_memory_does_not_grow_with_steps(ranks: list[dict[str, Any]]) -> None:

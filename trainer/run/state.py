@@ -490,7 +490,8 @@ class Run:
         """Warns, at the end of a fit, about losses and weights that are nan."""
         if self.strategy.ranks.is_global_zero and not self.arguments.barebones:
             # Of weights in 8 bits, kernels for norms are missing.
-            weights = (p for p in self.module.parameters() if p.is_floating_point() and p.element_size() > 1)
+            held = self.strategy.held(self.module.parameters())
+            weights = (p for p in held if p.is_floating_point() and p.element_size() > 1)
             *losses, finite = read_back({**self.logs.losses(), "": are_finite(weights)}).items()
             self.logs.nans.note(dict(losses), self.progress.global_step)
             self.logs.nans.warn(weights_are_finite=finite[1] != 0)

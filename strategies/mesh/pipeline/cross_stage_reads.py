@@ -11,16 +11,13 @@ from torch import nn
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.schedule import Pipeline
-from leyden.strategies.ranks import Ranks
 
 MAX_NAMES = 3
 """Number of names that an error lists."""
 
 
-def check_cross_stage_reads(
-    pipeline: Pipeline, holdings: Holdings, ranks: Ranks, rehearse: Callable[[], object]
-) -> None:
-    """Refuses a stage that computes with values of another stage, after a rehearsal. Every rank of the run calls it.
+def check_cross_stage_reads(pipeline: Pipeline, holdings: Holdings, rehearse: Callable[[], object]) -> None:
+    """Refuses a stage that computes with values of another stage. Every rank that rehearsed must call it.
 
     Stand-ins and placeholders make such values nan, and so the stage's output. An output may also be nan for reasons of
     its own, as in a single process. So if an output is nan, the rehearsal is repeated with 0 in place of these nans: an
@@ -30,22 +27,18 @@ def check_cross_stage_reads(
     Args:
         pipeline: the pipeline, right after a rehearsal.
         holdings: the parts of the model that this rank's stages hold.
-        ranks: the ranks of the run.
         rehearse: repeats the rehearsal.
 
     Raises:
         ConfigurationError: names the stage and the modules that it reads. Raised on every rank.
     """
 
-    def nan_stages() -> set[int]:
-        return set().union(*ranks.all_gather_object(pipeline.nan_stages))
-
     def nan_stages_with_zeros(except_name: str | None = None) -> set[int]:
         with pipeline.runner.zeros_except(except_name), _zero_placeholders(holdings.placeholders, except_name):
             rehearse()
-        return nan_stages()
+        return pipeline.nan_stages
 
-    found = nan_stages()
+    found = pipeline.nan_stages
     reading = found - nan_stages_with_zeros() if found else set()
     if not reading:
         return

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import brief
 
+BOOK_SIZE = 256
+"""Number of specs in a SpecBook, from which it starts over."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -40,21 +43,23 @@ class PayloadSpec:
         self._single = self.tree if isinstance(self.tree, TensorSpec) else None
         """The tensor's spec, if the payload is a single tensor."""
 
+    def matches(self, payload: Any) -> bool:
+        """Returns True if a payload has this spec: equal shapes, dtypes, structure and values other than tensors."""
+        if self._single is not None and isinstance(payload, Tensor) and TensorSpec.of(payload) == self._single:
+            return True
+        leaves, structure = tree_flatten(payload)
+        if structure != self._structure:
+            return False
+        pairs = zip(map(TensorSpec.of, leaves), self._leaves, strict=True)
+        return all(found is own or (type(found) is type(own) and bool(found == own)) for found, own in pairs)
+
     def check(self, payload: Any) -> None:
         """Checks the payload of another micro-batch with the same input sizes.
 
         Raises:
-            ConfigurationError: if a shape, a dtype, the structure or the value of a non-tensor differs.
+            ConfigurationError: if it does not match.
         """
-        if self._single is not None and isinstance(payload, Tensor) and TensorSpec.of(payload) == self._single:
-            return
-        leaves, structure = tree_flatten(payload)
-        matches = structure == self._structure
-        for leaf, expected in zip(leaves, self._leaves, strict=False):
-            found = TensorSpec.of(leaf)
-            if found is not expected and not (type(found) is type(expected) and bool(found == expected)):
-                matches = False
-        if not matches:
+        if not self.matches(payload):
             raise ConfigurationError(
                 f"a block returned {brief(tree_map(TensorSpec.of, payload))} for a micro-batch, and "
                 f"{brief(self.tree)} for another of the same sizes. Stages agree on shapes and on values other than "
@@ -80,6 +85,35 @@ class PayloadSpec:
             _cropped(next(remaining), leaf.shape) if isinstance(leaf, TensorSpec) else leaf for leaf in self._leaves
         ]
         return tree_unflatten(leaves, self._structure)
+
+
+class SpecBook:
+    """The specs of the payloads that one stage has sent to the next, in the order of their first use.
+
+    Both ranks of the two stages keep it, so that a spec travels once, and its place in the book from then on.
+    """
+
+    def __init__(self) -> None:
+        self._specs: list[PayloadSpec] = []
+        self._places: dict[tuple[TensorSpec, ...], int] = {}
+        """Specs of the payload's tensors → the place of the latest payload with such tensors."""
+
+    def place_of(self, payload: Any) -> int | None:
+        """Returns the place of a payload's spec; None if the book does not have it."""
+        tensors = tuple(TensorSpec.of(leaf) for leaf in tree_leaves(payload) if isinstance(leaf, Tensor))
+        place = self._places.get(tensors)
+        return place if place is not None and self._specs[place].matches(payload) else None
+
+    def at(self, place: int) -> PayloadSpec:
+        """Returns the spec at a place."""
+        return self._specs[place]
+
+    def add(self, spec: PayloadSpec) -> None:
+        """Adds a spec. A full book starts over, since a payload with a changing number has a new spec each time."""
+        if len(self._specs) == BOOK_SIZE:
+            self._specs, self._places = [], {}
+        self._places[tuple(spec.tensors)] = len(self._specs)
+        self._specs.append(spec)
 
 
 def enclosing(payloads: Sequence[PayloadSpec]) -> tuple[TensorSpec, ...]:

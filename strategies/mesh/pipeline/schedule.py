@@ -16,7 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, nearest
 from leyden.strategies.mesh.pipeline.cut import Holdings
-from leyden.strategies.mesh.pipeline.payload import PayloadSpec, TensorSpec, detached, enclosing, has_nan, padded
+from leyden.strategies.mesh.pipeline.payload import (
+    PayloadSpec,
+    SpecBook,
+    TensorSpec,
+    detached,
+    enclosing,
+    has_nan,
+    padded,
+)
 from leyden.strategies.mesh.pipeline.rng import PipelineRNG
 from leyden.strategies.mesh.pipeline.stage_runner import StageRunner
 from leyden.strategies.micro_batches import MicroBatch
@@ -30,6 +38,9 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
 
 IS_SUPPORTED = "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
 """False for a torch whose stages start by exchanging numbers of mismatched dtypes, which crashes gloo: 2.9 does."""
+
+NEW_SPEC = -1
+"""Announces that the spec of the next payload follows, as an object."""
 
 CACHED_SCHEDULES = 8
 """Number of torch schedules to cache. Each is for certain micro-batch sizes, and holds its stages' receive buffers."""
@@ -142,6 +153,8 @@ class Pipeline:
         device: the device of this rank.
         rng: random numbers of this rank's stages.
         before_backward: called before each backward pass, with True if it is the batch's last on this rank.
+        host_group: all ranks of the run, on their CPUs.
+        rehearses_with_all: True if all ranks of the run rehearse at the same time; False for those of this pipeline.
     """
 
     def __init__(
@@ -153,8 +166,13 @@ class Pipeline:
         device: torch.device,
         rng: PipelineRNG,
         before_backward: Callable[[bool], None],
+        host_group: dist.ProcessGroup,
+        rehearses_with_all: bool,
     ) -> None:
         self._root, self.cut, self.schedule, self.group, self.device = root, holdings.cut, schedule, group, device
+        self._host_group = host_group
+        self._rehearsing = (host_group, torch.device("cpu")) if rehearses_with_all else (group, device)
+        """The ranks that rehearse together, and the device of the tensors that they exchange."""
         self.rank = dist.get_rank(group)
         self.stages = holdings.stages
         self.rng, self._before_backward = rng, before_backward
@@ -163,6 +181,8 @@ class Pipeline:
         """(signature of a micro-batch, stage) → the payload that the stage receives."""
         self._sent_specs: dict[tuple[Any, int], PayloadSpec] = {}
         """(signature of a micro-batch, stage) → the payload that the stage sends."""
+        self._books: dict[int, SpecBook] = {stage: SpecBook() for stage in range(self.cut.stages)}
+        """Receiving stage → the specs of the payloads that `relay` has sent to it or received for it."""
         self._rehearsed: set[Any] = set()
         """Signatures of the micro-batches whose payloads are known."""
         self._schedules: dict[Any, _TorchSchedule] = {}
@@ -179,7 +199,7 @@ class Pipeline:
         self.on_last = False
         """True while a step runs to its end on this rank, that is, on the last stage."""
         self.nan_stages: set[int] = set()
-        """Stages of this rank whose output contained nan in the last rehearsal."""
+        """Stages whose output contained nan in the last rehearsal."""
 
     @property
     def has_last(self) -> bool:
@@ -243,25 +263,46 @@ class Pipeline:
         return stage in self.stages
 
     def _send(self, stage: int, payload: Any) -> None:
-        payload = detached(payload)
+        payload, book = detached(payload), self._books[stage + 1]
+        place = book.place_of(payload)
+        if place is None:
+            spec = PayloadSpec(payload)
+            self._announce(stage + 1, NEW_SPEC, spec.tree)
+            book.add(spec)
+        else:
+            self._announce(stage + 1, place)
         to = self.schedule.rank_of(stage + 1)
-        dist.send_object_list([PayloadSpec(payload).tree], group=self.group, group_dst=to, device=self.device)
         for leaf in tree_leaves(payload):
             if isinstance(leaf, Tensor):
                 dist.send(leaf.contiguous(), group=self.group, group_dst=to)
 
+    def _announce(self, receiver: int, place: int, content: Any = None) -> None:
+        """Tells a stage which spec the next payload has: the place in its book, or the spec itself."""
+        to = self._global_rank(receiver)
+        dist.send(torch.tensor(place), dst=to, group=self._host_group)
+        if place == NEW_SPEC:
+            dist.send_object_list([content], dst=to, group=self._host_group)
+
+    def _global_rank(self, stage: int) -> int:
+        return dist.get_global_rank(self.group, self.schedule.rank_of(stage))
+
     def _receive(self, stage: int, key: Any) -> Any:
         if stage == 0:
             return None
-        box: list[Any] = [None]
-        source = self.schedule.rank_of(stage - 1)
-        dist.recv_object_list(box, group=self.group, group_src=source, device=self.device)
-        if isinstance(box[0], _PreviousStageFailed):
-            raise box[0]
-        spec = PayloadSpec(box[0])
+        source, book, place = self._global_rank(stage - 1), self._books[stage], torch.tensor(NEW_SPEC)
+        dist.recv(place, src=source, group=self._host_group)
+        if int(place) == NEW_SPEC:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=source, group=self._host_group)
+            if isinstance(box[0], _PreviousStageFailed):
+                raise box[0]
+            spec = PayloadSpec(box[0])
+            book.add(spec)
+        else:
+            spec = book.at(int(place))
         tensors = spec.allocate(self.device)
         for tensor in tensors:
-            dist.recv(tensor, group=self.group, group_src=source)
+            dist.recv(tensor, group=self.group, src=source)
         if key is not None:
             self._received_specs[key, stage] = spec
         return spec.rebuild(tensors)
@@ -281,7 +322,7 @@ class Pipeline:
             inspect_outputs: called on the last stage with the step's outputs.
 
         Returns:
-            What `inspect_outputs` returned, on every rank.
+            What `inspect_outputs` returned, on the rank with the last stage; None on the others.
 
         Raises:
             ConfigurationError: if the step cannot be split at the boundaries of the stages. Raised on every rank.
@@ -299,32 +340,43 @@ class Pipeline:
             self._release_waiting_stages(error)
         finally:
             self.is_rehearsing = False
-        reports: list[Any] = [None] * dist.get_world_size(self.group)
+        self._agree(error)
+        self._rehearsed.add(part.signature)
+        return found
+
+    def _agree(self, error: Exception | None) -> None:
+        """Makes the ranks agree on the stages with nan, or raises the first error of a rank on all of them."""
+        group, device = self._rehearsing
+        flags = [error is not None, *(stage in self.nan_stages for stage in range(self.cut.stages))]
+        agreed = torch.tensor(flags, dtype=torch.uint8, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        has_failed, *has_nan_by_stage = agreed.tolist()
+        if has_failed:
+            self._raise_first(error, group)
+        self.nan_stages = {stage for stage, has_nan in enumerate(has_nan_by_stage) if has_nan}
+
+    def _raise_first(self, error: Exception | None, group: dist.ProcessGroup) -> None:
         own_failure = None
         if error is not None and not isinstance(error, _PreviousStageFailed):
-            own_failure = (type(error).__name__, str(error))
-        dist.all_gather_object(reports, (own_failure, found), group=self.group)
-        failures = [(rank, failure) for rank, (failure, _) in enumerate(reports) if failure]
-        if failures:
-            rank, (kind, text) = failures[0]
-            if error is not None and rank == self.rank:
-                if self.runner.stage and not isinstance(error, LeydenError):
-                    add_note(error, BEFORE_BLOCKS)
-                raise error
-            if kind == ConfigurationError.__name__:
-                raise ConfigurationError(text)
-            raise LeydenError(f"rank {rank} of the pipeline failed: {kind}: {text}")
-        self._rehearsed.add(part.signature)
-        return reports[self.last_rank][1]
+            own_failure = (self.rank, type(error).__name__, str(error))
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, own_failure, group=group)
+        place = next(place for place, failure in enumerate(reports) if failure)
+        if error is not None and place == dist.get_rank(group):
+            if self.runner.stage and not isinstance(error, LeydenError):
+                add_note(error, BEFORE_BLOCKS)
+            raise error
+        rank, kind, text = reports[place]
+        if kind == ConfigurationError.__name__:
+            raise ConfigurationError(text)
+        raise LeydenError(f"rank {rank} of the pipeline failed: {kind}: {text}")
 
     def _release_waiting_stages(self, error: Exception) -> None:
         """Sends the error to the stages that wait for this rank's payloads."""
         for stage in self.stages:
             following = stage + 1
             if following < self.cut.stages and not self._holds(following) and stage >= self._relay_stage:
-                to = self.schedule.rank_of(following)
-                failure = _PreviousStageFailed(str(error))
-                dist.send_object_list([failure], group=self.group, group_dst=to, device=self.device)
+                self._announce(following, NEW_SPEC, _PreviousStageFailed(str(error)))
 
     # forward and backward, by the schedule ----------------------------------------------------------------------------
     def train(

@@ -56,7 +56,23 @@ class PipelineSteps:
         self._strategy, self.root, self.holdings, self._group = strategy, root, holdings, group
         device = strategy.root_device
         self.rng = PipelineRNG(group, device, strategy.data_rank, holdings.stages)
-        self.pipeline = Pipeline(root, holdings, schedule, group, device, self.rng, before_backward)
+        host_group = strategy.ranks.host_group
+        assert host_group is not None
+        # FSDP gathers a group before its first forward of a batch, in the same order with and without a rehearsal. If
+        # it gathers more often, a rehearsal adds gathers, which the other ranks of the shards must join.
+        frees_after_forward = strategy.settings["reshard_after_forward"] is not False
+        self._rehearses_with_all = strategy.shard_mesh is not None and frees_after_forward
+        self.pipeline = Pipeline(
+            root,
+            holdings,
+            schedule,
+            group,
+            device,
+            self.rng,
+            before_backward,
+            host_group,
+            self._rehearses_with_all,
+        )
         self._shared = holdings.shared_slots()
         self._divisor = 1.0
         """Divides losses that are sums over items, before backward: a power of two near the number of items."""
@@ -86,14 +102,14 @@ class PipelineSteps:
     def _rehearse(
         self, step_fn: Callable[..., Any], parts: Sequence[MicroBatch], extra: tuple[Any, ...]
     ) -> list[float | None]:
-        """Rehearses micro-batches of new sizes, equally often on all ranks, since each rehearsal gathers shards.
+        """Rehearses micro-batches of new sizes. The ranks of a pipeline share their batches, so they need not agree.
 
         Returns:
-            num_items of each rehearsed micro-batch; None if the step returned none.
+            num_items of each rehearsed micro-batch, on the last stage; None elsewhere, or if the step returned none.
         """
         unrehearsed, ranks = self.pipeline.unrehearsed(parts), self._strategy.ranks
         count = len(unrehearsed)
-        if self._strategy.shard_mesh is not None:
+        if self._rehearses_with_all:
             count = int(ranks.reduce(torch.tensor(count), ranks.host_group, "max"))
         step = self._step(step_fn, extra)
         chosen = [*unrehearsed, *[parts[0]] * (count - len(unrehearsed))]
@@ -102,7 +118,7 @@ class PipelineSteps:
     def _rehearse_part(self, step: Callable[[Any], Any], part: MicroBatch) -> float | None:
         rehearse = partial(self.pipeline.rehearse, step, part, _items_of)
         items: float | None = rehearse()
-        check_cross_stage_reads(self.pipeline, self.holdings, self._strategy.ranks, rehearse)
+        check_cross_stage_reads(self.pipeline, self.holdings, rehearse)
         return items
 
     def _step(self, step_fn: Callable[..., Any], extra: tuple[Any, ...]) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
-from leyden.strategies.mesh.pipeline.payload import PayloadSpec, TensorSpec, enclosing, padded
+from leyden.strategies.mesh.pipeline.payload import BOOK_SIZE, PayloadSpec, SpecBook, TensorSpec, enclosing, padded
 from leyden.strategies.mesh.pipeline.schedule import Schedule
 from leyden.strategies.micro_batches import cut, together
 
@@ -132,6 +132,22 @@ def test_smaller_micro_batches_are_padded_for_sending_and_trimmed_on_arrival() -
     assert sent.tolist() == [[1.0] * 3, [0.0] * 3]
     tensor, nothing = specs[1].rebuild([sent])
     assert tensor.tolist() == [[1.0] * 3] and nothing is None
+
+
+def test_both_sides_of_a_spec_book_agree_on_places_whatever_is_sent() -> None:
+    sender, receiver = SpecBook(), SpecBook()
+    announced = 0
+    for number in range(3 * BOOK_SIZE):
+        # A shape that returns, and a number that never does.
+        payload = torch.zeros(2, number % 3) if number % 2 else (torch.zeros(2), number)
+        place = sender.place_of(payload)
+        if place is None:
+            announced += 1
+            sender.add(PayloadSpec(payload))
+            receiver.add(PayloadSpec(payload))
+        else:
+            assert receiver.at(place).matches(payload)
+    assert announced < 1.6 * BOOK_SIZE
 
 
 def test_a_torch_without_working_pipelines_raises(monkeypatch: pytest.MonkeyPatch) -> None:
