@@ -21,6 +21,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.paths import local_path
 from leyden.strategies.ported import ported
 from leyden.trainer.arguments.checks import check_choice
+from leyden.trainer.format import staging
 from leyden.trainer.format.text import aligned
 
 T = TypeVar("T")
@@ -137,7 +138,8 @@ class Profiler:
         if not text:
             return
         if self.filename is not None:
-            self._path(".txt").write_text(text, encoding="utf-8")
+            with staging.replacing(self._path(".txt")) as temporary:
+                temporary.write_text(text, encoding="utf-8")
         elif not self._rank:
             print(text, flush=True)
 

@@ -15,6 +15,7 @@ from leyden.callbacks.loggers.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
+from leyden.trainer.format.plain_files import check_plain, opener
 
 METRICS_FILE = "metrics.csv"
 STEP = "step"
@@ -107,6 +108,7 @@ class CSVLogger(FolderLogger):
             SavedState(state).integer("rows", least=0)
 
     def _resume(self, state: dict[str, Any]) -> None:
+        check_plain(self.metrics_file_path)
         self._buffer.clear()
         self._columns, self._keep = None, int(state["rows"])
         self._flushed_at = self._last_step
@@ -119,7 +121,7 @@ class CSVLogger(FolderLogger):
         if fresh:
             self._columns += fresh
             self._rewrite(path, self._columns, self._rows)
-        with path.open("a", newline="", encoding="utf-8") as file:
+        with open(path, "a", newline="", encoding="utf-8", opener=opener) as file:
             _writer(file).writerows([row.get(name, "") for name in self._columns] for row in self._buffer)
             file.flush()
             if durable:
@@ -131,13 +133,14 @@ class CSVLogger(FolderLogger):
     def _adopt(self, path: Path) -> list[str]:
         """Takes over an existing file: truncates it to the rows to keep, and returns its columns."""
         keep, self._keep = self._keep, None
-        if not path.exists():
+        if not os.path.lexists(path):
             return []
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            # A process killed in the middle of a write leaves a partial row.
-            os.truncate(path, content.rfind(b"\n") + 1)
-        with path.open(newline="", encoding="utf-8") as file:
+        with open(path, "r+b", opener=opener) as partial:
+            content = partial.read()
+            if not content.endswith(b"\n"):
+                # A process killed in the middle of a write leaves a partial row.
+                partial.truncate(content.rfind(b"\n") + 1)
+        with open(path, newline="", encoding="utf-8", opener=opener) as file:
             reader = csv.reader(file)
             columns = next(reader, [])
             self._rows = sum(1 for _ in reader)
@@ -160,7 +163,7 @@ class CSVLogger(FolderLogger):
             writer = _writer(file)
             writer.writerow(columns)
             if path.exists():
-                with path.open(newline="", encoding="utf-8") as source:
+                with open(path, newline="", encoding="utf-8", opener=opener) as source:
                     reader = csv.reader(source)
                     padding = [""] * (len(columns) - len(next(reader, [])))
                     writer.writerows(row + padding for row in itertools.islice(reader, rows))

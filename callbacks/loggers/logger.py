@@ -19,6 +19,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
+from leyden.trainer.format.plain_files import check_plain
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -363,6 +364,7 @@ def claim_version(root: str | os.PathLike[str]) -> int:
 def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
     # Loggers that share the folder each add their own hyperparameters.
     path, before = folder / HPARAMS_FILE, {}
+    check_plain(path)
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(path.read_text(encoding="utf-8"))
     text = json_text(before | json_value(hparams))
@@ -380,6 +382,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read_run_id(folder: Path) -> str | None:
+    check_plain(folder / RUN_FILE)
     try:
         run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):

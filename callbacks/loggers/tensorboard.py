@@ -24,6 +24,7 @@ from leyden.strategies.errors import ConfigurationError, StateError, needs
 from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.format import staging
+from leyden.trainer.format.plain_files import check_plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -287,6 +288,7 @@ class TensorBoardLogger(FolderLogger):
         assert self.log_dir is not None
         staging.sweep(Path(self.log_dir), staging.clock_of(Path(self.log_dir)))
         for path in self._event_files():
+            check_plain(path)
             size = state["event_files"].get(path.name, 0)
             # A resume from an earlier checkpoint may already have truncated the file further.
             if path.stat().st_size > size:

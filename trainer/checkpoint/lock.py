@@ -22,6 +22,7 @@ from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.processes import place, runs, started
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.plain_files import opener
 
 NAME = ".leyden-lock"
 BEAT = 10.0
@@ -126,7 +127,7 @@ class FolderLock:
         In a read-only folder, it warns and holds no lock.
 
         Raises:
-            LeydenError: if another run holds the folder; names the owner.
+            LeydenError: if another run holds the folder; names the owner. Also if the lock file is not a plain file.
             CheckpointError: if the lock file cannot be written for another reason.
         """
         content = json.dumps(dataclasses.asdict(Owner.here())).encode()
@@ -174,8 +175,8 @@ class FolderLock:
     def drop(self) -> None:
         """Releases the folder from a finalizer, without waiting. The heartbeat's thread ends at its next beat."""
         content, self._content = self._content, None
-        if content is not None and self._read() == content:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, LeydenError):
+            if content is not None and self._read() == content:
                 self.path.unlink()
 
     # the file ---------------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class FolderLock:
             if self._create(claims[-1], content):
                 return claims
             try:
-                with open(claims[-1], "rb") as file:
+                with open(claims[-1], "rb", opener=opener) as file:
                     claimed, since = file.read(1 << 16), os.fstat(file.fileno()).st_mtime
             except FileNotFoundError:
                 return []
@@ -274,7 +275,7 @@ class FolderLock:
         Both are as fresh as NFS allows, which revalidates a file on open.
         """
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=opener) as file:
                 return file.read(1 << 16), os.fstat(file.fileno()).st_mtime
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -328,7 +329,7 @@ class FolderLock:
             if content is None:
                 return
             # A beat that fails now may succeed next time, and only other hosts depend on beats.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, LeydenError):
                 found = self._read()
                 if found == content:
                     os.utime(self.path)

@@ -21,6 +21,7 @@ from typing import Any
 from leyden.strategies.errors import LeydenError, StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format.manifest import XXH3, digest_of
+from leyden.trainer.format.plain_files import opener
 
 FORMAT = 1
 FIRST = "digests.jsonl"
@@ -94,7 +95,7 @@ class DigestFile:
     def __init__(self, path: Path, place: Place, forms: dict[str, str], hasher: Any) -> None:
         self.path = path
         self._step, self._size, self._forms, self._hasher = place.step, place.size, forms, hasher
-        self._file = path.open("ab")
+        self._file = os.fdopen(opener(str(path), os.O_WRONLY | os.O_APPEND), "ab")
 
     @classmethod
     def begin(cls, folder: Path) -> DigestFile:
@@ -113,16 +114,16 @@ class DigestFile:
     def resume(cls, folder: Path, place: Place) -> DigestFile | None:
         """Truncates a file to a place and opens it. Returns None if the folder has no such file of the same run."""
         path, header, hasher, remaining = folder / place.file, b"", digest_of(XXH3)(), place.size
-        if not place.file or not path.is_file():
+        if not place.file or not os.path.lexists(path):
             return None
-        with path.open("rb") as file:
+        with open(path, "r+b", opener=opener) as file:
             while remaining and (line := file.readline(remaining)):
                 hasher.update(memoryview(line))
                 remaining -= len(line)
                 header = line if line.startswith(b'{"format"') else header
-        if remaining or hasher.hexdigest() != place.sum:
-            return None
-        os.truncate(path, place.size)
+            if remaining or hasher.hexdigest() != place.sum:
+                return None
+            file.truncate(place.size)
         return cls(path, place, json.loads(header)["tensors"] if header else {}, hasher)
 
     @property
@@ -173,7 +174,7 @@ class DigestFile:
                 hasher.update(memoryview(header + line))
                 size, last_step, forms = size + len(header) + len(line), entry["step"], header_forms
                 header = b""
-        os.truncate(self.path, size)
+        self._file.truncate(size)
         self._hasher, self._size, self._step, self._forms = hasher, size, last_step, forms
 
     def flush(self) -> None:
