@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from leyden.callbacks.loggers.late_events import late_writer
 from leyden.callbacks.loggers.logger import FolderLogger
 from leyden.callbacks.loggers.media import as_markdown, as_pixels, for_each, listed, rows_of
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
+
+
+LATEST = 1e10
+"""The latest time of an event that a checkpoint may record, in seconds since 1970."""
 
 
 class TensorBoardLogger(FolderLogger):
@@ -87,6 +92,8 @@ class TensorBoardLogger(FolderLogger):
         self._hparams_logged: list[str] = []
         """Digests of the hyperparameters and metrics that this run has already logged."""
         self._mark = uuid.uuid4().hex[:8]
+        self._ahead = 0.0
+        """Seconds by which the times of new events are ahead of the clock; see `_resume`."""
 
     @property
     def log_dir(self) -> str | None:
@@ -102,9 +109,11 @@ class TensorBoardLogger(FolderLogger):
             with needs("tensorboard", None, "TensorBoardLogger"):
                 from torch.utils.tensorboard import SummaryWriter
             folder = self._ensure_folder()
-            _wait_for_unique_timestamp(folder)
+            _wait_for_unique_timestamp(folder, self._ahead)
             kwargs = self._kwargs | {"filename_suffix": self._suffix}
-            self._writer = SummaryWriter(log_dir=folder, **kwargs)
+            self._writer = (
+                late_writer(folder, self._ahead, **kwargs) if self._ahead else SummaryWriter(log_dir=folder, **kwargs)
+            )
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -261,6 +270,7 @@ class TensorBoardLogger(FolderLogger):
             self.save()
             state["mark"] = self._mark
             state["hparams"] = list(self._hparams_logged)
+            state["time"] = time.time() + self._ahead
             state["event_files"] = {path.name: path.stat().st_size for path in self._event_files()}
         return state
 
@@ -275,6 +285,7 @@ class TensorBoardLogger(FolderLogger):
         sizes = saved.nested("event_files")
         for name in sizes.entries:
             sizes.integer(name, least=0)
+        saved.number("time", 0.0, least=0.0, most=LATEST)
         if not all(isinstance(digest, str) for digest in saved.items("hparams", ())):
             raise StateError("hparams", "must be a list of strings")
 
@@ -293,6 +304,8 @@ class TensorBoardLogger(FolderLogger):
             # A resume from an earlier checkpoint may already have truncated the file further.
             if path.stat().st_size > size:
                 _truncate(path, size)
+        # If the clock was set back, or is another machine's, TensorBoard would show new events before earlier ones.
+        self._ahead = max(0.0, state.get("time", 0.0) - time.time())
 
 
 def _truncate(path: Path, size: int) -> None:
@@ -319,12 +332,12 @@ def _truncate(path: Path, size: int) -> None:
     os.replace(head, path)
 
 
-def _wait_for_unique_timestamp(folder: str) -> None:
-    """Waits for the next second if the folder has an event file from the current second.
+def _wait_for_unique_timestamp(folder: str, ahead: float) -> None:
+    """Waits for the next second if the folder has an event file from the current second, by a clock that is ahead.
 
     Readers sort event files by name, and names have a resolution of one second.
     """
     parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
-    now = time.time()
+    now = time.time() + ahead
     if any(len(part) > 3 and part[3] == f"{int(now):010d}" for part in parts):
         time.sleep(int(now) + 1 - now)

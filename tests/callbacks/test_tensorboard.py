@@ -8,6 +8,7 @@ import math
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +202,32 @@ def test_a_resume_from_a_later_checkpoint_works_after_one_from_an_earlier(tmp_pa
     assert scalars(again, "loss") == [(1, 1.0), (4, 30.0)]
     assert again.log_dir is not None
     assert len([path for path in Path(again.log_dir).iterdir() if path.name.startswith("replaced.")]) == 2
+
+
+@pytest.mark.parametrize("behind", [3600.0, 0.4])
+def test_a_resume_by_a_clock_that_is_behind_adds_events_after_the_earlier_ones(
+    tmp_path: Path, behind: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, offset = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: clock() + offset)
+    logger, states = in_trainer(tmp_path), []
+    for step in (1, 2, 3, 4):
+        logger.log_metrics({"loss": float(step)}, step)
+        logger.finalize("interrupted")
+        states.append(logger.state_dict())
+        # Each start has a clock that is further behind.
+        offset -= behind
+        logger = in_trainer(tmp_path)
+        logger.load_state_dict(states[-1])
+    logger.experiment.add_text("note", "late")
+    logger.log_hyperparams({"lr": 0.1})
+    logger.finalize("success")
+    assert [event.step for event in read(logger).Scalars("loss")] == [1, 2, 3, 4]
+    times = [event.wall_time for event in read(logger).Scalars("loss")]
+    assert times == sorted(times)
+    names = [path.name for path in logger._event_files()]
+    assert len(names) == 5 and all(str(path.stat().st_size) != "0" for path in logger._event_files())
+    assert read(logger).Tensors("note/text_summary")
 
 
 def test_a_resume_leaves_other_runs_in_the_folder_alone(tmp_path: Path) -> None:
