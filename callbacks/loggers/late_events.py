@@ -47,7 +47,8 @@ def late_writer(folder: str, ahead: float, **kwargs: Any) -> SummaryWriter:
             self.event_writer = LateFile(queue, seconds, suffix)
 
         def add_event(self, event: Any, step: int | None = None, walltime: float | None = None) -> None:
-            super().add_event(event, step, time.time() + ahead if walltime is None else walltime)  # type: ignore[no-untyped-call]
+            walltime = time.time() + ahead if walltime is None else walltime
+            super().add_event(event, step, walltime)  # type: ignore[no-untyped-call]
 
     class LateWriter(SummaryWriter):
         """A SummaryWriter of late events."""
