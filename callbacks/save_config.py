@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import folder_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.format import staging
+from leyden.trainer.format.secrets import OWNERS, is_marked, masked_values
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -27,7 +29,8 @@ class SaveConfigCallback(Callback):
     A fit saves it as `config_filename` in the folder of its first logger that has one, or else in `default_root_dir`.
     `validate`, `test` and `predict` save theirs as `test-config.yaml` and so on. A file with the same content is left
     alone. A new fit refuses to replace another run's configuration. A resumed fit and an evaluation rename the earlier
-    file to `config-1.yaml`, or move several files to a folder `config-1`.
+    file to `config-1.yaml`, or move several files to a folder `config-1`. What looks like a secret is masked, in the
+    files and in the attribute `config`.
 
     Args:
         parser: the parser of the subcommand; its `dump` formats the configuration.
@@ -51,7 +54,8 @@ class SaveConfigCallback(Callback):
         save_to_log_dir: bool = True,
     ) -> None:
         self.parser = parser
-        self.config = config
+        self.config = masked_values(config)
+        self._unmasked = config
         self.config_filename = config_filename
         self.overwrite = overwrite
         self.multifile = multifile
@@ -65,7 +69,8 @@ class SaveConfigCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # For spawned ranks: a parser may not be picklable, so its texts are sent instead.
-        return {**vars(self), "parser": _Texts(self.parser.dump(self.config, skip_unset=False), self._texts())}
+        texts = _Texts(self.parser.dump(self.config, skip_unset=False), self._texts())
+        return {**vars(self), "parser": texts, "_unmasked": None}
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
@@ -107,19 +112,22 @@ class SaveConfigCallback(Callback):
             if changed:
                 _set_aside(folder / name, changed, self.multifile, replaces)
         for path, text in files.items():
-            with staging.replacing(path) as temporary:
+            with staging.replacing(path, OWNERS if is_marked(text) else None) as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
     def _texts(self) -> dict[str, str]:
-        """Returns the texts to save by file name: the parts, then the main file under the name ""."""
+        """Returns the texts to save by file name: the parts, then the main file under the name "". Masks secrets."""
         if isinstance(self.parser, _Texts):
             return self.parser.texts
+        return {name: _masked(name, text) for name, text in self._whole_texts().items()}
+
+    def _whole_texts(self) -> dict[str, str]:
         if not self.multifile:
-            return {"": self.parser.dump(self.config, skip_unset=False)}
+            return {"": self.parser.dump(self._unmasked, skip_unset=False)}
         with tempfile.TemporaryDirectory() as folder:
             whole = Path(folder, WHOLE)
             try:
-                self.parser.save(self.config, whole, skip_unset=False, multifile=True)
+                self.parser.save(self._unmasked, whole, skip_unset=False, multifile=True)
             except ValueError as error:
                 if "Refusing to overwrite" not in str(error):
                     raise
@@ -134,6 +142,19 @@ class SaveConfigCallback(Callback):
                     "Rename the part, or use another config_filename."
                 )
             return {**parts, "": whole.read_text(encoding="utf-8")}
+
+
+def _masked(name: str, text: str) -> str:
+    """Masks the secrets in the text of a configuration file, whose own form is kept if there are none."""
+    import yaml
+
+    values = yaml.safe_load(text)
+    masked = masked_values(values)
+    if masked is values:
+        return text
+    if name.endswith(".json"):
+        return json.dumps(masked, indent=2, ensure_ascii=False) + "\n"
+    return str(yaml.safe_dump(masked, sort_keys=False, allow_unicode=True))
 
 
 class _Texts:

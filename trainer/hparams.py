@@ -7,10 +7,11 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
@@ -18,6 +19,7 @@ from torch import nn
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.configs import config_of, entries_of, is_config
+from leyden.trainer.format.secrets import masked_names, masked_values
 
 if TYPE_CHECKING:
     from leyden.trainer.checkpoint.module import SavedArguments
@@ -242,7 +244,7 @@ def _is_code(value: Any) -> bool:
 def in_words(value: Any) -> str:
     """Describes a module, a class or a partial, such as "the class ReLU"."""
     if isinstance(value, functools.partial):
-        options = "".join(f", {name}={item!r}" for name, item in value.keywords.items())
+        options = "".join(f", {name}={item!r}" for name, item in masked_values(value.keywords).items())
         # jsonargparse's partial of a class wraps its own function, with the class among the arguments.
         target = next((item for item in value.args if isinstance(item, type)), value.func)
         return f"partial({getattr(target, '__qualname__', type(target).__name__)}{options})"
@@ -252,7 +254,7 @@ def in_words(value: Any) -> str:
 
 
 def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
-    """Returns the hyperparameters of DataModule and module to log.
+    """Returns the hyperparameters of DataModule and module to log, with secrets masked.
 
     Raises:
         ConfigurationError: if two owners have different values under one name.
@@ -264,12 +266,14 @@ def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
         for name, value in owner.kept_hparams.saved(owner.hparams).items():
             other, before = logged.setdefault(name, (owner, value))
             if not _equal(before, value):
+                before, value = (masked_values(item, name) for item in (before, value))
                 raise ConfigurationError(
                     f"{type(other).__name__} and {type(owner).__name__} both have a hyperparameter {name!r}, with "
                     f"different values ({before!r} and {value!r}), but loggers accept only one. Rename it in one of "
                     "them, or call save_hyperparameters(logger=False) in one."
                 )
-    return {name: value for name, (_, value) in logged.items()}
+    found: dict[str, Any] = masked_values({name: value for name, (_, value) in logged.items()})
+    return found
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -358,6 +362,7 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     """Returns the arguments for `__init__`: saved ones, overridden by given ones. Raises if one is missing."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    _check_no_secret_is_missing(cls, saved, given, None if takes_any else parameters)
     values, given = _as_arguments(cls, saved, given, parameters)
     unknown = [] if takes_any else [name for name in given if name not in parameters]
     for name in unknown:
@@ -384,6 +389,32 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
                 stacklevel=4,
             )
     return accepted
+
+
+def _check_no_secret_is_missing(
+    cls: type, saved: SavedArguments, given: Mapping[str, Any], accepted: Container[str] | None
+) -> None:
+    """Raises if a saved value is masked, and no given argument replaces it.
+
+    Args:
+        cls: the class to build.
+        saved: the saved arguments.
+        given: the given arguments.
+        accepted: the names that its `__init__` accepts; None for all.
+    """
+    if saved.argument is not None and (accepted is None or saved.argument[0] in accepted):
+        if saved.argument[0] in given:
+            return
+        accepted = None
+    wanted = [name for name in saved.values if name not in given and (accepted is None or name in accepted)]
+    masked = {name: found for name in wanted if (found := list(masked_names(saved.values[name], name)))}
+    if masked:
+        listed = ", ".join(itertools.chain(*masked.values()))
+        passed = ", ".join(f"{name}=…" for name in masked)
+        raise ConfigurationError(
+            f"{cls.__name__} needs {listed}, which the checkpoint has only in masked form, because it looks like a "
+            f"secret: pass load_from_checkpoint(..., {passed})."
+        )
 
 
 def _as_arguments(

@@ -121,7 +121,8 @@ class Trainer(TrainerView):
             the hanging rank. An evaluation batch may take five times as long, setup or a save thirty times. "auto"
             allows ten times the slowest recent batch, at least 60 s. None or False disables it. Default "auto".
         digest_every_n_steps: steps between two digests of the weights, for `leyden bisect`; see `WeightDigests`.
-        record_run: let loggers record how a fit was started, and the uncommitted code changes unless "no_diff".
+        record_run: let loggers record how a fit was started, and the uncommitted code changes unless "no_diff". True
+            omits the changes if a file of secrets is among the changed files; "diff" omits only that file.
         on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
 
     Raises:
@@ -185,7 +186,7 @@ class Trainer(TrainerView):
         hang_timeout: bool | float | timedelta | str | None = "auto",
         on_bad_sample: str = "raise",
         digest_every_n_steps: int | None = None,
-        record_run: bool | Literal["no_diff"] = True,
+        record_run: bool | Literal["diff", "no_diff"] = True,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments

@@ -20,6 +20,7 @@ from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
 from leyden.trainer.format.plain_files import check_plain
+from leyden.trainer.format.secrets import OWNERS, is_marked
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -109,7 +110,7 @@ class Logger(Callback, ABC):
             record: JSON-serializable values: `started` (UTC), the `step` and `ckpt_path` that the fit continues from,
                 `command`, `folder`, `host`, `system`, `world_size`, `device`, `device_name`, the resolved `arguments`
                 of the Trainer, `versions`, and `git` (None outside a repository) with `commit`, `branch`, `dirty`,
-                `untracked`, `left_out` and `masked`. Values that look like keys or passwords are masked.
+                `untracked`, `left_out`, `private` and `masked`. Values that look like keys or passwords are masked.
             diff: the uncommitted changes to the code, for `git apply`; `git` lists the files it leaves out.
         """
 
@@ -298,7 +299,8 @@ class FolderLogger(SavingLogger):
         for name, text in run_files(record, diff).items():
             path = Path(self._ensure_folder(), name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, text)
+            # A command and a diff may hold secrets that no rule finds.
+            _replace(path, text, is_private=True)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Removes everything logged after the checkpoint."""
@@ -375,8 +377,8 @@ def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:
         _replace(folder / YAML_FILE, yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True))
 
 
-def _replace(path: Path, text: str) -> None:
-    with staging.replacing(path) as temporary:
+def _replace(path: Path, text: str, is_private: bool = False) -> None:
+    with staging.replacing(path, OWNERS if is_private or is_marked(text) else None) as temporary:
         # newline="" keeps the line endings of a patch as they are.
         temporary.write_text(text, encoding="utf-8", newline="")
 

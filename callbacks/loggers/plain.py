@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.format.configs import is_config, resolved
+from leyden.trainer.format.secrets import masked_values
 from leyden.trainer.hparams import mapping_of
 
 HParams: TypeAlias = Mapping[str, Any] | Namespace | None
@@ -54,14 +55,14 @@ def _one_number(name: str, value: Any) -> float:
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """Converts a mapping, a Namespace or a dataclass to a dict, and None to an empty dict.
+    """Converts a mapping, a Namespace or a dataclass to a dict in which secrets are masked, and None to an empty dict.
 
     Raises:
         ConfigurationError: if `params` has any other type.
     """
     found = {} if params is None else mapping_of(params)
     if found is not None:
-        return found
+        return dict(masked_values(found))
     raise ConfigurationError(
         f"hyperparameters must be a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}. "
         "Call log_hyperparams({'name': value})."

@@ -17,6 +17,7 @@ from leyden.callbacks.loggers.plain import HParams, flatten_hparams, json_value,
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 from leyden.strategies.paths import local_path
+from leyden.trainer.format.secrets import OWNERS
 
 if TYPE_CHECKING:
     from wandb import Artifact, Run
@@ -166,6 +167,7 @@ class WandbLogger(ServiceLogger):
         for name, text in run_files(record, diff).items():
             path = Path(run.dir, name)
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(OWNERS)
             path.write_text(text, encoding="utf-8", newline="")
             run.save(str(path), base_path=run.dir, policy="now")
 

@@ -41,7 +41,7 @@ CHOICES = {
     "deterministic": ((None, True, False, "warn"), "True, False or 'warn'"),
     "benchmark": ((None, True, False), "True or False"),
     "on_bad_sample": (("raise", "skip"), "'raise' or 'skip'"),
-    "record_run": ((True, False, "no_diff"), "True, False, or 'no_diff' to omit changes to the code"),
+    "record_run": ((True, False, "diff", "no_diff"), "True, False, 'diff', or 'no_diff' to omit changes to the code"),
     "resume": ((None, "auto"), "'auto', or None to start from scratch; fit(ckpt_path=…) accepts paths and more names"),
 }
 """Arguments with a fixed set of values: the values, and the text that lists them in an error."""

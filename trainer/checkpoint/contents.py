@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leyden.trainer.format.manifest import FileEntry
 from leyden.trainer.format.safefile import write_file, write_tensors
+from leyden.trainer.format.secrets import OWNERS, is_marked
 from leyden.trainer.format.unflushed import Unflushed
 
 
@@ -37,7 +38,8 @@ class Text(Content):
     data: bytes
 
     def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
-        return write_file(path, [self.data], unflushed=unflushed)
+        mode = OWNERS if is_marked(self.data.decode()) else 0o666
+        return write_file(path, [self.data], unflushed=unflushed, mode=mode)
 
 
 @dataclass(frozen=True, slots=True)

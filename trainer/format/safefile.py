@@ -7,6 +7,7 @@ header, then the tensors' bytes without gaps.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import math
 import os
@@ -53,6 +54,7 @@ def write_file(
     chunk: int = CHUNK,
     algorithm: str = SHA256,
     unflushed: Unflushed | None = None,
+    mode: int = 0o666,
 ) -> FileEntry:
     """Writes a new file and returns its manifest entry.
 
@@ -62,12 +64,14 @@ def write_file(
         chunk: the number of bytes per checksum.
         algorithm: the algorithm of the checksums.
         unflushed: takes over the open file, and flushes it later. None flushes it to disk now.
+        mode: the file's permissions, before the umask.
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
     hasher = ChunkHasher(chunk, algorithm)
-    file: BinaryIO = open(path, "xb", buffering=_PIECE // 2)  # noqa: SIM115
+    opener = functools.partial(os.open, mode=mode)
+    file: BinaryIO = open(path, "xb", buffering=_PIECE // 2, opener=opener)  # noqa: SIM115
     try:
         started = written = 0
         for piece in (part for whole in pieces for part in _pieces(memoryview(whole))):

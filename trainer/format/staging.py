@@ -36,8 +36,10 @@ def sibling(target: Path, kind: Kind) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Yields a temporary sibling to write, and renames it to `path` at the end of the block.
+
+    With a `mode`, the sibling exists with these permissions before anything is written.
 
     Readers see the old file or the complete new one. If the block raises, the old file stays and the sibling is
     removed. Nothing is flushed to disk: a file that must survive a power failure is flushed in the block, and its
@@ -45,6 +47,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = sibling(path, "tmp")
     try:
+        if mode is not None:
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield temporary
         os.replace(temporary, path)
     except BaseException:

@@ -690,6 +690,77 @@ def test_a_callback_subclass_also_saves_the_configuration_to_the_logger() -> Non
         fit_cli(save_config_kwargs={"save_to_log_dir": False})
 
 
+class Login(OwnNet):
+    """A module with secrets.
+
+    Args:
+        api_key: of a service.
+        login: of another.
+        urls: of data.
+    """
+
+    def __init__(self, api_key: str = "", login: dict[str, Any] | None = None, urls: list[str] | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.given = api_key, login, urls
+
+
+SECRET = "hunter2-of-mine"
+AGAIN = "--trainer.default_root_dir=again"
+SECRETS = [f"--model.api_key={SECRET}", f"--model.login={{password: {SECRET}, pad_token: 5}}"]
+
+
+class KeptElsewhere(SaveConfigCallback):
+    def save_config(self, trainer: Any, module: Any, stage: str) -> None:
+        Path("kept.yaml").write_text(self.parser.dump(self.config))
+
+
+@pytest.mark.parametrize("subclass_mode", [False, True])
+def test_secrets_are_masked_in_the_saved_configuration_and_asked_for(
+    subclass_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"model": Login, "subclass_mode_model": subclass_mode}
+    options = ["--model=Login", *SECRETS] if subclass_mode else SECRETS
+    first = fit_cli(*options, "--model.urls+=s3://b/x?a=1&sig=" + SECRET, save_config_callback=KeptElsewhere, **own)
+    assert first.model.given[:2] == (SECRET, {"password": SECRET, "pad_token": 5})
+    for file in ("config.yaml", "kept.yaml"):
+        assert SECRET not in Path(file).read_text() and "pad_token: 5" in Path(file).read_text()
+    assert Path("config.yaml").stat().st_mode & 0o777 == 0o600
+    again = ["--config=config.yaml", AGAIN, "--model.urls=[]"]
+    named = r"--model\.api_key is masked .*pass --model\.api_key=…, or set .* LEYDEN_FIT__MODEL__API_KEY"
+    with pytest.raises(ConfigurationError, match=named):
+        fit_cli(*again, **own)
+    with pytest.raises(ConfigurationError, match=r"--model\.login\.password .*LEYDEN_FIT__MODEL__LOGIN__PASSWORD"):
+        fit_cli(*again, "--model.api_key=mine", **own)
+    monkeypatch.setenv("LEYDEN_FIT__MODEL__LOGIN__PASSWORD", "of the environment")
+    repeated = fit_cli(*again, "--model.api_key=mine", **own)
+    assert repeated.model.given == ("mine", {"password": "of the environment", "pad_token": 5}, [])
+    with pytest.raises(ConfigurationError, match=r"--model\.urls\[0\] is masked .* into the file"):
+        fit_cli("--config=config.yaml", "--model.api_key=mine", **own)
+    sent = ForkingPickler.dumps(first.trainer.callbacks[-1])
+    assert SECRET.encode() not in bytes(sent)
+
+
+def test_secrets_are_masked_in_each_file_of_a_configuration() -> None:
+    Path("parts").mkdir()
+    write_yaml("parts/model.yaml", api_key=SECRET, urls=["s3://b"])
+    write_yaml("parts/data.yaml", batch_size=4)
+    fit_cli("--model=parts/model.yaml", "--data=parts/data.yaml", model=Login, **MULTIFILE)
+    assert read_yaml("model.yaml") == {"api_key": "***masked***", "login": None, "urls": ["s3://b"]}
+    modes = {name: Path(name).stat().st_mode & 0o777 for name in ("model.yaml", "data.yaml")}
+    assert modes["model.yaml"] == 0o600 != modes["data.yaml"]
+    cli = LeydenCLI(Login, Points, args=["fit", "--config=config.yaml", f"--model.api_key={SECRET}", AGAIN])
+    assert cli.model.given == (SECRET, None, ["s3://b"])
+
+
+def test_a_fit_prints_the_files_that_it_trusts(capsys: pytest.CaptureFixture[str]) -> None:
+    write_yaml("run.yaml", seed_everything=3)
+    fit_cli()
+    assert "trusted" not in capsys.readouterr().out
+    fit_cli("--config=run.yaml", "--trainer.default_root_dir=again")
+    assert f"configuration: {Path('run.yaml').resolve()}, trusted like code" in capsys.readouterr().out
+
+
 def test_a_saved_configuration_builds_the_module_with_run_false() -> None:
     class CustomCLI(LeydenCLI):
         def add_arguments_to_parser(self, parser: LeydenArgumentParser) -> None:

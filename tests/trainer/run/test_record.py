@@ -103,8 +103,12 @@ def test_the_diff_omits_secrets_and_large_or_binary_files(code: Path, monkeypatc
     (code / "blob.bin").write_bytes(bytes(range(256)))
     (code / "ssh.txt").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nword7\n")
     (code / "latin.txt").write_bytes("größe\n".encode("latin-1"))
-    found = Repository.of(code)
-    assert found is not None and found.diff is not None
+    withheld = Repository.of(code)
+    assert withheld is not None and withheld.diff is None
+    assert sorted(withheld.private) == [".env", "conf/secrets.yaml", "ssh.txt"]
+    assert {"train.py", "big.txt", ".env"} < set(withheld.left_out)
+    found = Repository.of(code, beside_secrets=True)
+    assert found is not None and found.diff is not None and found.private == withheld.private
     assert "word" not in found.diff.replace("password", "") and KEY not in found.diff
     assert '+os.environ["API_KEY"] = "***"' in found.diff and "+api_key = read(path)" in found.diff
     assert sorted(found.left_out) == [".env", "big.txt", "blob.bin", "conf/secrets.yaml", "latin.txt", "ssh.txt"]
@@ -215,5 +219,5 @@ def test_a_failure_to_record_warns(tmp_path: Path) -> None:
 
 
 def test_an_invalid_record_run_raises() -> None:
-    with pytest.raises(ConfigurationError, match=r"record_run='diff': use True, False, or 'no_diff'"):
-        Trainer(record_run="diff")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"record_run='patch': use True, False, 'diff', or 'no_diff'"):
+        Trainer(record_run="patch")  # type: ignore[arg-type]

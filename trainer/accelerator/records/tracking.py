@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from leyden.callbacks.loggers.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 from leyden.strategies.rank_zero import rank_zero_only
+from leyden.trainer.format.secrets import masked_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -451,7 +452,7 @@ class Trackers:
         for tracker in self._writing():
             tracker.start()
             if config is not None:
-                tracker.store_init_configuration(dict(config))
+                tracker.store_init_configuration(masked_values(dict(config)))
 
     def _writing(self) -> list[GeneralTracker]:
         return [tracker for tracker in self.running if self._state.is_main_process or not tracker.main_process_only]

@@ -24,6 +24,7 @@ from leyden.trainer.cli.checkpoint.convert_state import Names, of_accelerate, of
 from leyden.trainer.cli.models import ARGS, load_model, parse_arguments
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.secrets import masked_values
 
 MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)(\.index\.json)?$")
 OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_state", "custom_checkpoint")
@@ -75,7 +76,7 @@ def command(
     with CheckpointWriter(target) as writer:
         writer.model({f"{before}{name}": tensor for name, tensor in weights.items()})
         if kept:
-            writer.state("hparams", {"module": kept})
+            writer.state("hparams", {"module": masked_values(kept)})
         if not taken.is_empty:
             taken.write(writer)
         path = writer.commit(progress=taken.progress.to_dict(), strategy="converted")

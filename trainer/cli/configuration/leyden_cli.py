@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.callbacks.save_config import SaveConfigCallback
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.environment import rank_environment
 from leyden.trainer.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, import_own, instantiate_class
 from leyden.trainer.data.rng import seed_everything
 from leyden.trainer.datamodule import DataModule
+from leyden.trainer.format.secrets import masked_names
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
@@ -121,6 +124,8 @@ class LeydenCLI:
         self.setup_parser(run, kwargs, {name: self.parser_kwargs.get(name, {}) for name in names})
         self.parse_arguments(self.parser, args)
         self.subcommand = self.config["subcommand"] if run else None
+        self._fill_in_secrets()
+        self._show_files()
         self._seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
@@ -295,6 +300,39 @@ class LeydenCLI:
             for argument in _arguments_of(self.trainer_class, name)
             if argument not in left_out
         }
+
+    def _fill_in_secrets(self) -> None:
+        """Takes values that a saved configuration has only in masked form from the environment.
+
+        Raises:
+            ConfigurationError: if one is not there either; names its option and its variable.
+        """
+        for place in list(masked_names(self.config)):
+            name = place.replace(".init_args.", ".")
+            variable = f"{self.parser_kwargs.get('env_prefix', 'LEYDEN')}_{name.replace('.', '__')}".upper()
+            option = f"--{name}" if self.subcommand is None else f"--{name.removeprefix(f'{self.subcommand}.')}"
+            if "[" in name:
+                raise ConfigurationError(
+                    f"{option} is masked in the configuration, because it looked like a secret: write the value into "
+                    "the file."
+                )
+            if variable not in os.environ:
+                raise ConfigurationError(
+                    f"{option} is masked in the configuration, because it looked like a secret: pass {option}=…, or "
+                    f"set the environment variable {variable}."
+                )
+            self.config[place] = os.environ[variable]
+
+    def _show_files(self) -> None:
+        """Prints which files decide what runs: they are trusted like code."""
+        own = self._of_subcommand(self.config)
+        if self.subcommand is None or (own.get("trainer") or {}).get("verbose") is False:
+            return
+        files = [str(getattr(path, "absolute", path)) for path in own.get("config") or () if path is not None]
+        ranks = rank_environment()
+        # The process that started ranks from a script has shown them already.
+        if files and (ranks is None or (ranks.rank == 0 and ranks.starter != "script")):
+            print(f"configuration: {', '.join(files)}, trusted like code: it may call any function", flush=True)
 
     def _seed(self) -> None:
         config = self._of_subcommand(self.config)

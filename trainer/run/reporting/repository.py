@@ -19,12 +19,13 @@ MOST_BYTES = 2_000_000
 """Size limit of a diff. A single file may take a tenth of it."""
 MOST_NAMES = 100
 PRIVATE = re.compile(
-    r"(^|/)(\.env[^/]*|[^/]+\.env|\.?[_.]?netrc|\.npmrc|\.pypirc|\.htpasswd|\.git-credentials|kaggle\.json|id_[a-z0-9]+"
-    r"|[^/]+\.(pem|key|p12|pfx|jks|keystore|kdbx)|[^/]*(secret|credential)[^/]*\.(ya?ml|json|toml|ini|cfg|txt|csv)"
-    r"|\.?(secrets?|credentials?))$",
+    r"(^|/)(\.env(?!\.(example|sample|template|dist)$)[^/]*|[^/]+\.env|[_.]netrc|\.npmrc|\.pypirc|\.htpasswd|\.pgpass"
+    r"|\.git-credentials|\.dockercfg|\.s3cfg|\.boto|kubeconfig|kaggle\.json|service[_-]?account[^/]*\.json|id_[a-z0-9]+"
+    r"|\.?(secrets?|credentials?)|[^/]+\.(pem|key|p8|p12|pfx|ppk|jks|keystore|kdbx)"
+    r"|[^/]*(secret|credential)[^/]*\.(ya?ml|json|toml|ini|cfg|txt|csv))$",
     re.IGNORECASE,
 )
-"""Matches the names of files that usually hold secrets."""
+"""Matches the names of files that usually hold secrets. If one has changed, other files may hold its secret too."""
 CODE = (
     *(".py", ".pyi", ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"),
     *(".js", ".ts", ".rs", ".go"),
@@ -47,6 +48,7 @@ class Repository:
         untracked: untracked files and folders that are not ignored, at most 100 of them.
         diff: the uncommitted changes, for `git apply`; None if not requested, or if git did not answer in time.
         left_out: changed files that the diff leaves out: binary files, large ones, and those that hold secrets.
+        private: changed files that usually hold secrets. If there are any, there is no diff, unless it was requested.
         masked: the number of diff lines in which a secret is masked. `git apply` may reject them.
     """
 
@@ -57,15 +59,17 @@ class Repository:
     untracked: list[str] = field(default_factory=list)
     diff: str | None = None
     left_out: list[str] = field(default_factory=list)
+    private: list[str] = field(default_factory=list)
     masked: int = 0
 
     @classmethod
-    def of(cls, folder: Path, with_diff: bool = True) -> Repository | None:
+    def of(cls, folder: Path, with_diff: bool = True, beside_secrets: bool = False) -> Repository | None:
         """Returns the repository that contains a folder; None if there is none, or if git is not installed.
 
         Args:
             folder: a folder in the repository.
             with_diff: True to read the diff too.
+            beside_secrets: True to read the diff of the other files even if a file of secrets has changed.
         """
         git = _Git(folder, time.monotonic() + SECONDS)
         top = git.text("rev-parse", "--show-toplevel").rstrip("\r\n")
@@ -80,7 +84,7 @@ class Repository:
         if with_diff and changed:
             plain: tuple[str, ...] = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--no-relative")
             plain += ("--src-prefix=a/", "--dst-prefix=b/")
-            found._read_diff(git.text("diff", *plain, found.commit or "--cached"), changed)
+            found._read_diff(git.text("diff", *plain, found.commit or "--cached"), changed, beside_secrets)
         elif with_diff and found.dirty is False:
             found.diff = ""
         return found
@@ -98,14 +102,20 @@ class Repository:
         del self.untracked[MOST_NAMES:]
         return changed
 
-    def _read_diff(self, diff: str, changed: list[str]) -> None:
+    def _read_diff(self, diff: str, changed: list[str], beside_secrets: bool) -> None:
         """Parses the output of `git diff`, leaving out files that are binary, too large, or private."""
+        parts = list(_by_file(diff))
+        with_keys = {name for name, text in parts if "PRIVATE KEY-----" in text}
+        self.private = [name for name in changed if PRIVATE.search(name) or name in with_keys][:MOST_NAMES]
+        if self.private and not beside_secrets:
+            self.left_out = changed[:MOST_NAMES]
+            return
         kept: list[str] = []
         taken = set()
-        for name, text in _by_file(diff):
+        for name, text in parts:
             is_small = len(text) <= MOST_BYTES // 10 and sum(map(len, kept)) + len(text) <= MOST_BYTES
             is_text = "\nBinary files " not in text and "\ufffd" not in text
-            if is_small and is_text and not PRIVATE.search(name) and "PRIVATE KEY-----" not in text:
+            if is_small and is_text and name not in with_keys and not PRIVATE.search(name):
                 masked = _masked(text, Path(name).suffix.lower() in CODE)
                 before = (_PART.sub(r"\1", line) for line in text.split("\n"))
                 self.masked += sum(one != other for one, other in zip(before, masked, strict=True))

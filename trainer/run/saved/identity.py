@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from leyden.trainer.format.configs import is_config, resolved
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.safefile import memory_of
+from leyden.trainer.format.secrets import DIGEST, digest_of, masked_values
 
 if TYPE_CHECKING:
     from leyden.trainer.checkpoint.foreign import ForeignWeights
@@ -78,8 +79,8 @@ class Identity:
             if owner is not None:
                 owner.kept_hparams.settle(type(owner).__name__)
                 skipped = {key: {"$skipped": words} for key, words in owner.kept_hparams.skipped.items()}
-                hparams[name] = {**plain(dict(owner.hparams)), **skipped}
-        return cls(plain(module.run_identity()), type(module).__qualname__, hparams)
+                hparams[name] = {**_digested(plain(dict(owner.hparams))), **skipped}
+        return cls(_digested(plain(module.run_identity())), type(module).__qualname__, hparams)
 
     def with_optimizers(self, optimizers: Iterable[Optimizer]) -> Identity:
         """Returns this identity with the optimizers that `configure_optimizers` returned."""
@@ -102,13 +103,15 @@ class Identity:
         needed = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(found, dict) or not needed <= found.keys() or not _is_sound(found):
             raise CheckpointError(reader.path / f"{FILE}.json", "is not the identity of a run.")
-        return cls(found["own"], found["module"], found["hparams"], found["optimizers"])
+        # Earlier versions saved secrets themselves.
+        return cls(_digested(found["own"]), found["module"], _digested(found["hparams"]), found["optimizers"])
 
     def as_in(self, file: ForeignWeights) -> Identity:
         """Returns this identity with the values of a Lightning `.ckpt` for those hyperparameters that it has."""
         saved = {"module": file.entry("hyper_parameters"), "datamodule": file.entry("datamodule_hyper_parameters")}
+        found = {owner: _digested(plain(dict(values or {}))) for owner, values in saved.items()}
         hparams = {
-            owner: {**own, **{key: value for key, value in plain(dict(saved[owner] or {})).items() if key in own}}
+            owner: {**own, **{key: value for key, value in found[owner].items() if key in own}}
             for owner, own in self.hparams.items()
         }
         return dataclasses.replace(self, own=None, hparams=hparams, optimizers=None)
@@ -129,6 +132,11 @@ class Identity:
 
 
 _ABSENT = {"$absent": ""}
+
+
+def _digested(values: Any) -> Any:
+    """Replaces the secrets in a result of `plain` by their digests."""
+    return masked_values(values, mask=lambda secret, _: {DIGEST: digest_of(secret)})
 
 
 def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None = None) -> Any:
@@ -252,10 +260,15 @@ def _compared(where: str, before: Any, now: Any) -> list[Difference]:
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         pairs = enumerate(zip(before, now, strict=True))
         return [found for index, pair in pairs for found in _compared(f"{where}[{index}]", *pair)]
-    if before == now:
+    if before == now or _is_same_secret(before, now) or _is_same_secret(now, before):
         return []
     counts = not any(isinstance(value, dict) and ("$path" in value or "$skipped" in value) for value in (before, now))
     return [Difference(f"{where} was {_shown(before)} and is {_shown(now)}", counts)]
+
+
+def _is_same_secret(digest: Any, value: Any) -> bool:
+    """Returns True for a secret and its digest, if only one of two versions takes it for a secret."""
+    return isinstance(digest, dict) and isinstance(value, str) and digest.get(DIGEST) == digest_of(value)
 
 
 def _is_mapping(value: Any) -> bool:
@@ -268,6 +281,8 @@ def _shown(value: Any) -> str:
         text = repr(value)
     elif "$absent" in value:
         text = "absent"
+    elif DIGEST in value:
+        text = f"a secret with the digest {value[DIGEST]}"
     elif "$tensor" in value:
         held = value.get("values")
         text = f"a tensor {value['$tensor']} " + (f"with the digest {held}" if isinstance(held, str) else f"{held}")

@@ -22,6 +22,7 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.codec import class_names, known_classes
 from leyden.trainer.format.errors import blame
 from leyden.trainer.format.manifest import KEPT
+from leyden.trainer.format.secrets import masked_values
 from leyden.trainer.run.saved.identity import plain
 
 if TYPE_CHECKING:
@@ -106,10 +107,11 @@ class UserStates:
             )
 
     def hparams(self) -> dict[str, Any]:
-        """Returns the content of the file `hparams`: the hyperparameters of module and DataModule; empty if none."""
+        """Returns the content of the file `hparams`: the hyperparameters of module and DataModule, masked."""
         owners = {"module": self._module, "datamodule": self._datamodule}
         kept = {name: (owner.kept_hparams, owner.hparams) for name, owner in owners.items() if owner is not None}
-        found = {name: values for name, (keeper, hparams) in kept.items() if (values := keeper.saved(hparams))}
+        saved = {name: values for name, (keeper, hparams) in kept.items() if (values := keeper.saved(hparams))}
+        found = {name: masked_values(values) for name, values in saved.items()}
         records = {name: record for name, (keeper, _) in kept.items() if (record := keeper.to_dict())}
         return {**found, **({KEPT: records} if records else {})}
 
