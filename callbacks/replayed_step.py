@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
+from leyden.strategies.base import Strategy
 from leyden.strategies.local_weights import local_part
 from leyden.trainer.checkpoint.digests import DigestReader, merged
 from leyden.trainer.format.tensors import is_sharded
@@ -100,7 +101,7 @@ class ReplayedStep(Callback):
         held = DigestReader().held(strategy, module, lambda _, tensor: trainer.is_global_zero or is_sharded(tensor))
         digests = merged(strategy.ranks.all_gather_object(held))
         self._report["weights"] = {name: [digest.form, digest.value] for name, digest in digests.items()}
-        gathered = strategy.ranks.all_gather_object(_non_finite_weights(module))
+        gathered = strategy.ranks.all_gather_object(_non_finite_weights(module, strategy))
         self._report["bad_weights"] = list(dict.fromkeys(name for names in gathered for name in names))
         self._write(trainer)
         trainer.signals.leave()
@@ -188,6 +189,8 @@ def _combined(ranks: Iterable[dict[str, Measured]]) -> dict[str, dict[str, float
     return combined
 
 
-def _non_finite_weights(module: nn.Module) -> list[str]:
-    """Returns the names of the parameters whose local part contains nan or infinity."""
-    return [name for name, p in module.named_parameters() if not bool(local_part(p).isfinite().all())]
+def _non_finite_weights(module: nn.Module, strategy: Strategy) -> list[str]:
+    """Returns the names of the parameters whose part on this rank contains nan or infinity."""
+    held = {id(parameter) for parameter in strategy.held(module.parameters())}
+    named = ((name, p) for name, p in module.named_parameters() if id(p) in held)
+    return [name for name, p in named if not bool(local_part(p).isfinite().all())]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items, stepped_parameters
 from leyden.strategies.buckets import sum_all
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.collectives import CollectiveCounter
 from leyden.strategies.fsdp.fsdp1_names import Translation
@@ -359,9 +359,19 @@ class FSDPStrategy(ProcessGroupStrategy):
             )
         if MIXED not in str(error):
             return super().explain(error)
+        outside = _module_run_outside(error, self._roots)
+        if outside is not None:
+            return (
+                f"In the sharded module, {kind_of(outside)} ran outside of the steps and of the forward, where its "
+                "parameters are not gathered. Run it from training_step, validation_step, … or the module's own "
+                "forward."
+            )
         return (
-            "A submodule of the sharded module ran outside its steps, where its parameters are not gathered. Run it "
-            "from training_step, validation_step, … or the module's own forward."
+            "An operation mixed a plain tensor and a shard (a DTensor). FSDP gathers parameters for the forward of the "
+            "module that owns them. Everywhere else, training_step included, self.parameters() has shards: a penalty "
+            "sum(p.square().sum() for p in self.parameters()) mixes them, and so does an average kept by hand. For "
+            "weight decay, use the optimizer's weight_decay. Otherwise compute with p.full_tensor() where p is a "
+            "DTensor, on every rank, or with p.to_local(), this rank's part."
         )
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -484,6 +494,23 @@ class FSDPStrategy(ProcessGroupStrategy):
             yield
         finally:
             self._set_sync(before)
+
+
+def _module_run_outside(error: BaseException, roots: Sequence[Any]) -> nn.Module | None:
+    """Returns the module in whose forward an error arose, if no step and no root ran around it; else None."""
+    outermost = None
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "wrapped_method":
+            # torch's wrapper of a step; see `StepHooks.around`.
+            return None
+        if outermost is None and frame.f_code is nn.Module._call_impl.__code__:
+            outermost = frame.f_locals["self"]
+        trace = trace.tb_next
+    if outermost is None or any(root in roots for root in outermost.modules()):
+        return None
+    return outermost  # type: ignore[no-any-return]
 
 
 def _root_candidates(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,14 +9,16 @@ import torch
 from models import QUIET
 from ranks.mesh_gpt import GPT, data
 from ranks.world import run_world
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.callbacks import grad_norm
+from leyden.callbacks.replayed_step import _non_finite_weights
 from leyden.strategies import MeshStrategy
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.pipeline.absent import check_optimizers, placeholder_of
 
 
 def norm_by_hand(module: GPT) -> Tensor:
@@ -51,6 +53,12 @@ class Plain(torch.optim.Optimizer):
             for parameter in (p for p in group["params"] if p.grad is not None):
                 parameter.sub_(parameter.grad, alpha=group["lr"])
             assert len(gradients) <= len(group["params"])
+
+
+class ClipsByItself(Plain):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        super().step(closure)
 
 
 class ByHand(GPT):
@@ -149,14 +157,34 @@ def test_a_write_to_parameters_of_other_stages_raises_with_advice() -> None:
     assert any("trainer.strategy.held(self.parameters())" in str(error) for error in errors), errors
 
 
+class Clipped(GPT):
+    def configure_optimizers(self) -> Any:
+        return ClipsByItself(self.parameters(), {"lr": 0.3})
+
+
+def clip_in_the_optimizer() -> None:
+    trainer = Trainer(strategy=MeshStrategy(pp=2, microbatches=4), max_epochs=1, **QUIET)
+    trainer.fit(Clipped(depth=4), DataLoader(data(8), 8))
+
+
+def test_an_optimizer_that_clips_by_a_norm_in_its_own_step_is_refused() -> None:
+    errors = run_world(2, clip_in_the_optimizer, may_fail=True)
+    assert any("'clip_grad_norm_' reads the gradient of" in str(error) for error in errors), errors
+
+
+def test_a_replayed_step_reports_no_placeholders() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight = placeholder_of(model[0].weight, "0.weight", torch.device("cpu"))
+    nn.init.constant_(model[1].weight, torch.inf)
+    assert _non_finite_weights(model, MeshStrategy(pp=2)) == ["1.weight"]
+
+
 class MySAM(torch.optim.SGD):
     """By its name, an optimizer that computes a norm over all gradients."""
 
 
 @pytest.mark.parametrize("how", ["SAM", "max_grad_norm"])
 def test_an_optimizer_that_computes_over_all_gradients_is_refused(how: str) -> None:
-    from leyden.strategies.mesh.pipeline.absent import check_optimizers
-
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     optimizer: Any = MySAM(parameters) if how == "SAM" else Plain(parameters, {"lr": 0.1, "max_grad_norm": 1.0})
     with pytest.raises(ConfigurationError, match=type(optimizer).__name__):

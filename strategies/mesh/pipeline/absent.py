@@ -17,7 +17,7 @@ NORMS = ("clip_grad_norm_", "grad_norm")
 """Functions of torch and Leyden that combine the gradients of all parameters into one number."""
 OWN_SCOPES = ("<listcomp>", "<dictcomp>", "<genexpr>")
 """Names of code that belongs to the function around it."""
-OVER_ALL = re.compile(r"(DAdapt|Prodigy)\w*|\w*SAM")
+OVER_ALL = re.compile(r"(DAdapt|Prodigy|Mechanic)\w*|\w*SAM|DoG|Ranger21|AliG")
 """Names of optimizers that compute a norm or a step size from the gradients of all parameters."""
 OVERLAPS = "more than one element of the written-to tensor refers to a single memory location"
 """From torch's error for a write to an expanded tensor, which an absent parameter is."""
@@ -72,7 +72,10 @@ def _is_elementwise(frame: FrameType, reader: FrameType) -> bool:
         frame: the code that reads a gradient, perhaps a comprehension.
         reader: the function that it belongs to.
     """
-    if _package_of(frame) in ("torch", "leyden") and reader.f_code.co_name not in NORMS:
+    if _package_of(frame) in ("torch", "leyden"):
+        # Also within an optimizer that clips in its own step.
+        if reader.f_code.co_name in NORMS:
+            return False
         _elementwise.add(frame.f_code)
         return True
     # An optimizer may read gradients in functions of its own. Hooks are called by Leyden.
