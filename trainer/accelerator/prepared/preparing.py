@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.master_weights import parameters_of
+from leyden.strategies.rank_zero import rank_zero_warn
 from leyden.trainer.accelerator.loop.staged import StagedModel
 from leyden.trainer.accelerator.prepared.loader import PreparedLoader
 from leyden.trainer.accelerator.prepared.rank_loaders import rank_loader
@@ -219,10 +220,11 @@ class Preparing:
         prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)
         if with_optimizer and ranks > 1 and not self.schedulers:
             # Accelerate's schedulers count the steps of all ranks.
-            warnings.warn(
-                f"schedulers count optimizer steps, on {ranks} ranks as on one. A warm-up or total multiplied by "
-                "num_processes is now too long: remove the factor.",
-                stacklevel=3,
+            rank_zero_warn(
+                f"schedulers count optimizer steps, on {ranks} ranks as on one. A warm-up or total is now too long if "
+                "it was multiplied by num_processes or computed from the len() of a loader that was not prepared yet: "
+                "remove the factor, or prepare the loader first.",
+                stacklevel=4,
             )
         self.schedulers.append(prepared)
         return prepared
