@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from models import QUIET, Squares
 
 from leyden import Accelerator, ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import (
+    CometLogger,
     CSVLogger,
     MLFlowLogger,
     ModelCheckpoint,
@@ -20,10 +22,11 @@ from leyden.callbacks import (
     TensorBoardLogger,
     WandbLogger,
 )
+from leyden.strategies import DeepSpeedStrategy
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.cli.main import main
-from leyden.trainer.profilers import PyTorchProfiler, SimpleProfiler
-from leyden.utils import ProjectConfiguration
+from leyden.trainer.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from leyden.utils import ProfileKwargs, ProjectConfiguration
 
 URL = "s3://bucket/run"
 NET = torch.nn.Linear(2, 1)
@@ -47,6 +50,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "MLFlowLogger": lambda url: MLFlowLogger(save_dir=url),
     "SimpleProfiler": SimpleProfiler,
     "PyTorchProfiler": PyTorchProfiler,
+    "CometLogger": lambda url: CometLogger(save_dir=url),
+    "WandbLogger, dir": lambda url: WandbLogger(dir=url),
+    "to_yaml": lambda url: ModelCheckpoint().to_yaml(url),
+    "AdvancedProfiler": AdvancedProfiler,
+    "ProfileKwargs": lambda url: ProfileKwargs(output_trace_dir=url),
+    "DeepSpeedStrategy": lambda url: DeepSpeedStrategy(stage=3, offload_parameters="nvme", nvme_path=url),
+    "DeepSpeedStrategy, config": lambda url: DeepSpeedStrategy(config=url),
     "fit": lambda url: Trainer(**QUIET).fit(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
     "test": lambda url: Trainer(**QUIET).test(Squares(NET), [torch.ones(1, 2)], ckpt_path=url),
     "save_checkpoint": lambda url: fitted().save_checkpoint(url),
@@ -83,6 +93,8 @@ def test_a_url_is_refused(name: str, url: Any, tmp_path: Path, monkeypatch: pyte
         ("bisect", URL, "."),
         ("replay", URL, "--step", "1"),
         ("convert", URL),
+        ("config", "default", "--config_file", URL),
+        ("launch", "--config_file", URL, "train.py"),
     ],
     ids=" ".join,
 )
@@ -92,7 +104,8 @@ def test_a_command_refuses_a_url(
     monkeypatch.chdir(tmp_path)
     assert main(words) != 0
     captured = capsys.readouterr()
-    assert "s3://bucket/run' is a URL" in captured.out + captured.err
+    assert re.search("s3:/+bucket/run' is a URL", captured.out + captured.err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_drive_of_windows_and_a_colon_are_no_url(tmp_path: Path) -> None:

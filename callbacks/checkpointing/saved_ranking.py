@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, StateError
+from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.format import staging
 
@@ -95,7 +96,7 @@ def write_scores(scores: Mapping[str, Tensor], path: str | os.PathLike[str] | No
 
     if path is None and folder is None:
         raise ConfigurationError("ModelCheckpoint.to_yaml() has no default folder before a fit: pass a filepath.")
-    target = Path(folder or "", "best_k_models.yaml") if path is None else Path(path)
+    target = Path(folder or "", "best_k_models.yaml") if path is None else Path(local_path(path, "filepath"))
     with staging.replacing(target) as temporary:
         temporary.write_text(yaml.safe_dump({name: float(score) for name, score in scores.items()}), encoding="utf-8")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.paths import local_path
 from leyden.strategies.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -257,8 +258,11 @@ class ZeroConfig:
                     f"{argument}={device!r} needs stage {'3' if least == 3 else '1, 2 or 3'}, but the stage is "
                     f"{self.stage}. Use stage={least}, or leave {argument} ({section} in the config) out."
                 )
-            if device == "nvme" and not self.get(f"zero_optimization.{section}.nvme_path"):
+            place = self.get(f"zero_optimization.{section}.nvme_path")
+            if device == "nvme" and not place:
                 raise ConfigurationError(f"{section} to 'nvme' needs an nvme_path. Pass nvme_path='/path/on/the/disk'.")
+            if device == "nvme":
+                local_path(place, f"{section}: nvme_path")
 
     # checks against a run ---------------------------------------------------------------------------------------------
     def check(self, settings: RunSettings, world_size: int = 1) -> None:
@@ -484,7 +488,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
     if config is None:
         return {}
     if not isinstance(config, Mapping):
-        path = Path(config)
+        path = Path(local_path(config, "config"))
         if path.exists() and not path.is_file():
             raise ConfigurationError(
                 f"The DeepSpeed config {path} is not a regular file. Pass the path of a JSON file."

@@ -311,6 +311,10 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | os.PathLike[str] | None = None
 
+    def __post_init__(self) -> None:
+        if self.output_trace_dir is not None:
+            local_path(self.output_trace_dir, "output_trace_dir")
+
     def build(self) -> Any:
         """Creates torch's profiler with these arguments."""
         from torch import profiler

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.paths import local_path
 from leyden.trainer.cli.settings.keys import FAMILIES, OLDER_TYPES, TOP, ConfigKey, read_section, shown
 
 FILE = "default_config.yaml"
@@ -160,6 +161,7 @@ def _loaded(path: Path) -> Any:
     """
     import yaml
 
+    local_path(path, "config_file")
     write = f"write one with `leyden config --config_file {path}`"
     if path.exists() and not path.is_file():
         # Reading a pipe would wait for its writer.
@@ -264,7 +266,7 @@ def write_file(settings: Settings, path: str | os.PathLike[str]) -> Path:
     """
     import yaml
 
-    path = Path(path)
+    path = Path(local_path(path, "config_file"))
     ordered = {key.name: settings.values[key.name] for key in TOP if settings.values.get(key.name) is not None}
     for name in FAMILIES:
         if settings.section(name):
