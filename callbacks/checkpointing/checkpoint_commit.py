@@ -26,8 +26,14 @@ class FolderStorage:
     """Identifies and deletes old checkpoints that are folders."""
 
     def identity(self, path: str) -> str | None:
-        """Returns a text that tells checkpoints of the same name apart; None for a path that must not be deleted."""
-        return identity(path)
+        """Returns a text that tells checkpoints of the same name apart; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: if its manifest cannot be read.
+        """
+        if not os.path.lexists(path):
+            return None
+        return identity(read_manifest(Path(path)))
 
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
@@ -154,16 +160,17 @@ def report_of(checkpoint: ModelCheckpoint, path: str, step: int, is_ranked: bool
 def delete_each(to_delete: Mapping[str, str | None], storage: FolderStorage) -> dict[str, str | None]:
     """Deletes checkpoints, and returns those that could not be deleted.
 
-    A checkpoint whose identity has changed is left alone: another run has reused its name.
+    A checkpoint whose identity has changed is left alone: another run has reused its name. An identity of None could
+    not be read when the checkpoint left the ranking of this run, and is read now.
     """
     remaining: dict[str, str | None] = {}
     for path, saved_identity in to_delete.items():
-        if saved_identity is None or storage.identity(path) != saved_identity:
-            continue
         try:
-            storage.delete(path)
+            found = storage.identity(path)
+            if found is not None and saved_identity in (None, found):
+                storage.delete(path)
         except CheckpointError as error:
-            warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
+            warnings.warn(f"an old checkpoint was not deleted: {error} The next save tries again.", stacklevel=2)
             remaining[path] = saved_identity
     return remaining
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.format import staging
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 COUNTERS = ("epoch", "step")
@@ -89,6 +91,21 @@ class NameStyle:
             if not isinstance(value, str) or "/" in value or "\\" in value:
                 raise ConfigurationError(f"{name}={value!r}: use a string without slashes.")
         check_template(template)
+        self.check_length(str(template))
+
+    def check_length(self, template: str, folder: str | os.PathLike[str] | None = None) -> None:
+        """Checks that the names of checkpoints are short enough for the file system, including a version.
+
+        Args:
+            template: the template of the names.
+            folder: the existing folder of the checkpoints; None for the limit of common file systems.
+
+        Raises:
+            ConfigurationError: if a name is too long.
+        """
+        values = {name: 10**6 if name in COUNTERS else -0.123456 for name, _ in _FIELD.findall(template)}
+        for part in self.numbered(self.name(template, values), 10).split("/"):
+            staging.check_length(part, folder)
 
     def name(
         self, template: str, values: Mapping[str, float], version: int | None = None, prefix: str | None = None

@@ -255,7 +255,16 @@ class ModelCheckpoint(Callback):
             if self._storage.exists(path)
         }
         self._recent: list[str] = [path for path in saved.recent if self._storage.exists(path)]
-        self._to_delete: dict[str, str | None] = dict(saved.to_delete)
+        self._to_delete: dict[str, str | None] = {
+            path: identity for path, identity in saved.to_delete.items() if identity is not None
+        }
+        unread = [path for path in saved.to_delete if path not in self._to_delete and self._storage.exists(path)]
+        if unread:
+            warnings.warn(
+                f"{', '.join(unread)} left the ranking, but could not be read then, and may be another run's by now. "
+                "Delete what you do not need.",
+                stacklevel=2,
+            )
         self._saved_step, self._saved_batch = saved.saved_step, saved.saved_batch
         self._seen_step = 0
         age = saved.seconds_since_save
@@ -302,6 +311,7 @@ class ModelCheckpoint(Callback):
             os.makedirs(self.dirpath, exist_ok=True)
         except OSError as error:
             raise CheckpointError(self.dirpath, f"cannot be created ({error.strerror}). Change dirpath.") from error
+        self._style.check_length(self.filename, self.dirpath)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
@@ -528,7 +538,9 @@ class ModelCheckpoint(Callback):
         self._saved_step, self._saved_batch = trainer.global_step, trainer.progress.batches
         self._saved_at = time.monotonic()
         for old in kept_before - self.kept_checkpoints():
-            self._to_delete[old] = self._storage.identity(old)
+            self._to_delete[old] = None
+            with suppress(CheckpointError):
+                self._to_delete[old] = self._storage.identity(old)
 
     def kept_checkpoints(self) -> set[str]:
         """Returns the paths of all checkpoints that this callback keeps."""

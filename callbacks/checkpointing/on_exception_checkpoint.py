@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.paths import local_path
+from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class OnExceptionCheckpoint(Callback):
         filename: the checkpoint's name; `-v1`, `-v2`, … is appended if it is taken.
 
     Raises:
-        ConfigurationError: if `filename` is empty or leads out of the folder.
+        ConfigurationError: if `filename` is empty or too long, or leads out of the folder.
 
     Attributes:
         saved_path: the last checkpoint written; None before the first.
@@ -45,6 +46,7 @@ class OnExceptionCheckpoint(Callback):
             raise ConfigurationError(
                 f"OnExceptionCheckpoint(filename={filename!r}): use a plain name, and put folders in dirpath."
             )
+        staging.check_length(filename)
         self.dirpath = local_path(dirpath, "dirpath")
         self.filename = filename
         self.saved_path: Path | None = None

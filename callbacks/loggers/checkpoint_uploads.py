@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from leyden.callbacks.loggers.plain import json_value
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.folder import identity
+from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import read_manifest
 
 if TYPE_CHECKING:
@@ -79,7 +81,11 @@ class CheckpointUploads:
 
     def _new_uploads(self, checkpoint: ModelCheckpoint) -> list[Upload]:
         """Returns the kept checkpoints that are not uploaded yet, oldest first, and counts them as uploaded."""
-        kept = {path: found for path in checkpoint.kept_checkpoints() if (found := identity(path)) is not None}
+        kept: dict[str, str] = {}
+        for path in checkpoint.kept_checkpoints():
+            # The next save tries again.
+            with suppress(CheckpointError):
+                kept[path] = identity(read_manifest(Path(path)))
         new = {path: found for path, found in kept.items() if self._uploaded.get(path) != found}
         self._uploaded.update(new)
         return [self._upload_of(path, checkpoint) for path in sorted(new, key=_save_counter)]

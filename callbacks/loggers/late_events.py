@@ -53,6 +53,9 @@ def late_writer(folder: str, ahead: float, **kwargs: Any) -> SummaryWriter:
     class LateWriter(SummaryWriter):
         """A SummaryWriter of late events."""
 
+        file_writer: Any
+        all_writers: Any
+
         def _get_file_writer(self) -> Any:
             if self.all_writers is None or self.file_writer is None:
                 self.file_writer = LateEvents(self.max_queue, self.flush_secs, self.filename_suffix)

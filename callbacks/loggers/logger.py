@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.plain import HParams, as_dict, json_text, json_value, run_files
+from leyden.callbacks.loggers.plain import STARTS, HParams, as_dict, json_text, json_value, run_files
 from leyden.strategies.errors import StateError
 from leyden.strategies.paths import local_path
 from leyden.strategies.saved_state import SavedState
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 RUN_FILE = "run.json"
 HPARAMS_FILE = "hparams.json"
 YAML_FILE = "hparams.yaml"
+SWEPT = 16
+"""The number of run folders that a new run clears, the newest ones. A listing takes a millisecond on NFS."""
 
 
 class Logger(Callback, ABC):
@@ -280,8 +282,7 @@ class FolderLogger(SavingLogger):
             return
         self._discard_claimed_folder(version)
         self._version, self._run = version, run
-        # A process killed in the middle of a write leaves temporary files behind.
-        staging.sweep(self._folder(version), staging.clock_of(self._folder(version)))
+        _sweep(self._folder(version), staging.clock_of(self._folder(version)))
         if self._stage in (None, "fit"):
             self._last_step = int(state["last_step"])
             self._resume(state)
@@ -296,11 +297,19 @@ class FolderLogger(SavingLogger):
         """Writes `starts/<time>/run.json` to the run folder, and `diff.patch` if the code has uncommitted changes."""
         if not self.is_writer:
             return
-        for name, text in run_files(record, diff).items():
-            path = Path(self._ensure_folder(), name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A command and a diff may hold secrets that no rule finds.
-            _replace(path, text, is_private=True)
+        folder = Path(self._ensure_folder())
+        files = {folder / name: text for name, text in run_files(record, diff).items()}
+        start = next(iter(files)).parent
+        # Another logger of this run may have written them. After a kill, all of them exist or none.
+        if start.is_dir():
+            return
+        target = start if start.parent.is_dir() else start.parent
+        with staging.replacing(target) as temporary:
+            for path, text in files.items():
+                part = temporary / path.relative_to(target)
+                part.parent.mkdir(parents=True, exist_ok=True)
+                # A command and a diff may hold secrets that no rule finds.
+                _replace(part, text, is_private=True)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Removes everything logged after the checkpoint."""
@@ -325,6 +334,7 @@ class FolderLogger(SavingLogger):
         if self._given_version is not None:
             folder = self._folder(self._given_version)
             folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder, staging.clock_of(folder))
             return self._given_version, _read_run_id(folder) or _write_run_id(folder)
         root = os.path.abspath(self.root_dir)
         for peer in self._peers:
@@ -350,17 +360,27 @@ class FolderLogger(SavingLogger):
 def claim_version(root: str | os.PathLike[str]) -> int:
     """Creates the folder `version_N`, with N one above the highest existing number, and returns N.
 
-    Creating the folder claims the number: if two processes try the same number, only one succeeds.
+    Creating the folder claims the number: if two processes try the same number, only one succeeds. Clears what killed
+    processes left in the newest folders.
     """
     os.makedirs(root, exist_ok=True)
     taken = [int(entry[8:]) for entry in os.listdir(root) if entry.startswith("version_") and entry[8:].isdecimal()]
     version = max(taken, default=-1) + 1
+    now = staging.clock_of(Path(root)) if taken else None
+    for number in sorted(taken)[-SWEPT:]:
+        _sweep(Path(root, f"version_{number}"), now)
     while True:
         try:
             os.mkdir(os.path.join(root, f"version_{version}"))
             return version
         except FileExistsError:
             version += 1
+
+
+def _sweep(folder: Path, now: float | None) -> None:
+    """Clears the temporary files of killed processes from a run's folder."""
+    for place in (folder, folder / STARTS):
+        staging.sweep(place, now)
 
 
 def _write_hparams(folder: Path, hparams: Mapping[str, Any]) -> None:

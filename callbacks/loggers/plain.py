@@ -17,6 +17,8 @@ from leyden.trainer.format.configs import is_config, resolved
 from leyden.trainer.format.secrets import masked_values
 from leyden.trainer.hparams import mapping_of
 
+STARTS = "starts"
+"""The folder in a run's folder with a record of each start."""
 HParams: TypeAlias = Mapping[str, Any] | Namespace | None
 """Hyperparameters as loggers accept them. A dataclass works too."""
 
@@ -130,6 +132,6 @@ def run_files(record: Mapping[str, Any], diff: str) -> dict[str, str]:
         ['starts/2026-02-01T12-30-00.250Z/run.json', 'starts/2026-02-01T12-30-00.250Z/diff.patch']
     """
     # Windows does not allow colons in file names.
-    folder = f"starts/{str(record['started']).replace(':', '-')}"
+    folder = f"{STARTS}/{str(record['started']).replace(':', '-')}"
     files = {f"{folder}/run.json": json_text(json_value(record))}
     return {**files, f"{folder}/diff.patch": diff} if diff else files

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from killed_saves import KINDS, callbacks, train
 from programs import run_program
 
 from leyden.callbacks import ModelCheckpoint
-from leyden.trainer.format.manifest import MANIFEST
+from leyden.callbacks.checkpointing import checkpoint_commit
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import MANIFEST, read_manifest
 
 
 def names(folder: Path) -> list[str]:
@@ -69,3 +73,45 @@ def test_a_resume_makes_the_saves_that_were_due_in_the_same_hook(tmp_path: Path,
     train(cut, callbacks(kind, cut))
     for folder in ("first", "second"):
         assert contents(cut / folder) == contents(whole / folder)
+
+
+# manifests that cannot be read ----------------------------------------------------------------------------------------
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], bool]], None]:
+    """Returns a function that makes the manifests of some checkpoints unreadable, as EMFILE or ESTALE would."""
+
+    def refuse(is_refused: Callable[[Path], bool]) -> None:
+        def read(folder: Path) -> Any:
+            if is_refused(folder):
+                raise CheckpointError(folder / MANIFEST, "cannot be opened.") from OSError(errno.EMFILE, "too many")
+            return read_manifest(folder)
+
+        monkeypatch.setattr(checkpoint_commit, "read_manifest", read)
+
+    return refuse
+
+
+def test_a_checkpoint_that_could_not_be_identified_is_deleted_at_a_later_save(tmp_path: Path, refused: Any) -> None:
+    left = iter([True, True, False])
+    refused(lambda folder: "epoch=0" in folder.name and next(left, False))
+    with pytest.warns(UserWarning, match=r"epoch=0-step=4.*cannot be opened.*next save tries again"):
+        train(tmp_path, [ModelCheckpoint(tmp_path)], max_epochs=3)
+    assert names(tmp_path) == ["epoch=2-step=12"]
+
+
+def test_a_checkpoint_that_could_not_be_compared_is_deleted_at_a_later_save(tmp_path: Path, refused: Any) -> None:
+    left = iter([False, True])
+    refused(lambda folder: "epoch=0" in folder.name and next(left, False))
+    with pytest.warns(UserWarning, match=r"epoch=0-step=4.*cannot be opened.*next save tries again"):
+        train(tmp_path, [ModelCheckpoint(tmp_path)], max_epochs=3)
+    assert names(tmp_path) == ["epoch=2-step=12"]
+
+
+def test_a_resume_names_checkpoints_that_were_never_identified(tmp_path: Path, refused: Any) -> None:
+    refused(lambda folder: "epoch=0" in folder.name)
+    with pytest.warns(UserWarning, match="next save tries again"):
+        train(tmp_path, [ModelCheckpoint(tmp_path)], max_epochs=2)
+    refused(lambda folder: False)
+    with pytest.warns(UserWarning, match=r"epoch=0-step=4 left the ranking, but could not be read then"):
+        train(tmp_path, [ModelCheckpoint(tmp_path)], max_epochs=3)
+    assert names(tmp_path) == ["epoch=0-step=4", "epoch=2-step=12"]

@@ -770,3 +770,30 @@ def test_filenames_with_slashes_create_folders_that_resumes_search(tmp_path: Pat
     resumed = fit(tmp_path, nested("a"), ckpt_path=second.checkpoint_callback.best_model_path, max_epochs=4)
     assert resumed.checkpoint_callback is not None
     assert resumed.checkpoint_callback.best_model_path == second.checkpoint_callback.best_model_path
+
+
+@pytest.mark.parametrize("name", ["x" * 230, "{epoch}-" + "x" * 215, "fold/" + "ä" * 120])
+def test_names_too_long_for_a_save_are_refused_at_construction(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"bytes, and at most \d+ fit"):
+        ModelCheckpoint(filename=name)
+
+
+def test_a_name_of_the_greatest_length_can_be_saved(tmp_path: Path) -> None:
+    name = "x" * 255
+    while True:
+        try:
+            callback = ModelCheckpoint(tmp_path, name, every_n_train_steps=1, save_top_k=-1)
+            break
+        except ConfigurationError:
+            name = name[:-1]
+    fit(tmp_path, callback, max_epochs=3)
+    assert len(names(tmp_path)) == 12 and len(name) > 100
+
+
+def test_the_folders_own_limit_of_names_is_checked_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pathconf", lambda folder, name: 143)
+    with pytest.raises(ConfigurationError, match="at most"):
+        fit(tmp_path, ModelCheckpoint(tmp_path, "x" * 120))
+    assert names(tmp_path) == []

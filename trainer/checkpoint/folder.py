@@ -183,10 +183,6 @@ def _looks_like_checkpoint(path: Path) -> bool:
     return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))
 
 
-def identity(path: str | Path) -> str | None:
-    """Returns a string that tells checkpoints of the same name apart, or None if the manifest cannot be read."""
-    try:
-        manifest = read_manifest(Path(path))
-    except CheckpointError:
-        return None
+def identity(manifest: Manifest) -> str:
+    """Returns a string that tells checkpoints of the same name apart."""
     return f"{manifest.save_counter} {manifest.saved_at}"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.processes import place, runs, started
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import MANIFEST, read_manifest
@@ -33,6 +34,29 @@ def sibling(target: Path, kind: Kind) -> Path:
     """Returns a new temporary name in the target's folder, which identifies this process and host."""
     pid = os.getpid()
     return target.with_name(f".{target.name}.{kind}-{pid}-{started(pid)}-{place()}-{secrets.token_hex(4)}")
+
+
+def check_length(name: str, folder: str | os.PathLike[str] | None = None) -> None:
+    """Checks that a name, and the temporary one that a save writes first, are short enough for the file system.
+
+    Args:
+        name: the name of a checkpoint.
+        folder: the existing folder of the checkpoint; None for the 255 bytes of common file systems.
+
+    Raises:
+        ConfigurationError: if the name is too long.
+    """
+    longest = 255
+    if folder is not None and hasattr(os, "pathconf"):
+        with contextlib.suppress(OSError, ValueError):
+            longest = os.pathconf(folder, "PC_NAME_MAX")
+    longest -= len(os.fsencode(sibling(Path("x"), "tmp").name)) - 1
+    size = len(os.fsencode(name))
+    if size > longest:
+        raise ConfigurationError(
+            f"the checkpoint's name {name!r} has {size} bytes, and at most {longest} fit, because a save first writes "
+            "under a longer, temporary name. Use a shorter filename."
+        )
 
 
 @contextlib.contextmanager
