@@ -169,7 +169,8 @@ class EarlyStopping(Callback):
             )
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if not self._checks_at_epoch_end(trainer):
+        # A validation before the first batch (`validate_at_start`) does not decide when training ends.
+        if trainer.progress.batches and not self._checks_at_epoch_end(trainer):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -262,7 +262,9 @@ class ModelPruning(Callback):
             self._prune_in(trainer.current_epoch)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if not self._after_training and not trainer.sanity_checking and trainer.state.stage == "fit":
+        # Not before the first batch (`validate_at_start`).
+        is_due = trainer.state.stage == "fit" and not trainer.sanity_checking and trainer.progress.batches > 0
+        if is_due and not self._after_training:
             self._prune_in(trainer.current_epoch)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:

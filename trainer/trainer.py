@@ -123,6 +123,8 @@ class Trainer(TrainerView):
         digest_every_n_steps: steps between two digests of the weights, for `leyden bisect`; see `WeightDigests`.
         record_run: let loggers record how a fit was started, and the uncommitted code changes unless "no_diff". True
             omits the changes if a file of secrets is among the changed files; "diff" omits only that file.
+        validate_at_start: run a full validation instead of the sanity check, and log it at step 0. It does not change
+            training: callbacks and schedulers do not monitor its values, and random numbers are as without it.
         on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
 
     Raises:
@@ -187,6 +189,7 @@ class Trainer(TrainerView):
         on_bad_sample: str = "raise",
         digest_every_n_steps: int | None = None,
         record_run: bool | Literal["diff", "no_diff"] = True,
+        validate_at_start: bool = False,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments

@@ -334,7 +334,8 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.sanity_checking or trainer.state.stage != "fit":
+        # Before the first batch (`validate_at_start`) there is nothing to keep.
+        if trainer.sanity_checking or trainer.state.stage != "fit" or not trainer.progress.batches:
             return
         schedule = self._schedule
         by_step = self.monitor is not None and schedule.is_due_by_step(trainer, self._saved_at)

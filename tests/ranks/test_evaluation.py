@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from models import QUIET
 from ranks.world import run_world
+from same import whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -202,3 +203,40 @@ def test_a_signal_on_one_rank_ends_evaluation_on_all_at_the_same_batch() -> None
     results = run_world(2, interrupted)
     assert {error for error, _ in results} == {"SystemExit"}
     assert len({batches for _, batches in results}) == 1 and results[0][1] < 200
+
+
+# before the first step ------------------------------------------------------------------------------------------------
+class Started(Counting):
+    """Trains, with dropout, and draws random numbers in validation."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return nn.functional.dropout(self.net(batch[0][:, None] / 100), 0.5).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("mean", self._record(batch).mean() + 0 * torch.rand(()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_from_start(strategy: str) -> list[Any]:
+    def run() -> list[Any]:
+        found = []
+        for at_start in (False, True):
+            torch.manual_seed(5)
+            module = Started()
+            trainer = Trainer(strategy=strategy, validate_at_start=at_start, **{**SETTINGS, "max_epochs": 2})
+            trainer.fit(module, numbers(7, shuffle=True), numbers(7))
+            weights = module.state_dict()
+            found.append(([whole(value).tolist() for name, value in weights.items() if "net" in name], module.seen))
+        return found
+
+    return in_group(run)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_validation_before_the_first_step_sees_each_sample_and_changes_no_weights(strategy: str) -> None:
+    ranks = run_world(2, fit_from_start, strategy)
+    for (plain, seen), (validated, seen_with_start) in ranks:
+        assert validated == plain and seen_with_start[: len(seen) // 2] + seen == seen_with_start
+    assert sorted(sample for _, (_, seen) in ranks for sample in seen[: len(seen) // 3]) == list(range(SAMPLES))

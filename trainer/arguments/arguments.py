@@ -47,7 +47,7 @@ CHOICES = {
 """Arguments with a fixed set of values: the values, and the text that lists them in an error."""
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
-    *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly", "digest_every_n_steps"),
+    *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly", "digest_every_n_steps", "validate_at_start"),
 )
 
 
@@ -107,6 +107,7 @@ class Arguments:
     on_bad_sample: str = "raise"
     digest_every_n_steps: int | None = None
     record_run: bool | str = True
+    validate_at_start: bool = False
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:

@@ -16,6 +16,7 @@ sections at the margin are `fit` and the other methods of a Trainer, and the par
         [sanity check] on_sanity_check_start, evaluation, on_sanity_check_end
         on_train_start
         compose (to refuse, before the first step, state that no checkpoint can hold)
+        [validate at start] evaluation (instead of the sanity check, and not in a resumed run that has done it)
         for epoch (a resumed run continues inside this loop, at the position of its checkpoint)
             on_train_epoch_start
             for window

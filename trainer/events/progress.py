@@ -53,7 +53,8 @@ class Progress:
         skipped: True if no scheduler follows the last closed window: a gradient scaler skipped its step, the run was
             rolled back after it, or the end of the run triggered the validation.
         validation_due: True if the last closed window still has to be followed by a validation.
-        validations: validation passes done, without the sanity check.
+        validations: validation passes done, without the sanity check and the pass of `validate_at_start`.
+        validated_at_start: True once the pass of `validate_at_start` is done.
         validation_batches: batches of all validation passes. Loggers receive values of validation steps under this
             step.
         seconds: training time in seconds, over all resumes.
@@ -76,6 +77,7 @@ class Progress:
     skipped: bool = False
     validation_due: bool = False
     validations: int = 0
+    validated_at_start: bool = False
     validation_batches: int = 0
     seconds: float = 0.0
     seconds_at_validation: float = 0.0
@@ -132,9 +134,12 @@ class Progress:
 
     def count_validation(self, batches: int) -> None:
         """Records a finished validation pass; `batches` is the total over all passes."""
-        self.phase = "validated"
-        self.validations += 1
         self.validation_batches = batches
+        if self.phase == "epoch_start":
+            self.validated_at_start = True
+        else:
+            self.phase = "validated"
+            self.validations += 1
 
     def end_validation(self) -> None:
         """Records that the window's validation is done, or that the window has none."""

@@ -404,6 +404,18 @@ class Logs:
         self._idle = {place for place in self._idle if place[0] != group}
         self.dataloader_idx = None
 
+    @contextmanager
+    def apart(self, group: str) -> Iterator[None]:
+        """Shows the values that are logged within the block only there."""
+        values, steps = dict(self._epoch_values), dict(self._last_stage_steps)
+        try:
+            yield
+        finally:
+            self._receive_all()
+            self.forget(group)
+            self._entries = {place: entry for place, entry in self._entries.items() if entry.group != group}
+            self._epoch_values, self._last_stage_steps = values, steps
+
     def clear(self) -> None:
         """Drops all values and entries."""
         self._receive_all()

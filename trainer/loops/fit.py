@@ -123,6 +123,8 @@ class FitLoop:
         self.step.begin()
         self._resume()
         self._report_if_done()
+        if not self._is_done():
+            self.validation.run_at_start()
         while not self._is_done():
             self._look_up_listeners()
             if self.progress.phase == "epoch_start":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.rng import isolated_rng
+from leyden.trainer.logging.values import read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Validation:
         self.loop: EvaluationLoop | None = None
         self._snapshot: dict[str, Any] | None = None
         """During a pass, the state from before it."""
-        self._is_at_stop = False
-        """True during the pass of `run_at_stop`."""
+        self._is_aside = False
+        """True during a pass that belongs to no window: that of `run_at_start` or `run_at_stop`."""
         self._validated_at = -1
         """`progress.batches` at the last pass."""
 
@@ -63,8 +64,13 @@ class Validation:
                 self.load()
 
     def sanity_check(self) -> None:
-        """Runs a few validation batches before the first step. Counters and random states stay unchanged."""
+        """Runs a few validation batches before the first step. Counters and random states stay unchanged.
+
+        `validate_at_start` runs all of them instead.
+        """
         run, count = self._run, self._arguments.num_sanity_val_steps
+        if self._arguments.validate_at_start and self._arguments.limit_train_batches != 0:
+            return
         if count == 0 or self._arguments.limit_val_batches == 0 or not run.loaders.has("val"):
             return
         with run.state.checking_sanity():
@@ -142,6 +148,28 @@ class Validation:
         every = self._arguments.check_val_every_n_epoch
         return self.loop is not None and (every is None or (self._progress.epoch + 1) % every == 0)
 
+    def run_at_start(self) -> None:
+        """Validates the weights before the first step, if `validate_at_start` asks for it. A resume does not repeat it.
+
+        Training continues as if the pass had not happened, with the same random numbers. Its values go to the loggers,
+        and are printed; no scheduler or callback that monitors them sees them later.
+        """
+        run, progress = self._run, self._progress
+        if not self._arguments.validate_at_start or progress.batches or progress.validated_at_start:
+            return
+        if self.loop is None:
+            if self._arguments.limit_val_batches != 0:
+                raise ConfigurationError(
+                    "validate_at_start=True needs a validation_step and a validation loader: define them, or leave it "
+                    "out."
+                )
+            return
+        before = run.logs.callback_metrics()
+        with run.logs.apart("validation"):
+            if self._run_aside() and run.strategy.ranks.is_global_zero:
+                found = read_back({k: v for k, v in run.logs.callback_metrics().items() if k not in before})
+                run.print("step 0      " + ", ".join(f"{name}={value:.4g}" for name, value in found.items()))
+
     def run_at_stop(self) -> None:
         """Validates at a stop request inside an epoch, unless these weights have just been validated.
 
@@ -150,12 +178,15 @@ class Validation:
         """
         if not self._validates_in_this_epoch() or self._validated_at == self._progress.batches:
             return
-        self._is_at_stop = True
+        with self._progress.aside():
+            self._run_aside()
+
+    def _run_aside(self) -> bool:
+        self._is_aside = True
         try:
-            with self._progress.aside():
-                self.run()
+            return self.run()
         finally:
-            self._is_at_stop = False
+            self._is_aside = False
 
     def run(self) -> bool:
         """Runs a validation pass; returns False if a signal interrupted it and it is still pending."""
@@ -172,7 +203,7 @@ class Validation:
             undo = self.loop.undoing(snapshot)
             try:
                 done = self.loop.run() is not None
-                if self._is_at_stop:
+                if self._is_aside:
                     undo()
             finally:
                 if not done:
@@ -201,7 +232,7 @@ class Validation:
     @property
     def _resume_precedes_pass(self) -> bool:
         """True if a resume from a checkpoint saved now begins before the current pass."""
-        return self._run.state.sanity_checking or self._is_at_stop or self._progress.phase == "stepped"
+        return self._run.state.sanity_checking or self._is_aside or self._progress.phase == "stepped"
 
     def loader_states(self) -> list[dict[str, Any]]:
         """Returns the state that the validation loaders keep between two passes."""

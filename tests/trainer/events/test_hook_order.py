@@ -80,6 +80,7 @@ class Plan:
     validate_every: int = 0
     evaluated: int = 0
     sanity: int = 0
+    at_start: bool = False
     resume: bool = False
     ckpt_path: bool = False
     fitted_before: bool = False
@@ -96,7 +97,8 @@ class Plan:
             "fitted before": self.fitted_before,
             "first fit": not self.fitted_before and not self.resume,
             "in fit": self.stage == "fit",
-            "sanity check": self.sanity > 0 and not self.resume,
+            "sanity check": self.sanity > 0 and not self.resume and not self.at_start,
+            "validate at start": self.at_start and not self.resume,
             "first of the window": self.batch % self.accumulated == 0,
             "last of the window": done % self.accumulated == 0 or done == self.batches,
             "last of the epoch": done == self.batches,
@@ -282,6 +284,7 @@ class Run:
             accumulate_grad_batches=plan.accumulated,
             val_check_interval=plan.validate_every or 1.0,
             num_sanity_val_steps=plan.sanity,
+            validate_at_start=plan.at_start,
             gradient_clip_val=1.0,
             default_root_dir=self.folder,
             accelerator="cpu",
@@ -320,6 +323,7 @@ SCHEDULERS = ("scheduler by step", "scheduler by epoch", "plateau scheduler by s
 FITS = {
     "plain": Plan(epochs=2, batches=3, validate_every=3, evaluated=2, sanity=1),
     "no sanity check": Plan(epochs=1, batches=2, validate_every=2, evaluated=1),
+    "validation at the start": Plan(epochs=2, batches=3, validate_every=3, evaluated=3, sanity=1, at_start=True),
     "accumulation with a short window": Plan(
         epochs=2, batches=5, accumulated=2, validate_every=5, evaluated=1, sanity=1
     ),
@@ -345,7 +349,7 @@ def test_a_second_fit_follows_the_pseudocode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_at", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["accumulation with a short window", "schedulers"])
+@pytest.mark.parametrize("name", ["accumulation with a short window", "schedulers", "validation at the start"])
 def test_a_resume_follows_the_pseudocode(name: str, save_at: int, tmp_path: Path) -> None:
     plan = FITS[name]
     first = Run(plan, tmp_path, save_at=save_at)
