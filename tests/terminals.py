@@ -54,15 +54,15 @@ reader waits for this mark instead."""
 
 
 class Terminal:
-    """A pseudo-terminal of 40 lines by 140 columns that replaces streams and records what is written to them."""
+    """A pseudo-terminal of 40 lines that replaces streams and records what is written to them."""
 
-    def __init__(self, *streams: str) -> None:
-        self.names = streams or ("stderr",)
+    def __init__(self, *streams: str, columns: int = 140) -> None:
+        self.names, self.columns = streams or ("stderr",), columns
 
     def __enter__(self) -> Terminal:
         # Not in a fixture: pytest replaces sys.stderr again before the test itself.
         self.reading, writing = pty.openpty()
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, self.columns, 0, 0))
         self.before = {name: getattr(sys, name) for name in self.names}
         self.writing = os.fdopen(writing, "w")
         for name in self.names:

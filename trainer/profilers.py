@@ -27,6 +27,7 @@ from leyden.trainer.format.text import aligned
 T = TypeVar("T")
 
 _END: Any = object()
+TRAINING_BATCH = "train_dataloader_next"
 
 SORT_KEYS = (
     *("cpu_time", "cuda_time", "cpu_time_total", "cuda_time_total", "self_cpu_time_total", "self_cuda_time_total"),
@@ -216,6 +217,10 @@ class SimpleProfiler(Profiler):
         self.current_actions: dict[str, list[float]] = {}
         """The start times of the running actions, in `time.perf_counter` seconds."""
         self.start_time = time.perf_counter()
+        self._waited = self._trained = 0.0
+        """Seconds spent waiting for training batches, and seconds from one training batch to the next."""
+        self._last_draw: tuple[float, float] | None = None
+        """When the drawing of the last training batch began, and its duration."""
 
     @property
     def durations(self) -> dict[str, list[float]]:
@@ -231,6 +236,20 @@ class SimpleProfiler(Profiler):
             raise ConfigurationError(f"profiler.stop({action_name!r}): the action is not running. Call start first.")
         self.recorded_durations.setdefault(action_name, []).append(end - begun.pop())
 
+    def drawn(self, action_name: str, iterator: Iterator[T]) -> Iterator[T]:
+        draws = super().drawn(action_name, iterator)
+        while True:
+            start, last, self._last_draw = time.perf_counter(), self._last_draw, None
+            # As in the warning about a slow loader, a batch followed by a validation does not count.
+            if last is not None and action_name == TRAINING_BATCH:
+                self._waited, self._trained = self._waited + last[1], self._trained + start - last[0]
+            drawn: list[Any] = [next(draws, _END)]
+            if drawn[0] is _END:
+                return
+            if action_name == TRAINING_BATCH:
+                self._last_draw = start, time.perf_counter() - start
+            yield drawn.pop()
+
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
         if not self.recorded_durations:
@@ -239,8 +258,17 @@ class SimpleProfiler(Profiler):
     def teardown(self, stage: str | None) -> None:
         # A run that failed leaves actions open.
         self.current_actions.clear()
+        self._last_draw = None
 
     def summary(self) -> str:
+        if not self._trained:
+            return self._table()
+        return (
+            f"{self._table()}\n{TRAINING_BATCH} took {self._waited / self._trained:.0%} of the training time "
+            f"({self._waited:.4g} of {self._trained:.4g} s, without validations)"
+        )
+
+    def _table(self) -> str:
         elapsed = time.perf_counter() - self.start_time
         rows = sorted(((sum(times), len(times), name) for name, times in self.recorded_durations.items()), reverse=True)
         calls = sum(count for _, count, _ in rows)

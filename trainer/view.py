@@ -14,6 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
+from leyden.trainer.format.text import html_table
 from leyden.trainer.logging.values import read_back
 from leyden.trainer.profilers import PassThroughProfiler, Profiler
 from leyden.trainer.run.reporting.samples import sample_indices
@@ -51,6 +52,7 @@ class TrainerView:
 
     accelerator: Engine
     arguments: Arguments
+    last_checkpoint: Path | None
     _fit: FitLoop | None
     _run: Run
 
@@ -122,6 +124,23 @@ class TrainerView:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self._run.ask_to_stop(stop)
+
+    def _repr_html_(self) -> str:
+        """Returns the table that a notebook shows for a Trainer: its settings, where it is, and what it logged last."""
+        limits = self.fit_loop
+        progress, ranks = self.progress, self.strategy.ranks
+        rows: list[tuple[str, object]] = [
+            ("Trainer", self.state.stage or "not running"),
+            ("devices", f"{ranks.world_size} × {ranks.device.type}"),
+            ("strategy", f"{self.strategy.name}, precision {self.precision}"),
+            ("limits", f"max_epochs={limits.max_epochs}, max_steps={limits.max_steps}"),
+            ("callbacks", ", ".join(type(callback).__name__ for callback in self.callbacks) or "none"),
+            ("done", f"{progress.epochs_done} epochs, {progress.global_step} steps"),
+            *((name, f"{value:.4g}") for name, value in read_back(self.callback_metrics).items()),
+        ]
+        if self.last_checkpoint is not None:
+            rows.append(("last checkpoint", self.last_checkpoint))
+        return html_table(rows)
 
     # ranks and devices ------------------------------------------------------------------------------------------------
     @property

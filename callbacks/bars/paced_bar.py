@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from leyden.callbacks.bars.epoch_table import EpochTable
 from leyden.callbacks.bars.progress_bar import ProgressBar, format_metrics
 from leyden.trainer.arguments.checks import check_whole
 
@@ -60,6 +61,8 @@ class PacedProgressBar(ProgressBar, ABC):
         """True once this run has written a plain line."""
         self._names: dict[str, None] = {}
         """The names of the metrics shown so far in this run, in order."""
+        self._table: EpochTable | None = None
+        """In a notebook, the table of the epochs of this fit."""
 
     # how a subclass draws
     @abstractmethod
@@ -110,6 +113,10 @@ class PacedProgressBar(ProgressBar, ABC):
         self._has_written = False
         self._names.clear()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for copies and other processes: without the table, which has a display."""
+        return {**super().__getstate__(), "_table": None}
+
     # training
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._begin_training(trainer)
@@ -130,6 +137,8 @@ class PacedProgressBar(ProgressBar, ABC):
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._is_training:
             self._show_training(trainer, module, trainer.progress.batch)
+            if self._table is not None:
+                self._table.end_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end()
@@ -145,6 +154,8 @@ class PacedProgressBar(ProgressBar, ABC):
         if trainer.sanity_checking:
             self._begin_evaluation(trainer, "sanity", self.sanity_check_description, trainer.num_sanity_val_batches)
         else:
+            if self._table is not None:
+                self._table.begin_validation(trainer)
             self._begin_evaluation(trainer, "validation", self.validation_description, trainer.num_val_batches)
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -162,6 +173,8 @@ class PacedProgressBar(ProgressBar, ABC):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.reset_dataloader_idx_tracker()
+        if self._table is not None and trainer.validating:
+            self._table.end_validation(trainer)
         if self._eval_due == NEVER:
             return
         # In a fit, the next line or redraw of the training bar shows the result.
@@ -183,10 +196,14 @@ class PacedProgressBar(ProgressBar, ABC):
         self._is_training, self._is_plain = True, not self._can_redraw()
         if not self._is_plain:
             self._open_training(trainer)
+        if in_notebook():
+            self._table = EpochTable()
 
     def _begin_epoch(self, trainer: Trainer) -> None:
         done, now = trainer.progress.batch, time.perf_counter()
         self._line_since, self._line_batch = now, done
+        if self._table is not None:
+            self._table.begin_epoch()
         if self._is_plain:
             self._due = now + self._line_interval()
         else:
@@ -238,6 +255,9 @@ class PacedProgressBar(ProgressBar, ABC):
         self._due = self._eval_due = NEVER
         self._is_training = False
         self._close()
+        if self._table is not None:
+            self._table.end()
+            self._table = None
 
     def _line_interval(self) -> float:
         """Returns the seconds until the next line; fewer before the first line of a run."""

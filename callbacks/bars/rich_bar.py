@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from leyden.trainer.trainer import Trainer
 
-BAR_WIDTH = 16
-"""Least width of the bar, in characters. If less is left, the metrics move to their own line."""
+BAR_WIDTH = 10
+"""Least width of the bar, in characters. If less is left, the metrics move to their own line, then the times go."""
 UNLIMITED = 10_000
 """A width, in characters, that no text reaches."""
 SMOOTHING = 0.3
@@ -382,20 +382,27 @@ class Screen:
     def _rendered(self) -> RenderableType:
         from rich.console import Group
 
-        tasks = self.progress.tasks
-        # Measure with inline metrics, to decide whether they fit.
+        tasks, columns = self.progress.tasks, self.progress.columns
+        # Measure with inline metrics, to decide whether they fit. They are the last column.
         self._is_inline = True
-        self._is_inline = self._least_width(tasks) + BAR_WIDTH <= self._console.width
-        table = self.progress.make_tasks_table(tasks)
+        fitting = columns
+        while len(fitting) > 2 and self._least_width(tasks, fitting) + BAR_WIDTH > self._console.width:
+            fitting = fitting[:-1]
+        self._is_inline = len(fitting) == len(columns)
+        try:
+            self.progress.columns = fitting
+            table = self.progress.make_tasks_table(tasks)
+        finally:
+            self.progress.columns = columns
         open_lines = [above.open_line for above in self._above.values() if above.open_line]
         return Group(*open_lines, table, *(() if self._is_inline else (self._metrics,)))
 
-    def _least_width(self, tasks: list[Task]) -> int:
-        """Returns the total width of the columns: the widest cell of each, and the minimum width of a bar column."""
+    def _least_width(self, tasks: list[Task], columns: Sequence[str | ProgressColumn]) -> int:
+        """Returns the total width of these columns: the widest cell of each, and the minimum width of a bar column."""
         from rich.measure import Measurement
 
         options, width = self._console.options.update(max_width=UNLIMITED), 0
-        for each in self.progress.columns:
+        for each in columns:
             cells = [each.format(task=task) if isinstance(each, str) else each(task) for task in tasks]
             sizes = [Measurement.get(self._console, options, cell) for cell in cells]
             # A bar column fills all available width, so only its minimum counts.

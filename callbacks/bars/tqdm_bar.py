@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 
+WITHOUT_TIMES = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
+
+
 class TQDMProgressBar(PacedProgressBar):
     """Shows one tqdm bar for the training epoch and one for evaluation. Without a terminal, it prints plain lines.
 
@@ -24,6 +29,9 @@ class TQDMProgressBar(PacedProgressBar):
     a batch costs one reading of the clock. Printed and logged text appears above the bars. Without a terminal (a log
     file, a batch job), a line with epoch, step, speed and metrics is printed at the end of each epoch and every 30 s;
     the first one comes after 5 s.
+
+    Metrics that leave less than ten cells for the bar move to a second line, and a terminal too narrow for the times
+    shows none.
 
     Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `init_…_tqdm` to use other bars
     (any class with tqdm's methods).
@@ -55,7 +63,7 @@ class TQDMProgressBar(PacedProgressBar):
         self._position = process_position
         self._leave = leave
         self._bars: dict[str, Any] = {}
-        """The bars on the screen, by stage: "train", and below it the bar of an evaluation."""
+        """The bars on the screen, by stage: "train", below it "metrics" if they need a line, then an evaluation."""
         self._silent: Any = None
         self._displays: list[Any] = []
         """In a notebook, the displays of closed bars, for reuse by later bars."""
@@ -113,7 +121,7 @@ class TQDMProgressBar(PacedProgressBar):
 
     def init_validation_tqdm(self) -> Any:
         """Creates the bar of a validation, below the training bar if there is one."""
-        below = "train" in self._bars
+        below = len(self._bars)
         return self._new_bar(self.validation_description, leave=not below, below=below)
 
     def init_sanity_tqdm(self) -> Any:
@@ -144,14 +152,15 @@ class TQDMProgressBar(PacedProgressBar):
 
     def _open_training(self, trainer: Trainer) -> None:
         if "train" not in self._bars:
-            self._bars["train"] = self._create("train")
+            self._bars["train"] = self._create(self.init_train_tqdm)
         self._begin_printing()
 
     def _open_epoch(self, name: str, done: int, total: int | None) -> None:
         bar = self._bars["train"]
         if self._leave and bar.n:
             bar.close()
-            bar = self._bars["train"] = self._create("train")
+            self._close_metrics()
+            bar = self._bars["train"] = self._create(self.init_train_tqdm)
         bar.set_description_str(name, refresh=False)
         bar.reset(total)
         if done:
@@ -161,11 +170,11 @@ class TQDMProgressBar(PacedProgressBar):
     def _draw_training(self, done: int, metrics: dict[str, Any] | None) -> None:
         bar = self._bars["train"]
         if metrics is not None:
-            bar.set_postfix_str(format_metrics(metrics), refresh=False)
+            self._show_metrics(bar, format_metrics(metrics))
         draw(bar, done)
 
     def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
-        self._bars[stage] = self._create(stage)
+        self._bars[stage] = self._create(getattr(self, f"init_{stage}_tqdm"))
         self._begin_printing()
         self._bars[stage].reset(total)
 
@@ -173,6 +182,7 @@ class TQDMProgressBar(PacedProgressBar):
         for bar in self._evaluation_bars().values():
             # A subclass may reset the bar for each loader; it then counts that loader's batches.
             counts_all_loaders = getattr(bar, "total", self._eval_total) == self._eval_total
+            fit_to_terminal(bar)
             draw(bar, done if counts_all_loaders else self._eval_batch)
 
     def _close_evaluation(self) -> None:
@@ -188,16 +198,33 @@ class TQDMProgressBar(PacedProgressBar):
         self._close_evaluation()
         if "train" in self._bars:
             self._bars.pop("train").close()
+        self._close_metrics()
         # Displays belong to a notebook cell, and the next run may be in another one.
         self._displays.clear()
         self._end_printing()
 
     def _evaluation_bars(self) -> dict[str, Any]:
-        return {stage: bar for stage, bar in self._bars.items() if stage != "train"}
+        return {stage: bar for stage, bar in self._bars.items() if stage not in ("train", "metrics")}
 
-    def _create(self, stage: str) -> Any:
+    def _show_metrics(self, bar: Any, text: str) -> None:
+        """Shows the metrics in the bar, or in a line of their own once they have not fit."""
+        bar.set_postfix_str(text, refresh=False)
+        if "metrics" not in self._bars and not fit_to_terminal(bar):
+            make = functools.partial(new_bar, 2 * self._position + 1, leave=True, bar_format="{desc}")
+            self._bars["metrics"] = self._create(make)
+        line = self._bars.get("metrics")
+        if line is not None:
+            bar.set_postfix_str("", refresh=False)
+            line.set_description_str(cut(text, line.format_dict["ncols"]), refresh=False)
+            line.refresh()
+
+    def _close_metrics(self) -> None:
+        if "metrics" in self._bars:
+            self._bars.pop("metrics").close()
+
+    def _create(self, make: Callable[[], Any]) -> Any:
         with nullcontext() if self._printing is None else self._printing.suspended():
-            return getattr(self, f"init_{stage}_tqdm")()
+            return make()
 
     def _bar(self, stage: str) -> Any:
         if stage in self._bars:
@@ -208,10 +235,10 @@ class TQDMProgressBar(PacedProgressBar):
             self._silent = tqdm(disable=True)
         return self._silent
 
-    def _new_bar(self, description: str, leave: bool, below: bool = False) -> Any:
+    def _new_bar(self, description: str, leave: bool, below: int = 0) -> Any:
         options: dict[str, Any] = {"desc": description, "bar_format": self.BAR_FORMAT}
         if in_notebook():
-            options |= {"free": self._displays, "is_reused": below}
+            options |= {"free": self._displays, "is_reused": below > 0}
         return new_bar(2 * self._position + below, leave, **options)
 
     def _begin_printing(self) -> None:
@@ -238,6 +265,33 @@ def new_bar(position: int, leave: bool, **options: Any) -> Any:
         tqdm = notebook_bar()
     on_request = {"dynamic_ncols": True, "mininterval": 0, "miniters": 0, "delay": 1e-9}
     return tqdm(total=None, position=position, leave=leave, **on_request, **options)
+
+
+def fit_to_terminal(bar: Any) -> bool:
+    """Returns False if a bar has ten cells only without its metrics. Drops the times if they do not fit even then.
+
+    True for bars without a width, such as those of a notebook, and for bars of other classes than tqdm's.
+    """
+    found = getattr(bar, "format_dict", None) or {}
+    if not found.get("ncols") or least_width(bar, found) <= found["ncols"]:
+        return True
+    without_metrics = least_width(bar, {**found, "postfix": ""})
+    if found["bar_format"] is None and found["total"] is not None and without_metrics > found["ncols"]:
+        bar.bar_format = WITHOUT_TIMES
+    # A user's own format may not show metrics.
+    return without_metrics == least_width(bar, found)
+
+
+def least_width(bar: Any, found: dict[str, Any]) -> int:
+    """Returns the width of a tqdm bar with ten cells, tqdm's number of cells where no width is known."""
+    from tqdm.utils import disp_len  # type: ignore[import-untyped, unused-ignore]
+
+    return int(disp_len(bar.format_meter(**{**found, "ncols": None})))
+
+
+def cut(text: str, columns: int | None) -> str:
+    """Shortens a text to the terminal's width."""
+    return text if not columns or len(text) <= columns else f"{text[: columns - 1]}…"
 
 
 def draw(bar: Any, done: int) -> None:

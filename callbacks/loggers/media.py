@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, kind_of
+
+GAP = 2
+"""Pixels between two images of a grid."""
 
 
 def listed(items: Any, what: str) -> list[Any]:
@@ -87,6 +91,39 @@ def _array(image: Any) -> Any:
     if array.dtype == bool:
         return array.astype("uint8") * 255
     return array if array.dtype.kind == "f" else array.clip(0, 255).astype("uint8")
+
+
+def as_grid(images: Sequence[tuple[Any, str]]) -> Any:
+    """Returns images, each with its layout, as one array (H, W, C) of bytes, with about as many rows as columns.
+
+    Smaller images and the last row are filled up with black.
+    """
+    import numpy
+
+    arrays = [(pixels.cpu().numpy() if isinstance(pixels, Tensor) else pixels, layout) for pixels, layout in images]
+    cells = [_as_bytes(array, *layout) for array, layout in arrays]
+    columns = math.ceil(math.sqrt(len(cells)))
+    height, width, channels = (max(cell.shape[axis] for cell in cells) for axis in range(3))
+    rows = math.ceil(len(cells) / columns)
+    grid = numpy.zeros((rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, channels), dtype="uint8")
+    for index, cell in enumerate(cells):
+        top, left = index // columns * (height + GAP), index % columns * (width + GAP)
+        place = grid[top : top + cell.shape[0], left : left + cell.shape[1]]
+        # Of images with and without transparency, the latter are opaque.
+        place[:] = 255
+        place[..., : cell.shape[2]] = cell
+    return grid
+
+
+def _as_bytes(pixels: Any, *axes: str) -> Any:
+    """Returns an array with these axes as bytes (H, W, C), with three or four channels."""
+    if "C" in axes:
+        pixels = pixels.transpose([axes.index(axis) for axis in "HWC"])
+    else:
+        pixels = pixels.transpose([axes.index(axis) for axis in "HW"])[..., None]
+    if pixels.dtype.kind == "f":
+        pixels = (pixels * 255).clip(0, 255).astype("uint8")
+    return pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels
 
 
 def rows_of(

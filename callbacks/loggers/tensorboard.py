@@ -17,7 +17,7 @@ from torch import nn
 
 from leyden.callbacks.loggers.late_events import late_writer
 from leyden.callbacks.loggers.logger import FolderLogger
-from leyden.callbacks.loggers.media import as_markdown, as_pixels, for_each, listed, rows_of
+from leyden.callbacks.loggers.media import as_grid, as_markdown, as_pixels, for_each, listed, rows_of
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers
 from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
@@ -151,7 +151,7 @@ class TensorBoardLogger(FolderLogger):
             file_writer.add_summary(summary)
 
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs images under `<key>/0`, `<key>/1` and so on.
+        """Logs images. Several images are drawn as one grid, row by row.
 
         Args:
             key: the name of the images.
@@ -170,10 +170,13 @@ class TensorBoardLogger(FolderLogger):
             raise ConfigurationError(f"TensorBoard images do not support {', '.join(other)}. Leave it out.")
         if not self.is_writer:
             return
-        for index, (image, own) in enumerate(zip(listing, each, strict=True)):
+        drawn = []
+        for image, own in zip(listing, each, strict=True):
             pixels, default_layout = as_pixels(image)
-            chosen = own.get("dataformats") or layout or default_layout
-            self.experiment.add_image(f"{self._named(key)}/{index}", pixels, self._step_of(step), dataformats=chosen)
+            drawn.append((pixels, own.get("dataformats") or layout or default_layout))
+        if drawn:
+            pixels, chosen = drawn[0] if len(drawn) == 1 else (as_grid(drawn), "HWC")
+            self.experiment.add_image(self._named(key), pixels, self._step_of(step), dataformats=chosen)
         if "caption" in kwargs:
             self.log_text(f"{key}/caption", ["image", "caption"], list(enumerate(kwargs["caption"])), step=step)
 

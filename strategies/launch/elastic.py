@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.environment import AGENT, killed_in_words, ranks_in_words, with_variables
 from leyden.strategies.launch.interrupt import were_interrupted
-from leyden.strategies.launch.leaving import ExitNotes
+from leyden.strategies.launch.leaving import INTERRUPTED, ExitNotes
 from leyden.strategies.launch.meeting import gloo_on_loopback
 from leyden.strategies.launch.processes import children, status_of
 from leyden.strategies.launch.tries import tries
@@ -211,7 +211,9 @@ def run_engine(
                     return 128 + int(error.sigval) if left_with is None else left_with
                 except KeyboardInterrupt:
                     return 128 + signal.SIGINT
-                return notes.code() or 0
+                # A script that has succeeded has caught its KeyboardInterrupt.
+                left_with = notes.code()
+                return 0 if left_with in (None, INTERRUPTED) else left_with
 
 
 @contextlib.contextmanager
@@ -244,11 +246,13 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **variables,
     }
-    logger, ended = logging.getLogger("torch.distributed.elastic"), threading.Event()
-    level, place = logger.level, os.getcwd()
+    # The agent's logger has a level of its own.
+    loggers = [logging.getLogger(f"torch.distributed.elastic{part}") for part in ("", ".agent.server.api")]
+    levels, place, ended = [logger.level for logger in loggers], os.getcwd(), threading.Event()
     if sys.platform.startswith("linux"):
         threading.Thread(target=_wake, args=(ended,), name="leyden-wake", daemon=True).start()
-    logger.setLevel(logging.CRITICAL)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     if folder is not None:
         os.chdir(folder)
     try:
@@ -257,7 +261,8 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
     finally:
         ended.set()
         os.chdir(place)
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _wake(ended: threading.Event) -> None:

@@ -8,12 +8,17 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from leyden.strategies.launch.leaving import INTERRUPTED, note_exit
+
 
 def raise_quietly(error: BaseException) -> NoReturn:
     """Raises an error. If it is a KeyboardInterrupt that no code catches, the process ends without a traceback.
 
-    Its exit status stays that of an interrupted Python process.
+    Its exit status stays that of an interrupted Python process. A note tells the agent, which may see another rank end
+    first: one that this rank has left.
     """
+    if isinstance(error, KeyboardInterrupt):
+        note_exit(INTERRUPTED)
     _Quiet.install()
     raise error
 

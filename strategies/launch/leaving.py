@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Set by the agent: path of the rank's error file, in a folder of its own."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The code of a run that Ctrl-C ended."""
 NAME = "left-with"
 """Name of the file next to it that holds the exit code."""
 

@@ -26,6 +26,20 @@ class Net(Plain):
             print("printed")
         return super().training_step(batch, batch_idx)
 
+class Logged(Plain):
+    def __init__(self, fails_at=-1):
+        super().__init__()
+        self.fails_at = fails_at
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == self.fails_at:
+            raise RuntimeError
+        self.log("acc", float(self.trainer.global_step), on_step=True, on_epoch=True)
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val <b>", 2.0 + self.trainer.global_step, batch_size=1)
+
 def trainer(*callbacks, **arguments):
     options = dict(accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, default_root_dir={root})
     return Trainer(callbacks=list(callbacks), **{{**options, **arguments}})
@@ -37,13 +51,21 @@ CELLS = {
     "rich": "trainer(RichProgressBar(), enable_model_summary=True).fit(Net(), DATA, DATA)",
     "rich leave": "trainer(RichProgressBar(leave=True)).fit(Net(), DATA, DATA)",
     "again": "trainer().fit(Net(), DATA)",
+    "logged": "trainer(validate_at_start=True, check_val_every_n_epoch=2, max_epochs=4).fit(Logged(), DATA, DATA)",
+    "failed": """
+try:
+    trainer().fit(Logged(fails_at=15), DATA, DATA)
+except RuntimeError:
+    pass
+""",
+    "hidden": "trainer(enable_progress_bar=False).fit(Net(), DATA)",
 }
 Shown = dict[str, list[tuple[str, str]]]
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """Returns the outputs of each cell in order, each as its source and its text without colors."""
+    """Returns the outputs of each cell in order, each as its source and its text without colors, or a table's HTML."""
     tests = Path(__file__).parents[1]
     begin = BEGIN.format(paths=[str(tests), str(tests.parent)], root=repr(str(tmp_path_factory.mktemp("runs"))))
     cells = [nbformat.v4.new_code_cell(text) for text in (begin, *CELLS.values())]
@@ -51,6 +73,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
 
     def text(output: Any) -> tuple[str, str]:
+        html = getattr(output, "data", {}).get("text/html", "")
+        if html.startswith("<table><tr>"):
+            return "table", html
         raw = output.text if output.output_type == "stream" else output.data["text/plain"]
         return getattr(output, "name", "display"), re.sub(r"\x1b\[[\d;]*m", "", raw)
 
@@ -84,10 +109,46 @@ def test_a_rich_bar_and_its_table_are_separate_displays(shown: Shown) -> None:
     assert [text[:9] for text in displays(shown["rich leave"]) if text] == ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"]
 
 
+def tables(outputs: list[tuple[str, str]]) -> list[list[list[str]]]:
+    """Returns the cells of each table, row by row."""
+    return [
+        [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+        for source, html in outputs
+        if source == "table"
+    ]
+
+
+@pytest.mark.full
+def test_a_table_has_a_row_for_each_epoch(shown: Shown) -> None:
+    (table,) = tables(shown["logged"])
+    header, *rows = table
+    assert header == ["epoch", "val &lt;b&gt;", "acc_epoch", "time"]
+    assert [row[:-1] for row in rows] == [
+        ["start", "2.000", ""],
+        ["0", "", "4.500"],
+        ["1", "22.000", "14.500"],
+        ["2", "", "24.500"],
+        ["3", "42.000", "34.500"],
+    ]
+    assert all(re.fullmatch(r"\d+:\d\d", row[-1]) for row in rows)
+    (failed,) = tables(shown["failed"])
+    assert [row[0] for row in failed] == ["epoch", "0"]
+    for name in ("tqdm", "tqdm leave", "rich", "rich leave"):
+        (table,) = tables(shown[name])
+        assert [row[0] for row in table] == ["epoch", "0", "1", "2"] and table[0] == [
+            "epoch",
+            "val",
+            "loss",
+            "quiet",
+            "time",
+        ]
+    assert tables(shown["hidden"]) == tables(shown["tqdm test"]) == []
+
+
 @pytest.mark.full
 def test_outputs_contain_only_text(shown: Shown) -> None:
     for name, outputs in shown.items():
-        assert {source for source, _ in outputs} <= {"display", "stdout"}, (name, outputs)
+        assert {source for source, _ in outputs} <= {"display", "stdout", "table"}, (name, outputs)
         written = "".join(text for source, text in outputs if source == "stdout")
         assert "\r" not in written and "\x1b" not in written
-        assert written.count("printed\n") == (0 if "test" in name else 3)
+        assert written.count("printed\n") == (0 if name in ("tqdm test", "logged", "failed") else 3)

@@ -61,6 +61,31 @@ def test_every_stage_draws_a_bar(tmp_path: Path, every_batch: None) -> None:
     assert not any("quiet" in line for line in lines)
 
 
+class Wordy(Net):
+    """Logs metrics that take 59 columns in the bar."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log_dict({"accuracy": 0.5, "learning_rate": 1e-3}, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("columns", [40, 64, 80, 140])
+@pytest.mark.parametrize("leave", [False, True])
+def test_on_a_narrow_terminal_the_bar_keeps_ten_cells_above_its_metrics(
+    columns: int, leave: bool, tmp_path: Path, every_batch: None
+) -> None:
+    with Terminal(columns=columns) as terminal:
+        trainer(tmp_path, TQDMProgressBar(leave=leave)).fit(Wordy(), DATA, DATA)
+    bars = [line for line in terminal.drawn() if "10/10" in line and "Epoch" in line]
+    assert all(len(line.split("|")[1]) >= 10 and len(line) <= columns for line in bars)
+    assert ("it/s" in bars[-1]) == (columns > 40)
+    last = [line for line in terminal.screen() if line]
+    assert len(last) == (1 + leave) * (1 if columns == 140 else 2)
+    metrics = "accuracy=0.500, learning_rate=0.001, l"
+    assert all((metrics in line) == (columns == 140) for line in last if "Epoch" in line)
+    assert columns == 140 or all(len(line) <= columns and line.startswith(metrics) for line in last[1::2])
+
+
 def test_refresh_rate_spaces_the_updates(tmp_path: Path, every_batch: None) -> None:
     with Terminal() as terminal:
         trainer(tmp_path, TQDMProgressBar(refresh_rate=4), max_epochs=1).fit(Net(), DATA)

@@ -84,6 +84,21 @@ def test_an_error_restores_the_terminal(tmp_path: Path) -> None:
     assert terminal.bytes.rstrip().endswith(b"\x1b[?25h")
 
 
+@pytest.mark.parametrize("columns", [40, 64, 80, 140])
+def test_on_a_narrow_terminal_the_bar_keeps_ten_cells_above_its_metrics(columns: int, tmp_path: Path) -> None:
+    class Wordy(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"accuracy": 0.5, "learning_rate": 1e-3}, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    with Terminal("stdout") as terminal:
+        trainer(tmp_path, RichProgressBar(console_kwargs={"width": columns})).fit(Wordy(), DATA, DATA)
+    bars = [line for line in terminal.drawn() if line.startswith("Epoch 1/1")]
+    assert bars and all(len(re.findall("[━╸╺]", line)) >= 10 and len(line) <= columns for line in bars)
+    assert ("accuracy" in bars[-1]) == (columns == 140) and ("0:00:00" in bars[-1]) == (columns > 40)
+    assert columns == 140 or any(line.startswith("accuracy: 0.500 learning_rate: 0.001") for line in terminal.drawn())
+
+
 def test_long_metrics_move_below_the_bar_and_leave_keeps_epochs(tmp_path: Path) -> None:
     class LongMetrics(RichProgressBar):
         def get_metrics(self, *args: Any) -> dict[str, Any]:

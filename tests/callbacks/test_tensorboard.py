@@ -69,7 +69,9 @@ def test_images_of_every_kind_are_drawn(tmp_path: Path) -> None:
         torch.tensor([[True, False]]),
         np.array([[0.0, 1.0]]),
     ]
-    logger.log_image("seen", images, caption=list("abcdefg"))
+    for index, image in enumerate(images):
+        logger.log_image(f"seen/{index}", [image])
+    logger.log_image("all", images, caption=list("abcdefg"))
     logger.log_image("batch", torch.stack([red, red]), step=9)  # type: ignore[arg-type]
     logger.log_image("turned", [red.numpy()], step=9, dataformats="CHW")
     logger.save()
@@ -79,8 +81,16 @@ def test_images_of_every_kind_are_drawn(tmp_path: Path) -> None:
     assert drawn(logger, "p-seen/4") == (7, [[255, 0, 0, 128] * 2])
     assert drawn(logger, "p-seen/5") == (7, [[255] * 3 + [0] * 3])
     assert drawn(logger, "p-seen/6") == (7, [[0] * 3 + [255] * 3])
-    assert drawn(logger, "p-batch/1") == drawn(logger, "p-turned/0") == (9, [[255, 0, 0] * 2])
-    ((step, captions),) = texts(logger, "p-seen/caption")
+    assert drawn(logger, "p-turned") == (9, [[255, 0, 0] * 2])
+    assert drawn(logger, "p-batch") == (9, [[255, 0, 0] * 2 + [0, 0, 0] * 2 + [255, 0, 0] * 2])
+    # Three images in a row, with two black pixels between them; one of them is transparent.
+    step, rows = drawn(logger, "p-all")
+    clear, opaque, white = [0, 0, 0, 0], [255, 0, 0, 255], [255] * 4
+    assert step == 7 and len(rows) == 3 + 2 * 2
+    assert rows[0] == (opaque * 2 + clear * 2) * 2 + opaque * 2 and rows[1] == clear * 10
+    assert rows[3] == [0, 0, 0, 255] * 2 + clear * 2 + [255, 0, 0, 128] * 2 + clear * 2 + white + [0, 0, 0, 255]
+    assert rows[6] == [0, 0, 0, 255] + white + clear * 8
+    ((step, captions),) = texts(logger, "p-all/caption")
     assert step == 7 and captions.splitlines()[:3] == ["| image | caption |", "| --- | --- |", "| 0 | a |"]
     for bad, message in [
         ({"masks": [{}]}, "TensorBoard images do not support masks"),

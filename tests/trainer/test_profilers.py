@@ -6,6 +6,7 @@ import gzip
 import json
 import pstats
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from samples import numbered
 
 from leyden import Callback, ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger
+from leyden.trainer import profilers
 from leyden.trainer.profilers import (
     AdvancedProfiler,
     PassThroughProfiler,
@@ -52,6 +54,42 @@ def test_the_simple_profiler_counts_calls(fit: Any, capfd: pytest.CaptureFixture
     assert len(profiler.durations["optimizer_step"]) == 4 and not profiler.current_actions
     profiler.extended = False
     assert "calls" not in profiler.summary() and "total s" in profiler.summary()
+
+
+def test_the_share_of_loading_is_that_of_the_training_time(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured as by the warning about a slow loader: without set-up, and without batches before a validation."""
+    now = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    class Waits(Tiny):
+        def setup(self, stage: str) -> None:
+            wait(1000)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            wait(3)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            wait(100)
+
+    class Slow:
+        def __len__(self) -> int:
+            return 8
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in numbered(8):
+                wait(1)
+                yield batch
+
+    monkeypatch.setattr(profilers.time, "perf_counter", lambda: now)
+    profiler = SimpleProfiler()
+    fit(Waits(), Slow(), numbered(2), profiler=profiler, max_epochs=2, val_check_interval=4)
+    last = profiler.summary().splitlines()[-1]
+    # Of each epoch's eight batches, the fourth comes before a validation, and the last one has no next.
+    assert re.search(r"train_dataloader_next took 25% of the training time \(12 of 48 s", last)
 
 
 @pytest.mark.parametrize("given", [None, PassThroughProfiler()], ids=["default", "PassThroughProfiler"])

@@ -34,6 +34,29 @@ from leyden.callbacks.loggers.silent import DummyLogger
 STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")
 
 
+def test_a_notebook_shows_a_trainer_as_a_table_with_escaped_texts(quiet: Any, tmp_path: Path) -> None:
+    class Named(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("<script>&", 0.25, batch_size=1)
+
+    def cells(trainer: Trainer) -> dict[str, str]:
+        html = trainer._repr_html_()
+        assert re.fullmatch(r"<table>(<tr><t[hd]>[^<>]*</t[hd]><t[hd]>[^<>]*</t[hd]></tr>)+</table>", html)
+        return dict(re.findall(r"<tr><t[hd]>(.*?)</t[hd]><t[hd]>(.*?)</t[hd]></tr>", html))
+
+    saves = ModelCheckpoint(tmp_path / "<saves>")
+    trainer = Trainer(**{**quiet, "max_epochs": 2, "callbacks": [saves], "enable_checkpointing": True})
+    shown = cells(trainer)
+    assert shown["limits"] == "max_epochs=2, max_steps=-1" and shown["done"] == "0 epochs, 0 steps"
+    assert shown["strategy"] == "single_device, precision 32-true" and shown["devices"] == "1 × cpu"
+    trainer.fit(Named(), numbered(3), numbered(1))
+    shown = cells(trainer)
+    assert shown["done"] == "2 epochs, 6 steps" and shown["&lt;script&gt;&amp;"] == "0.25"
+    assert shown["last checkpoint"].endswith("&lt;saves&gt;/epoch=1-step=6")
+    assert repr(trainer).startswith("<leyden.trainer.trainer.Trainer object")
+
+
 def test_stage_flags_are_set_in_each_step(quiet: Any) -> None:
     seen: list[set[str]] = []
     called: list[str | None] = []

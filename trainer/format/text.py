@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Collection, Sequence
 
 
@@ -25,6 +26,20 @@ def aligned(rows: Sequence[Sequence[str]], gap: str = "  ", right: Collection[in
         ).rstrip()
         for row in rows
     ]
+
+
+def html_table(rows: Sequence[Sequence[object]]) -> str:
+    """Returns an HTML table, with every cell escaped. The first row is the header.
+
+    Example:
+        >>> html_table([("name", "value"), ("<b>", 1)])
+        '<table><tr><th>name</th><th>value</th></tr><tr><td>&lt;b&gt;</td><td>1</td></tr></table>'
+    """
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
+
+    return f"<table>{''.join(line(row, 'td' if number else 'th') for number, row in enumerate(rows))}</table>"
 
 
 def listed(values: Sequence[object], most: int = 16) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import perf_counter
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.sources import Composite
@@ -88,14 +94,26 @@ class LoaderTimer:
             warnings.warn(
                 f"data took {self._waited / self._total:.0%} of the training time over {self._batches} batches "
                 f"({self._waited / self._batches:.3g} of {self._total / self._batches:.3g} s each): "
-                f"{_fix(self._run.loaders.train_loader, self._run.strategy.ranks.local_size)}.",
+                f"{_fix(self._run.loaders.train_loader, self._run.strategy.ranks.local_size, self._run.module)}.",
                 stacklevel=2,
             )
         self._reset()
 
 
-def _fix(loader: Any, ranks: int) -> str:
-    """Returns advice on a slow loader, for a machine whose cores are shared by this many ranks."""
+def _fix(loader: Any, ranks: int, module: nn.Module | None = None) -> str:
+    """Returns advice on a slow loader, for a machine whose cores are shared by this many ranks.
+
+    Args:
+        loader: the training loader.
+        ranks: the number of ranks on this machine.
+        module: the module in training.
+    """
+    if module is not None and any(_reaches(dataset, module) for dataset in _streams_of(loader)):
+        # In a worker they would come from a copy of the weights, which does not learn.
+        return (
+            "the loader's samples come from the module in training, so generate more of them in one forward pass, "
+            "without gradients"
+        )
     workers, cores = _workers_of(loader), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     if workers is None:
         return "prefetch batches in the background, as a DataLoader with num_workers does"
@@ -116,3 +134,32 @@ def _workers_of(loader: Any) -> int | None:
         return _workers_of(getattr(loader, "loader", None))
     workers = getattr(loader, "num_workers", None)
     return workers if isinstance(workers, int) else None
+
+
+def _streams_of(loader: Any) -> list[Any]:
+    """Returns the IterableDatasets of a loader, or of its inner loaders."""
+    if isinstance(loader, CombinedLoader):
+        return [dataset for inner in loader.flattened for dataset in _streams_of(inner)]
+    if isinstance(loader, Composite):
+        return _streams_of(getattr(loader, "loader", None))
+    dataset = getattr(loader, "dataset", None)
+    return [dataset] if isinstance(dataset, IterableDataset) else []
+
+
+def _reaches(found: Any, module: nn.Module, depth: int = 4) -> bool:
+    """Returns True if an object holds the module or a part of it, in an attribute, a closure or a container."""
+    if isinstance(found, nn.Module):
+        own = {id(part) for part in module.modules()}
+        return any(id(part) in own for part in found.modules())
+    if not depth or isinstance(found, str | bytes | int | float | Tensor | type | ModuleType):
+        return False
+    held = [getattr(found, "__self__", None), *getattr(found, "__dict__", {}).values()]
+    if isinstance(found, Mapping):
+        held += found.values()
+    elif isinstance(found, list | tuple):
+        held += found
+    elif isinstance(found, functools.partial):
+        held += [found.func, *found.args]
+    elif isinstance(found, FunctionType):
+        held += inspect.getclosurevars(found).nonlocals.values()
+    return any(_reaches(item, module, depth - 1) for item in held)

@@ -157,7 +157,7 @@ class InterruptedModule(Module):
     def before_loss(self, batch_idx):
         if batch_idx == 2 and os.environ.get("RANK", "0") == "0":
             for _ in range(int(sys.argv[1])):
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getppid() if "all" in sys.argv else os.getpid(), signal.SIGINT)
 
 ranks = dict(strategy="ddp") if "RANK" in os.environ else dict(strategy="ddp", devices=2) if "two" in sys.argv else {}
 Trainer(max_epochs=-1, **ranks, **QUIET).fit(InterruptedModule(), batches())
@@ -172,10 +172,22 @@ def test_ctrl_c_ends_in_a_line_without_a_traceback(how: str, presses: str, folde
     (folder / "script.py").write_text(INTERRUPTED)
     launch = ["-m", "leyden", "launch", "--cpu", "-q", "--num_processes", "2"] if how == "launch" else []
     found = run([*launch, "script.py", presses, how], folder)
-    assert found.stdout.splitlines()[-1].startswith("stopped at step ")
+    assert "\nstopped at step " in found.stdout, found.stderr
     assert "NEVER" not in found.stdout
     assert without_gloo(found.stderr) == []
     assert found.returncode in (130, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["two", "launch"])
+def test_ctrl_c_in_the_terminal_of_a_launch_ends_in_a_line(how: str, folder: Path) -> None:
+    """A terminal sends it to the launcher, which passes it on to its ranks."""
+    (folder / "script.py").write_text(INTERRUPTED)
+    launch = ["-m", "leyden", "launch", "--cpu", "-q", "--num_processes", "2"] if how == "launch" else []
+    found = run([*launch, "script.py", "1", how, "all"], folder)
+    assert "\nstopped at step " in found.stdout, found.stderr
+    assert "NEVER" not in found.stdout
+    assert without_gloo(found.stderr) == []
+    assert found.returncode == 130
 
 
 def without_gloo(printed: str) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import QUIET, Line
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from leyden import Trainer
 from leyden.trainer.data.combined import CombinedLoader
@@ -83,6 +86,53 @@ def test_the_advice_divides_the_cores_among_the_machines_ranks(monkeypatch: pyte
     assert advice.startswith("num_workers=2 is this rank's share of 8 cores for 4 ranks, so make samples")
     both = CombinedLoader([DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=3), loader])
     assert loader_timer._fix(both, 1) == "raise num_workers (now 2, with 8 cores) in the training loader"
+
+
+class Stream(IterableDataset[Any]):
+    """A hundred samples that a function generates."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.ones(2)] * 100)
+
+
+def test_streams_from_the_module_in_training_are_not_told_to_use_workers(time: Clock, tmp_path: Path) -> None:
+    class OnPolicy(Module):
+        def generate(self) -> Any:
+            self.time.now += 0.4
+            return self.layer(torch.ones(2))
+
+    module = OnPolicy(time, 0.6)
+    for held in [
+        {"policy": module},
+        {"agent": {"policy": module.layer}},
+        {"generate": module.generate},
+        {"generate": functools.partial(module.generate)},
+        {"generate": lambda: module.generate()},
+    ]:
+        advice = loader_timer._fix(DataLoader(Stream(**held)), 1, module)
+        assert "come from the module in training" in advice and "num_workers" not in advice
+        inner = CombinedLoader([DataLoader(Stream(**held)), DataLoader(Stream())])
+        assert "come from the module in training" in loader_timer._fix(inner, 1, module)
+    others = Stream(time=time, tokenizer=object(), net=nn.Linear(2, 2), size=4, kind=Module, names=["a"])
+    assert "num_workers" in loader_timer._fix(DataLoader(others), 1, module)
+
+
+def test_an_on_policy_run_warns_without_naming_workers(time: Clock, tmp_path: Path) -> None:
+    class Rollouts(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            for sample in super().__iter__():
+                time.now += 0.4
+                yield sample
+
+    module = Module(time, 0.6)
+    with pytest.warns(UserWarning, match=r"data took 40% .*module in training") as found:
+        Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path}).fit(
+            module, DataLoader(Rollouts(policy=module), 1)
+        )
+    assert not any("num_workers" in str(warning.message) for warning in found)
 
 
 class Validated(Module):
