@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -31,10 +32,13 @@ from leyden.strategies.mesh.styles import (
     grad_placement,
     placed,
 )
+from leyden.strategies.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from leyden.strategies.fsdp.values import Slot
 
+ENOUGH = 0.5
+"""A plan that splits a smaller share of the parameters is worth a warning."""
 PlanLike: TypeAlias = "Mapping[str, str | ParallelStyle]"
 STYLES: dict[str, tuple[type[Style], dict[str, Any]]] = {
     "colwise": (Colwise, {}),
@@ -187,6 +191,8 @@ class TensorParallel:
         self._shared_input = SharedInput()
         self._rng = TensorParallelRNG(mesh, device, plan.is_sequence)
         self._styles: dict[nn.Module, ParallelStyle] = {}
+        self.share = 1.0
+        """The share of the model's parameters that is split."""
 
     def synchronize(self) -> None:
         """Gives the ranks of the group the random state of the first one."""
@@ -235,10 +241,37 @@ class TensorParallel:
         check_whole(root)
         check_counted(root, self._styles, self.mesh.size())
         check_tied(root, self.placement)
+        self._measure(root)
         # `split` applies the styles of modules with parameters; the others only need their hooks.
         for name, style in styles.items():
             if not any(p is not None for p in modules[name]._parameters.values()):
                 style._apply(modules[name], self.mesh)
+
+    def _measure(self, root: nn.Module) -> None:
+        """Measures the share of the parameters that is split, and warns if it is less than half."""
+        whole: Counter[str] = Counter()
+        total = 0
+        seen: set[nn.Parameter] = set()
+        for name, module in root.named_modules():
+            for parameter_name, parameter in module._parameters.items():
+                if parameter is None or parameter in seen:
+                    continue
+                seen.add(parameter)
+                total += parameter.numel()
+                # None: a style of torch's own, which splits its module.
+                found = self.placement(module, parameter_name)
+                if isinstance(parameter, DTensor):
+                    found = parameter.placements[-1]
+                if found is not None and found.is_replicate():
+                    whole[pattern_of(name) or type(root).__name__] += parameter.numel()
+        self.share = 1 - whole.total() / total if total else 1.0
+        if self.share < ENOUGH:
+            largest = ", ".join(f"{pattern} ({count / total:.0%})" for pattern, count in whole.most_common(3))
+            rank_zero_warn(
+                f"the plan splits {self.share:.0%} of the parameters of {type(root).__name__} over tp="
+                f"{self.mesh.size()}, and every rank of a tp group computes the rest in full. The largest layers that "
+                f"it leaves whole: {largest}. Add them to MeshStrategy(plan={{…}}), or use FSDP with tp=1."
+            )
 
     def _style(self, name: str, style: str | ParallelStyle, splits: dict[str, str]) -> ParallelStyle:
         if not isinstance(style, str):

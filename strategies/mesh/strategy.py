@@ -252,6 +252,8 @@ class MeshStrategy(FSDPStrategy):
     def details(self) -> str:
         world = self.ranks.world_size
         layout = f"{self.layout} of {world} ranks" if world > 1 else "1 rank"
+        for parallel in self._tensor_parallel:
+            layout += f", {parallel.share:.0%} of the parameters split"
         return f"{layout}, {self.record.line()}" if self.shard_mesh else layout
 
     # modules and optimizers -------------------------------------------------------------------------------------------

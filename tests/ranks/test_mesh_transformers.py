@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.strategies import MeshStrategy
 from leyden.strategies.fsdp.sharding import local
+from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.simulated import simulated
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.merge import merge
 
@@ -307,3 +310,36 @@ def test_folders_of_transformers_are_loaded_into_shards_trained_and_saved_back(t
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 assert torch.allclose(found[key], value, rtol=0, atol=1e-5), (name, key)
+
+
+def gpt_oss(**changes: Any) -> nn.Module:
+    """A model whose plan splits its head alone."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(GptOssConfig(**{**SHAPE, "num_local_experts": 4, "head_dim": 8, **changes}))
+
+
+def share_of(make: Any) -> tuple[str, list[str]]:
+    model = make()
+    with warnings.catch_warnings(record=True) as caught, simulated(Layout(1, 1, 2)) as strategy:
+        warnings.simplefilter("always")
+        strategy.setup_modules([model])
+        return strategy.details, [
+            str(warning.message) for warning in caught if "the plan splits" in str(warning.message)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("make", "details", "warned"),
+    [
+        (llama, "tp 2 of 2 ranks, 99% of the parameters split", []),
+        (gpt_oss, "tp 2 of 2 ranks, 4% of the parameters split", ["splits 4% of", "model.layers.*.mlp.experts ("]),
+    ],
+)
+def test_fit_shows_the_share_that_a_plan_splits_and_warns_below_half(
+    make: Any, details: str, warned: list[str]
+) -> None:
+    [(shown, messages)] = run_world(1, share_of, make)
+    assert shown == details
+    assert len(messages) == bool(warned)
+    assert all(words in message for message in messages for words in warned)
