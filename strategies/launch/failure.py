@@ -363,7 +363,10 @@ def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[
     if not path:
         return
     extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-    message = {"message": text, "lost": lost, "silent": silent, "others": others, "extraInfo": extra}
+    message: dict[str, Any] = {"message": text, "lost": lost, "silent": silent, "others": others, "extraInfo": extra}
+    frame = users_frame(traceback.extract_tb(error.__traceback__))
+    if frame is not None:
+        message["line"] = f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
     with open(path, "w") as file:
         json.dump({"message": message}, file)
 

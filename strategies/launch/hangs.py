@@ -31,6 +31,9 @@ PHASES = {
     Phase.LOOP: "between two passes over its loaders",
 }
 
+MAX_TASKS = 4
+"""Number of busy workers of a loader that a message names. The loader waits for one of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sight:
@@ -93,11 +96,11 @@ class Sight:
             return f"does not answer{f' (state {self.state} in /proc)' if self.state else ''}"
         if main.collective:
             return f"waits for the others in {main.collective}, {main.place}"
-        if main.loads and self.children:
-            for process, threads in self.children.items():
-                place = next((thread.users for thread in threads if thread.users is not None), None)
-                if place is not None:
-                    return f"waits for its loader, whose worker (process {process}) is {place}"
+        if main.loads:
+            loads = [(process, thread.load) for process, threads in self.children.items() for thread in threads]
+            tasks = [f"(process {process}) is {place}" for process, place in loads if place is not None]
+            if tasks:
+                return f"waits for its loader, whose worker {', and worker '.join(tasks[:MAX_TASKS])}"
         return f"is {main.place}"
 
 
@@ -153,8 +156,9 @@ class Hang:
         parts = [f"rank {sight.rank}, at {sight.where}, {sight.words_for()}" for sight in odd[:4]]
         if len(odd) > 4:
             parts.append(f"{ranks_in_words([sight.rank for sight in odd[4:]])} likewise")
-        parts += _waiting(others, for_somebody=bool(odd))
-        if not odd and len({sight.collective for sight in others}) > 1:
+        crossed = not odd and len({sight.collective for sight in others}) > 1
+        parts += _waiting(others, for_somebody=bool(odd), names_lines=crossed)
+        if crossed:
             parts.append("they wait for each other in different collectives")
         elif not odd:
             parts.append("the cause is not on this machine: a rank elsewhere is stopped or has gone")
@@ -163,13 +167,22 @@ class Hang:
         return " ".join(part for part in (said, self.ended, file) if part)
 
 
-def _waiting(sights: Sequence[Sight], for_somebody: bool) -> Iterator[str]:
-    """Describes which ranks wait and in which collective. If it is unknown for whom, adds their step."""
+def _waiting(sights: Sequence[Sight], for_somebody: bool, names_lines: bool) -> Iterator[str]:
+    """Describes which ranks wait and in which collective. If it is unknown for whom, adds their step.
+
+    Args:
+        sights: the ranks.
+        for_somebody: True if the message has named whom they wait for.
+        names_lines: adds the line at which the first rank in each collective waits.
+    """
     for collective in dict.fromkeys(sight.collective for sight in sights):
         alike = [sight for sight in sights if sight.collective == collective]
         wait = "wait" if len(alike) > 1 else "waits"
         place = f" in {collective}" if collective else ""
         rest = f" for it{place}" if for_somebody else f"{place}, at {alike[0].where}"
+        main = alike[0].main
+        if names_lines and main is not None:
+            rest += f", {main.place}"
         yield f"{ranks_in_words([sight.rank for sight in alike])} {wait}{rest}"
 
 

@@ -17,12 +17,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from leyden.strategies.launch.environment import is_running
-from leyden.strategies.launch.stacks import StackFile
+from leyden.strategies.launch.stacks import SIGNAL, StackFile, catches
 
 HEARTBEATS = "LEYDEN_HEARTBEATS"
 """Path of the shared memory. Set by the launcher."""
 AUTO = 0
 """Marks a limit that adapts to the slowest recent batch."""
+
+DEADLOCKS = -1
+"""Marks a run without a limit, which ends only if its ranks wait for each other."""
 
 # The words of a slot. A training batch stores the first two.
 BATCHES, STEP, MARKS, PHASE, EVALUATED, EPOCH, EPOCH_BEGAN, FIT_BEGAN, PROCESS, RANK, THREAD, LIMIT = range(12)
@@ -134,7 +137,8 @@ class Heartbeat:
         Args:
             slot: this rank's slot.
             rank: global rank.
-            limit: time limit of a training batch in milliseconds. AUTO adapts it to the slowest recent batch.
+            limit: time limit of a training batch in milliseconds. AUTO adapts it to the slowest recent batch; DEADLOCKS
+                for no limit.
             folder: folder for reports of hangs.
         """
         own, words = self.words, slot.words
@@ -226,13 +230,8 @@ def slot_of_watchdog(local_rank: int) -> Slot | None:
 
     A child process of a rank inherits the environment variable but does not own the slot.
     """
-    path = os.environ.get(HEARTBEATS)
-    if not path:
-        return None
-    try:
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-    except (OSError, ValueError):
+    memory = _memory_of_watchdog()
+    if memory is None:
         return None
     # A process that watches itself has a single slot, whatever its rank.
     number = 0 if len(memory) == SLOT else local_rank
@@ -241,6 +240,33 @@ def slot_of_watchdog(local_rank: int) -> Slot | None:
     slot = Slot(memory, number)
     owner = slot.words[PROCESS]
     return slot if owner in (0, os.getpid()) or not is_running(owner) else None
+
+
+def answer_like(rank: int) -> StackFile | None:
+    """Has this process, a child of a rank, answer the watchdog's requests for stacks, unless it inherited that.
+
+    Args:
+        rank: the rank's process.
+
+    Returns:
+        The file to keep open; None if there is no watchdog, or if this process answers already.
+    """
+    memory = _memory_of_watchdog()
+    if memory is None or SIGNAL is None or catches(os.getpid(), SIGNAL):
+        return None
+    slots = (Slot(memory, number) for number in range(len(memory) // SLOT))
+    return next((StackFile(slot.stacks) for slot in slots if slot.words[PROCESS] == rank), None)
+
+
+def _memory_of_watchdog() -> mmap.mmap | None:
+    path = os.environ.get(HEARTBEATS)
+    if not path:
+        return None
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError):
+        return None
 
 
 def _nameless() -> tuple[Any, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import platform
 import re
@@ -37,6 +38,15 @@ def started(pid: int) -> str:
         return "0"
     # A dead process is listed as a zombie until its parent reaps it.
     return "gone" if fields[0] in ("Z", "X") else fields[19]
+
+
+def processor_seconds(pid: int) -> float:
+    """Returns the processor time that a process has used. Infinity if there is no such process, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.inf
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def runs(pid: int, start: str) -> bool:

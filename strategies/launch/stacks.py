@@ -86,6 +86,17 @@ class Thread:
         return any("torch/utils/data/" in frame.file.replace(os.sep, "/") for frame in self.frames[:12])
 
     @property
+    def load(self) -> Frame | None:
+        """The place in a DataLoader worker's present task. None for a worker without a task, and for other threads.
+
+        The stack of a forked worker continues with that of the process that started it, which is not its place.
+        """
+        loop = next((n for n, frame in enumerate(self.frames) if frame.function == "_worker_loop"), 0)
+        if loop == 0 or _is_in(self.frames[loop - 1].file, ("multiprocessing/queues.py",)):
+            return None
+        return Thread(self.ident, self.frames[:loop]).place
+
+    @property
     def is_debugged(self) -> bool:
         """True if a debugger has paused the thread and waits for user input."""
         return any(frame.function in DEBUGGERS.get(os.path.basename(frame.file), ()) for frame in self.frames)

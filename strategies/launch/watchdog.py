@@ -25,6 +25,7 @@ from leyden.strategies.launch.hangs import Hang, Sight
 from leyden.strategies.launch.heartbeat import (
     AUTO,
     BATCHES,
+    DEADLOCKS,
     EPOCH_BEGAN,
     EVALUATED,
     FIT_BEGAN,
@@ -40,7 +41,7 @@ from leyden.strategies.launch.heartbeat import (
     Slot,
     slot_of_watchdog,
 )
-from leyden.strategies.launch.processes import descendants, runs, started, status_of
+from leyden.strategies.launch.processes import descendants, processor_seconds, runs, started, status_of
 from leyden.strategies.launch.stacks import Thread, ask
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ OTHER_FACTOR = 30
 """That multiple for all other phases. With an adaptive limit, that for every phase but training."""
 UNLIMITED = (Phase.PREPARING, Phase.LOOP)
 """Phases without a limit, since they run user code of unknown length."""
-MAX_CHILDREN = 8
+IDLE = 0.02
+"""A rank that waits uses less processor time than this, in seconds per second."""
+IDLE_WINDOW = 5.0
+"""Seconds over which processor time is measured. Each measurement that finds no hang doubles it."""
+LOOP_PHASES = {Phase.FIRST, Phase.TRAINING, Phase.EPOCH, Phase.LOOP}
+"""Phases of a user's own loop over prepared loaders."""
+MAX_CHILDREN = 64
 """Number of child processes per rank whose stacks are read too."""
 
 
@@ -136,16 +143,25 @@ class Pulse:
     def limit(self, phase: Phase) -> float:
         """Returns how long a phase may go without progress, in seconds."""
         given = self.slot.words[LIMIT]
-        if given != AUTO:
+        if given > AUTO:
             return given / 1000 * PHASE_FACTORS.get(phase, OTHER_FACTOR)
-        if phase in UNLIMITED:
+        if phase in UNLIMITED or given == DEADLOCKS:
             # A download or tokenization can take arbitrarily long.
             return math.inf
-        # Until the third batch, only the timings of the first two are available.
-        batch = max(self._least, SLOWDOWN * (self._slowest(Phase.TRAINING) or self._slowest(Phase.FIRST)))
+        batch = self._adapted
         return (
             batch if phase == Phase.TRAINING else max(MIN_LIMIT * OTHER_FACTOR, batch, SLOWDOWN * self._slowest(phase))
         )
+
+    @property
+    def _adapted(self) -> float:
+        """The adaptive limit of a training batch. Until the third one, only the timings of the first two are known."""
+        return max(self._least, SLOWDOWN * (self._slowest(Phase.TRAINING) or self._slowest(Phase.FIRST)))
+
+    @property
+    def patience(self) -> float:
+        """How long the rank of a user's loop may wait in a collective in which nobody can join it, in seconds."""
+        return self._adapted if self.slot.words[LIMIT] == DEADLOCKS else self.limit(Phase.TRAINING)
 
     def _slowest(self, phase: Phase) -> float:
         """Returns the longest recent wait in a phase, in seconds. 0 before the first."""
@@ -172,7 +188,9 @@ class Watchdog:
         self._shared = SharedSlots(count)
         least = MIN_LIMIT if sees_all else MIN_LIMIT * OTHER_FACTOR
         self._pulses = [Pulse(slot, least) for slot in self._shared.slots]
-        self._say, self._outcome = say, ended
+        self._say, self._outcome, self._sees_all = say, ended, sees_all
+        self._idle: tuple[float, float, dict[int, float]] = (0.0, 0.0, {})
+        """When to measure processor time again, when it was measured, and the seconds of each process."""
         self._closed = threading.Event()
         self._ended: set[int] = set()
         self.hang: Hang | None = None
@@ -227,13 +245,42 @@ class Watchdog:
         So a rank that waits for another one to compile, save or validate gets the longer limit of that phase.
         """
         if not any(pulse.phase != Phase.OUTSIDE and pulse.is_overdue(now) for pulse in alive):
-            return self._is_partly_stopped(alive, now)
+            return self._is_partly_stopped(alive, now) or self._is_deadlocked(alive, now)
         stopped = [pulse.state.startswith("T") for pulse in alive]
         if all(stopped):
             # The whole job is suspended, for example by Ctrl-Z.
             self._forgive(alive)
             return False
-        return all(pulse.is_overdue(now) for pulse in alive)
+        return all(pulse.is_overdue(now) for pulse in alive) or self._is_deadlocked(alive, now)
+
+    def _is_deadlocked(self, alive: list[Pulse], now: float) -> bool:
+        """Returns True if all ranks wait for each other in a user's loop that has no limit, or none between two passes.
+
+        It may run anything of unknown length. But if each rank is in a collective, and none uses the processor, there
+        is nobody to wait for.
+        """
+        if not alive or not self._sees_all or len(self._pulses) < 2:
+            return False
+        phases = {pulse.phase for pulse in alive}
+        is_loop = Phase.LOOP in phases or all(pulse.slot.words[LIMIT] == DEADLOCKS for pulse in alive)
+        if not is_loop or not phases <= LOOP_PHASES:
+            return False
+        longest = max(pulse.patience for pulse in alive)
+        if not all(now - pulse.since > longest for pulse in alive):
+            self._idle = (0.0, 0.0, {})
+            return False
+        due, measured, before = self._idle
+        if now < due:
+            return False
+        seconds = {pulse.process: processor_seconds(pulse.process) for pulse in alive}
+        window = 2 * (now - measured) if before else IDLE_WINDOW
+        self._idle = (now + window, now, seconds)
+        if seconds.keys() != before.keys():
+            return False
+        # Not the negation: without /proc the difference is nan.
+        if not all(seconds[process] - before[process] < IDLE * (now - measured) for process in seconds):
+            return False
+        return all(sight.collective for sight in self._inspect(alive))
 
     def _is_partly_stopped(self, alive: list[Pulse], now: float) -> bool:
         """Returns True if some but not all ranks are stopped, and none has progressed within a batch's limit."""
@@ -348,12 +395,14 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
     Args:
         heartbeat: the run's heartbeat.
         ranks: the run's ranks.
-        hang_timeout: time limit of a training batch in seconds. "auto" for ten times the slowest recent one, or None
-            for no watchdog.
+        hang_timeout: time limit of a training batch in seconds. "auto" for ten times the slowest recent one,
+            "deadlocks" for no limit, so that a launcher ends only ranks that wait for each other, or None for no
+            watchdog.
         folder: folder for reports of hangs.
     """
     slot = slot_of_watchdog(ranks.local_rank)
-    if hang_timeout is None and (slot is None or not slot.beats_here):
+    is_nested = slot is not None and slot.beats_here
+    if (hang_timeout is None and not is_nested) or (hang_timeout == "deadlocks" and (slot is None or is_nested)):
         yield
         return
     with ExitStack() as stack:
@@ -365,7 +414,8 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
         if hang_timeout is None:
             limit = slot.words[LIMIT]
         else:
-            limit = AUTO if hang_timeout == "auto" else max(1, round(float(hang_timeout) * 1000))
+            words = {"auto": AUTO, "deadlocks": DEADLOCKS}
+            limit = words[hang_timeout] if hang_timeout in words else max(1, round(float(hang_timeout) * 1000))
         stack.enter_context(heartbeat.beating(slot, ranks.global_rank, limit, folder))
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -36,6 +37,9 @@ class Samples(Dataset):
     def __getitem__(self, index):
         if how == "loader" and index >= 20 and os.environ.get("RANK", "0") == str(stuck):
             threading.Event().wait()
+        if how == "one" and index == 45:
+            print("asleep:", os.getpid(), flush=True)
+            threading.Event().wait()
         return torch.ones(4)
 
 class Module(TrainModule):
@@ -62,7 +66,8 @@ class Module(TrainModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
     def train_dataloader(self):
-        return DataLoader(Samples(), batch_size=2, num_workers=int(os.environ.get("WORKERS", "0")))
+        workers, method = int(os.environ.get("WORKERS", "0")), os.environ.get("METHOD")
+        return DataLoader(Samples(), batch_size=2, num_workers=workers, multiprocessing_context=method)
 
     def on_fit_start(self):
         time.sleep(3 if how == "slow" else 0)
@@ -81,7 +86,7 @@ class SlowSave(Callback):
 if __name__ == "__main__":
     trainer = Trainer(
         devices=int(os.environ.get("DEVICES", "2")), strategy=os.environ.get("STRATEGY", "auto"), accelerator="cpu",
-        max_epochs=1, limit_train_batches=20, logger=False, enable_progress_bar=False, hang_timeout=2,
+        max_epochs=1, limit_train_batches=30, logger=False, enable_progress_bar=False, hang_timeout=2,
         default_root_dir="run", callbacks=SlowSave() if how == "slow" else None,
     )
     trainer.fit(Module())
@@ -149,6 +154,20 @@ def test_a_single_process_watches_itself(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "rank 0, at step" in done.stderr and "waits for its loader, whose worker (process" in done.stderr
     assert "This process was terminated." in done.stderr and len(reports(tmp_path)) == 1
+
+
+@READS_PROC
+@pytest.mark.parametrize("method", ["fork", in_full("spawn")])
+def test_of_several_workers_the_one_that_the_loader_waits_for_is_named(method: str, tmp_path: Path) -> None:
+    done = run_script("one", 0, tmp_path, DEVICES="1", WORKERS="3", METHOD=method)
+    asleep = re.search(r"asleep: (\d+)", done.stdout)
+    assert asleep is not None, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "no progress" in line]
+    assert f"waits for its loader, whose worker (process {asleep[1]}) is at " in line
+    assert "in __getitem__: threading.Event().wait()" in line and "trainer.fit" not in line
+    [report] = reports(tmp_path)
+    # The stacks of all workers.
+    assert report.count("in _worker_loop") == 3
 
 
 @READS_PROC
@@ -221,6 +240,17 @@ for epoch in range(2):
     if how == "slow":
         time.sleep(3)
         accelerator.save_state("run/state")
+if how == "alone":
+    if accelerator.is_main_process:
+        accelerator.backward(model(batch).mean())
+    accelerator.wait_for_everyone()
+if how == "patient":
+    if accelerator.is_main_process:
+        time.sleep(8)
+        weight, began = torch.ones(400, 400, requires_grad=True), time.monotonic()
+        while time.monotonic() - began < 8:
+            (weight @ weight).sum().backward()
+    accelerator.wait_for_everyone()
 print("after training")
 """
 
@@ -246,6 +276,30 @@ def test_an_accelerator_loop_is_watched(how: str, options: tuple[str, ...], tmp_
     assert "rank 1, at step 15 (epoch 1, batch 5), in training" in done.stderr
     assert "threading.Event().wait(); rank 0 waits for it" in done.stderr
     assert len(reports(tmp_path)) == 1
+
+
+@READS_PROC
+@pytest.mark.parametrize("options", [("--hang_timeout", "2"), in_full(())])
+def test_a_deadlock_between_two_passes_ends_and_both_lines_are_named(options: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OWN_LOOP)
+    ranks = ("--cpu", "--num_processes", "2")
+    command = [sys.executable, "-m", "leyden", "launch", *ranks, *options, "script.py", "alone"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and "after training" not in done.stdout
+    [line] = [line for line in done.stderr.splitlines() if "no progress for" in line]
+    assert "between two passes over its loaders" in line
+    assert "in <module>: accelerator.backward(model(batch).mean()); rank 1 waits in barrier" in line
+    assert "in <module>: accelerator.wait_for_everyone(); they wait for each other in different collectives" in line
+
+
+@READS_PROC
+@pytest.mark.full
+def test_ranks_may_wait_for_one_that_sleeps_or_computes_between_two_passes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OWN_LOOP)
+    options = ("--cpu", "--num_processes", "2", "--hang_timeout", "2")
+    command = [sys.executable, "-m", "leyden", "launch", *options, "script.py", "patient"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "no progress" not in done.stderr, done.stderr
 
 
 class WaitsForReport(TrainModule):

@@ -27,6 +27,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.environment import is_running
+from leyden.strategies.launch.heartbeat import answer_like
+from leyden.strategies.launch.stacks import StackFile
 from leyden.trainer.data.samples import Samples, named, names_samples
 
 THEIRS = {"SIGTERM", "SIGINT", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
@@ -220,10 +222,13 @@ class EndsWithParent:
         self._then = then
         self._survives = tuple(survives)
         self._main = os.getpid()
+        self._stacks: StackFile | None = None
 
     def __call__(self, worker_id: int) -> None:
         for number in self._survives:
             signal.signal(number, _survive)
+        # Kept open in this process. A forked worker inherits the rank's own.
+        self._stacks = answer_like(self._main)
         # On Windows the parent never changes, and a pipe without a reader is an error.
         if sys.platform != "win32":
             threading.Thread(target=self._watch, name="leyden-parent", daemon=True).start()

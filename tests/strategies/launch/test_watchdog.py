@@ -110,6 +110,18 @@ def test_each_phase_gets_a_multiple_of_a_given_limit(shared: SharedSlots, tmp_pa
     assert pulse.phase == Phase.OUTSIDE
 
 
+@pytest.mark.parametrize(("seconds", "patience"), [(0.01, 60.0), (20.0, 200.0)])
+def test_a_loop_without_a_limit_has_only_patience_for_collectives(
+    shared: SharedSlots, tmp_path: Path, seconds: float, patience: float
+) -> None:
+    beat = Heartbeat()
+    with beat.beating(shared.slots[0], 0, words.DEADLOCKS, str(tmp_path)):
+        pulse = Pulse(shared.slots[0])
+        simulate_training(beat, pulse, 5, seconds)
+        assert {pulse.limit(phase) for phase in Phase} == {math.inf}
+        assert pulse.patience == pytest.approx(patience)
+
+
 def test_compiling_is_a_separate_phase(shared: SharedSlots, tmp_path: Path) -> None:
     import torch
     from torch._dynamo.callback import callback_handler

@@ -1,4 +1,4 @@
-"""Heartbeat of a custom training loop, for the watchdog of `leyden launch --hang_timeout`."""
+"""Heartbeat of a custom training loop, for the watchdog of `leyden launch`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoopBeat:
 
     Args:
         ranks: the Accelerator's ranks.
-        limit: seconds allowed per batch, or "auto"; None for no watchdog.
+        limit: seconds allowed per batch, "auto", or "deadlocks"; None for no watchdog (see `watched`).
         folder: folder for the watchdog's report.
     """
 

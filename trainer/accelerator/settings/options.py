@@ -136,7 +136,8 @@ class Options:
         steps = accumulation_of(self.strategy, self.accumulation.num_steps)
         self.accumulation = replace(self.accumulation, num_steps=steps)
         self.precision = self._precision(given["mixed_precision"])
-        self.hang_timeout = hang_limit(given.get("hang_timeout"))
+        limit = given.get("hang_timeout")
+        self.hang_timeout = "deadlocks" if limit is None else hang_limit(limit)
         """Time limit of the hang watchdog, from `leyden launch` alone: an Accelerator has no such argument."""
 
     def _precision(self, wanted: Any) -> Precision | None:
