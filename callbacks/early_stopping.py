@@ -203,7 +203,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
-            if not self.verbose:
+            if not self.verbose and trainer.arguments.verbose:
                 trainer.print(f"EarlyStopping stops the run in epoch {trainer.current_epoch}: {message}")
         if message and self.verbose:
             if self.log_rank_zero_only or trainer.world_size == 1:

@@ -170,7 +170,7 @@ class Timer(Callback):
         if not trainer.is_global_zero or trainer.should_stop:
             return
         trainer.should_stop = True
-        if self._verbose:
+        if self._verbose and trainer.arguments.verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
             trainer.print(f"Time limit reached after {elapsed}. Training stops at step {trainer.global_step}.")
 

@@ -218,23 +218,31 @@ def shape_and_dtype(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def in_one_line(data: Any, of_tensor: Callable[[Tensor], str] = shape_and_dtype) -> str:
+def in_one_line(data: Any, of_tensor: Callable[[Tensor], str] = shape_and_dtype, shortened: bool = False) -> str:
     """Describes a nested structure in one line.
 
     Args:
         data: the structure. Anything but containers and tensors appears as its type's name.
         of_tensor: function that describes a tensor.
+        shortened: show three elements of a container with more than eight.
 
     Example:
         >>> in_one_line({"x": torch.zeros(2, 3), "ids": [7]})
         '{x: (2, 3) float32, ids: [int]}'
+        >>> in_one_line([7] * 64, shortened=True)
+        '[int, int, int, and 61 more]'
     """
     if isinstance(data, Tensor):
         return of_tensor(data)
     if isinstance(data, Mapping):
-        return "{" + ", ".join(f"{key}: {in_one_line(value, of_tensor)}" for key, value in data.items()) + "}"
+        items = list(data.items())
+        most = 3 if shortened and len(items) > 8 else len(items)
+        shown = [f"{key}: {in_one_line(value, of_tensor, shortened)}" for key, value in items[:most]]
+        return "{" + ", ".join(shown + [f"and {len(items) - most} more"] * (most < len(items))) + "}"
     if isinstance(data, (list, tuple)):
-        return "[" + ", ".join(in_one_line(value, of_tensor) for value in data) + "]"
+        most = 3 if shortened and len(data) > 8 else len(data)
+        shown = [in_one_line(value, of_tensor, shortened) for value in data[:most]]
+        return "[" + ", ".join(shown + [f"and {len(data) - most} more"] * (most < len(data))) + "]"
     return type(data).__name__
 
 

@@ -72,18 +72,23 @@ class LaunchSettings:
     command: Sequence[str] | None = None
 
     def fill(
-        self, values: Mapping[str, Any], owned: Collection[str], environ: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any],
+        owned: Collection[str],
+        environ: Mapping[str, str] | None = None,
+        verbose: bool = True,
     ) -> dict[str, Any]:
-        """Returns the arguments that the launch sets. Rank 0 prints them.
+        """Returns the arguments that the launch sets. Rank 0 prints them if `verbose`.
 
         Args:
             values: the launch's value of each argument; None for arguments that it leaves open.
             owned: arguments set by the script, which take precedence.
             environ: the environment variables; by default those of this process.
+            verbose: True to print on rank 0.
         """
         wanted = {name: value for name, value in values.items() if value is not None}
         filled = {name: value for name, value in wanted.items() if name not in owned}
-        if wanted and (os.environ if environ is None else environ).get("RANK", "0") == "0":
+        if verbose and wanted and (os.environ if environ is None else environ).get("RANK", "0") == "0":
             own = [name for name in wanted if name in owned]
             text = ", ".join(f"{name}={value!r}" for name, value in filled.items()) or "no argument"
             ignored = f"; the script sets {', '.join(own)} itself" if own else ""
@@ -130,7 +135,8 @@ def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None
         *("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val"),
         *("resume", "hang_timeout"),
     )
-    return settings.fill({name: getattr(settings, name) for name in names}, _owned(given), environ)
+    values = {name: getattr(settings, name) for name in names}
+    return settings.fill(values, _owned(given), environ, given.get("verbose") is not False)
 
 
 def _owned(given: Mapping[str, Any]) -> set[str]:

@@ -125,6 +125,8 @@ class Trainer(TrainerView):
             omits the changes if a file of secrets is among the changed files; "diff" omits only that file.
         validate_at_start: run a full validation instead of the sanity check, and log it at step 0. It does not change
             training: callbacks and schedulers do not monitor its values, and random numbers are as without it.
+        verbose: print what the run does. False prints nothing that was not asked for, and adds no progress bar;
+            warnings and errors remain.
         on_bad_sample: "skip" drops and counts training samples that raise an error. Default "raise".
 
     Raises:
@@ -190,6 +192,7 @@ class Trainer(TrainerView):
         digest_every_n_steps: int | None = None,
         record_run: bool | Literal["diff", "no_diff"] = True,
         validate_at_start: bool = False,
+        verbose: bool = True,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments
@@ -594,7 +597,7 @@ class Trainer(TrainerView):
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
         if verbose and (lines := summary.result_lines(results)):
-            self.print(lines)
+            self._run.report(lines)
         return results
 
     def announce(self) -> None:

@@ -653,3 +653,38 @@ def test_module_settings_can_be_class_attributes(quiet: Any, tmp_path: Path) -> 
     Trainer(**quiet, max_epochs=1).fit(again, numbered(3), ckpt_path=path)
     assert torch.equal(again.state_dict()["net.weight"], module.state_dict()["net.weight"])
     assert module.example_input_array is SetInClass.example_input_array and trainer.global_step == 3
+
+
+def test_verbose_false_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from leyden.callbacks import EarlyStopping, Timer
+
+    def callbacks() -> list[Any]:
+        return [EarlyStopping("flat", patience=1, check_on_train_epoch_end=True), Timer("00:00:10:00")]
+
+    class Logged(Squares):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("flat", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    data = DataLoader(torch.ones(8, 2), batch_size=4)
+    for verbose in (False, True):
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=False,
+            max_epochs=3,
+            default_root_dir=tmp_path / str(verbose),
+            verbose=verbose,
+            validate_at_start=True,
+            callbacks=callbacks(),
+        )
+        trainer.fit(Logged(), data, data)
+        trainer.validate(Logged(), data)
+        out, err = capfd.readouterr()
+        assert (out + err == "") is not verbose
+    trainer = Trainer(accelerator="cpu", verbose=False, enable_progress_bar=True, logger=False)
+    assert trainer.progress_bar_callback is not None
+    trainer = Trainer(accelerator="cpu", verbose=False, logger=False)
+    trainer.print("the user's own text")
+    assert capfd.readouterr().out == "the user's own text\n"
+    with pytest.raises(ConfigurationError, match="verbose=2: use True or False"):
+        Trainer(verbose=2)  # type: ignore[arg-type]

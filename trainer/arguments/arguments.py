@@ -42,6 +42,7 @@ CHOICES = {
     "benchmark": ((None, True, False), "True or False"),
     "on_bad_sample": (("raise", "skip"), "'raise' or 'skip'"),
     "record_run": ((True, False, "diff", "no_diff"), "True, False, 'diff', or 'no_diff' to omit changes to the code"),
+    "verbose": ((True, False), "True or False"),
     "resume": ((None, "auto"), "'auto', or None to start from scratch; fit(ckpt_path=…) accepts paths and more names"),
 }
 """Arguments with a fixed set of values: the values, and the text that lists them in an error."""
@@ -108,6 +109,7 @@ class Arguments:
     digest_every_n_steps: int | None = None
     record_run: bool | str = True
     validate_at_start: bool = False
+    verbose: bool = True
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -133,6 +135,8 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     values = {**filled_by_launch(values), **values}
     if values.get("barebones"):
         _apply_barebones(values)
+    if values.get("verbose") is False:
+        values.setdefault("enable_progress_bar", False)
     arguments = dataclasses.replace(defaults, **values)
     _check(arguments)
     arguments = dataclasses.replace(arguments, **_implied(arguments))

@@ -344,7 +344,7 @@ class AutoStep(AutomaticStep):
         self.memory.begin("", False)
         self.measures_memory, before = True, self.sizes.micro_batches
         count = self.sizes.cut_finer()
-        self.fit.print(
+        self.fit.report(
             f"leyden: {failures[0].describe()}, {place}. From this batch on, each batch runs in {count} micro-batches "
             f"instead of {before}. The global batch, its gradient and the number of steps are unchanged. The error "
             f"was: {failures[0].error}"

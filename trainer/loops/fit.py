@@ -530,7 +530,7 @@ class FitLoop:
         """Reports that a resumed run has nothing to train because its checkpoint has already reached the limits."""
         reached = self.limits.reached(self.progress)
         if self._restored is not None and reached and not self.arguments.barebones:
-            self._run.print(
+            self._run.report(
                 f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, "
                 f"and has reached {' and '.join(reached)}. Set a higher limit to continue training."
             )

@@ -168,7 +168,7 @@ class Validation:
         with run.logs.apart("validation"):
             if self._run_aside() and run.strategy.ranks.is_global_zero:
                 found = read_back({k: v for k, v in run.logs.callback_metrics().items() if k not in before})
-                run.print("step 0      " + ", ".join(f"{name}={value:.4g}" for name, value in found.items()))
+                run.report("step 0      " + ", ".join(f"{name}={value:.4g}" for name, value in found.items()))
 
     def run_at_stop(self) -> None:
         """Validates at a stop request inside an epoch, unless these weights have just been validated.

@@ -32,7 +32,7 @@ def end_normally(run: Run, last_words: Callable[[], str | None], leave: Callable
     run.finalize("success" if interruption is None else "interrupted")
     words = last_words()
     if words is not None:
-        run.print(words)
+        run.report(words)
     # Last, because SLURM kills the processes of a job as soon as it is requeued.
     leave()
     if interruption is not None:
@@ -71,7 +71,7 @@ def end_with_error(
     _call_on_exception(run, error)
     _warn_of(_errors_of(run.finalize, "failed"))
     if is_quiet(error):
-        run.print(last_words() or "")
+        run.report(last_words() or "")
     if not is_first:
         raise SystemExit(1) from None
     if better is not error:

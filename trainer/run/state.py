@@ -441,6 +441,11 @@ class Run:
         # Flushed, because a pipe would otherwise hold the text back until its buffer is full.
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
 
+    def report(self, text: str) -> None:
+        """Prints a text of Leyden's own, unless the Trainer was told to be silent."""
+        if self.arguments.verbose:
+            self.print(text)
+
     def note_save(self, path: Path) -> None:
         """Records a committed checkpoint that the run can be resumed from."""
         self.saved.pop(path, None)
@@ -512,7 +517,9 @@ class Run:
             self.profiler.write_to(self.log_dir)
         if not silent:
             folder = self.log_dir or self.arguments.default_root_dir
-            self.print(five_lines(self.strategy, self.loaders.train_loader, self.batches_per_step, folder, self.origin))
+            self.report(
+                five_lines(self.strategy, self.loaders.train_loader, self.batches_per_step, folder, self.origin)
+            )
         if debugging.is_debugging():
             debugging.report(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
 

@@ -167,7 +167,8 @@ def find_rate(search: RateSearch, subject: Subject) -> tuple[LRFinder | None, fl
     rate = finder.suggestion() if owners else None
     if rate is not None:
         assign(name, rate, owners)
-        subject.trainer.print(f"found learning rate {rate:.3g} and set {name}")
+        if subject.trainer.arguments.verbose:
+            subject.trainer.print(f"found learning rate {rate:.3g} and set {name}")
     return finder, rate
 
 
@@ -184,5 +185,6 @@ def find_batch_size(search: BatchSizeSearch, subject: Subject) -> int | None:
     owners = search.owners(subject)
     size = search.search(subject)
     assign(search.batch_arg_name, size, owners)
-    subject.trainer.print(f"found batch size {size} and set {search.batch_arg_name}")
+    if subject.trainer.arguments.verbose:
+        subject.trainer.print(f"found batch size {size} and set {search.batch_arg_name}")
     return size

@@ -62,6 +62,16 @@ def test_an_error_in_a_step_gives_epoch_batch_shapes_and_advice(
     assert re.search(fix, text), text
 
 
+def test_an_error_shows_three_elements_of_a_long_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Wrong(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ZeroDivisionError
+
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path)
+    text = error_text(lambda: trainer.fit(Wrong(), [[torch.ones(2)] * 64]), ZeroDivisionError, capsys)
+    assert "the batch was [(2,) float32, (2,) float32, (2,) float32, and 61 more]" in text
+
+
 class FailsInValidation(Module):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:

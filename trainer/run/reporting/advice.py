@@ -47,7 +47,7 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
     trains = run.state.stage == "fit" and run.loaders.train_loader is not None
     if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
         return
-    shapes = "" if batch is None else f"the batch was {in_one_line(batch)}"
+    shapes = "" if batch is None else f"the batch was {in_one_line(batch, shortened=True)}"
     parts = [f"this was {place}" if place else "", shapes, _samples(run)]
     note = "; ".join(part for part in parts if part)
     if note:
@@ -133,7 +133,7 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
         total = torch.cuda.get_device_properties(device).total_memory
         use = f" {size_of(taken)} are in use, {size_of(peak)} at the peak, of {size_of(total)}."
     progress = run.progress
-    batch = in_one_line(run.logs.batch) if run.logs.batch is not None else "none"
+    batch = in_one_line(run.logs.batch, shortened=True) if run.logs.batch is not None else "none"
     message = (
         f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
         f"(batch: {batch}).{use} Try (1) accumulate_grad_batches='auto', or a smaller batch_size with a larger "
