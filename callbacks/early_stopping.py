@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpointing.saved_ranking import tensor_of
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.arguments.checks import check_choice
@@ -228,7 +229,7 @@ class EarlyStopping(Callback):
             )
         if self._is_better(current, best, self.min_delta):
             gain = f" by {abs(current - best):.3f}" if math.isfinite(best) else ""
-            self.best_score, self.wait_count = torch.tensor(current, dtype=torch.float64), 0
+            self.best_score, self.wait_count = tensor_of(current), 0
             return reason.NOT_STOPPED, f"{name} improved{gain}: {current:.3f}."
         self.wait_count += 1
         if self.wait_count >= self.patience:

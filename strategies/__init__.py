@@ -136,6 +136,7 @@ def find_strategy(
         if precision is not None:
             found.precision = precision
     else:
+        strategy = strategy.lower() if isinstance(strategy, str) else strategy
         name, devices = _choose(strategy, accelerator, devices, num_nodes)
         if name == "single_device":
             found = SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)

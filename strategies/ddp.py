@@ -38,10 +38,12 @@ class DDPStrategy(ProcessGroupStrategy):
             include PowerSGD's state.
         ddp_comm_state: the hook's state.
         ddp_comm_wrapper: function that wraps the hook, such as torch's `fp16_compress_wrapper`.
+        find_unused_parameters: DistributedDataParallel's. Under manual optimization it defaults to True, since a
+            single backward of several seldom reaches every parameter.
+        static_graph: DistributedDataParallel's.
+        gradient_as_bucket_view: DistributedDataParallel's.
         **kwargs: every argument of `ProcessGroupStrategy` (devices, num_nodes, precision, process_group_backend,
-            timeout, start_method) and of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb,
-            gradient_as_bucket_view, broadcast_buffers, …). Under manual optimization find_unused_parameters defaults
-            to True, since a single backward of several seldom reaches every parameter.
+            timeout, start_method) and of DistributedDataParallel (bucket_cap_mb, broadcast_buffers, …).
 
     Raises:
         ConfigurationError: for an unknown argument.
@@ -60,10 +62,20 @@ class DDPStrategy(ProcessGroupStrategy):
         ddp_comm_hook: str | Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
         **kwargs: Any,
     ) -> None:
         ddp_settings = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", *OWN}
-        arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in ddp_settings}
+        # Named in the signature for jsonargparse's lazy_instance, which knows no other arguments. None is not given.
+        named = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        arguments: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        arguments |= {name: kwargs.pop(name) for name in list(kwargs) if name in ddp_settings}
         for name in kwargs:
             if name in OWN:
                 raise ConfigurationError(f"DDPStrategy({name}=…): the strategy sets {name} itself. Leave it out.")

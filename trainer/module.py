@@ -349,7 +349,7 @@ class TrainModule(Hyperparameters, nn.Module):
             logger: pass the value to the loggers, every `log_every_n_steps`. Default True.
             on_step: log the value of this step. Default: True in training steps.
             on_epoch: reduce over the epoch, weighted by batch size. Default: True in evaluation and epoch hooks.
-            reduce_fx: "mean", "sum", "max", "min", or a function of the stacked values.
+            reduce_fx: "mean" or "avg", "sum", "max", "min" (in any case), or a function of the stacked values.
             enable_graph: keep the autograd graph of this step's value.
             sync_dist: reduce epoch values over the ranks, unless False. Step values are never reduced, unlike in
                 Lightning, because a step would then wait for a logger.

@@ -550,6 +550,6 @@ def find_profiler(profiler: Any) -> Profiler | None:
     if not isinstance(profiler, str):
         fix = "use 'simple', 'advanced', 'pytorch' or a Profiler"
         raise ConfigurationError(f"profiler={profiler!r}: {ported(profiler, fix)}.")
-    if profiler not in kinds:
-        raise ConfigurationError(f"profiler={profiler!r} is not known. {nearest(profiler, kinds)}")
-    return kinds[profiler]()
+    if profiler.lower() not in kinds:
+        raise ConfigurationError(f"profiler={profiler!r} is not known. {nearest(profiler.lower(), kinds)}")
+    return kinds[profiler.lower()]()

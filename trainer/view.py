@@ -292,9 +292,9 @@ class TrainerView:
         return self.logs.nans.note(read_back(values), self.progress.global_step)
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """The values that the progress bar shows; only the bar reads them back."""
-        return self.logs.progress_bar_metrics()
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that the progress bar shows, read back from the device in one transfer at each access."""
+        return self.read_metrics(self.logs.progress_bar_metrics())
 
     # parts ------------------------------------------------------------------------------------------------------------
     @property
@@ -315,7 +315,7 @@ class TrainerView:
     def loggers(self, loggers: Sequence[Logger] | None) -> None:
         if self.state.is_set_up:
             raise LeydenError("trainer.logger was assigned during a run: assign it before the run or in a setup hook.")
-        self.callbacks = with_loggers(self.callbacks, loggers or (), silent=self.fast_dev_run)
+        self.callbacks = with_loggers(self.callbacks, loggers or (), silent=bool(self.fast_dev_run))
 
     @property
     def logger(self) -> Logger | None:
@@ -473,8 +473,9 @@ class TrainerView:
         return self.arguments.default_root_dir
 
     @property
-    def fast_dev_run(self) -> bool:
-        return bool(self.arguments.fast_dev_run)
+    def fast_dev_run(self) -> bool | int:
+        """The Trainer's argument: True, False, or the number of batches."""
+        return self.arguments.fast_dev_run
 
     @property
     def barebones(self) -> bool:
@@ -530,7 +531,7 @@ class TrainerView:
         return self.arguments.check_val_every_n_epoch
 
     @property
-    def max_epochs(self) -> int | None:
+    def max_epochs(self) -> int:
         """The number of epochs after which a fit ends. May be assigned, here or as `fit_loop.max_epochs`."""
         return self.fit_loop.max_epochs
 

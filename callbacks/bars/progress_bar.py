@@ -145,7 +145,7 @@ class ProgressBar(Callback):
 
         The metrics are read back from the device in one transfer.
         """
-        metrics = dict(trainer.read_metrics(trainer.progress_bar_metrics))
+        metrics: dict[str, Any] = dict(trainer.progress_bar_metrics)
         return metrics if "v_num" in metrics else metrics | _version(trainer)
 
     def print(

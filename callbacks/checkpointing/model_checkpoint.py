@@ -35,6 +35,7 @@ from leyden.callbacks.checkpointing.saved_ranking import (
     number_of,
     read_ranking,
     score_of,
+    tensor_of,
     worst_of,
     write_scores,
 )
@@ -250,9 +251,7 @@ class ModelCheckpoint(Callback):
         self.last_model_path = saved.last_model_path
         # Checkpoints that the user or another run has deleted since the save leave the ranking.
         self.best_k_models: dict[str, Tensor] = {
-            path: torch.tensor(score, dtype=torch.float64)
-            for path, score in saved.ranked.items()
-            if self._storage.exists(path)
+            path: tensor_of(score) for path, score in saved.ranked.items() if self._storage.exists(path)
         }
         self._recent: list[str] = [path for path in saved.recent if self._storage.exists(path)]
         self._to_delete: dict[str, str | None] = {
@@ -503,7 +502,7 @@ class ModelCheckpoint(Callback):
             if trainer.is_global_zero:
                 warnings.warn(f"ModelCheckpoint monitors {self.monitor!r}, which is nan and ranks worst.", stacklevel=4)
             score = math.inf if self.mode == "min" else -math.inf
-        self.current_score = torch.tensor(score, dtype=torch.float64)
+        self.current_score = tensor_of(score)
         return score
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:

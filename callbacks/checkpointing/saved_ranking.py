@@ -180,5 +180,12 @@ def number_of(score: Tensor | None) -> float | None:
 
 
 def score_of(number: float | None) -> Tensor | None:
-    """Returns a score from a checkpoint in the form of the callback's attributes."""
-    return None if number is None else torch.tensor(number, dtype=torch.float64)
+    """Returns a score in the form of the callback's attributes."""
+    return None if number is None else tensor_of(number)
+
+
+def tensor_of(number: float) -> Tensor:
+    """Returns a number as a float32 tensor, as most metrics are; as float64 if float32 cannot represent it."""
+    wide = torch.tensor(number, dtype=torch.float64)
+    narrow = wide.float()
+    return narrow if narrow.double() == wide or number != number else wide

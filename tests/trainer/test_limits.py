@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +343,48 @@ def test_setting_an_invalid_limit_raises(quiet: Any, name: str, value: Any) -> N
     with pytest.raises(ConfigurationError, match=f"{name}=.*use a whole number"):
         setattr(limits, name, value)
     assert getattr(limits, name) == before
+
+
+def test_limits_that_were_not_given_show_as_in_lightning(quiet: Any) -> None:
+    def limits(**arguments: Any) -> tuple[int, int]:
+        trainer = Trainer(**quiet, **arguments)
+        return trainer.max_epochs, trainer.max_steps
+
+    assert limits() == (1000, -1)
+    assert limits(max_steps=5) == limits(max_steps=5, max_epochs=-1) == (-1, 5)
+    assert limits(max_time="00:00:01:00") == (-1, -1)
+    assert limits(max_epochs=3) == (3, -1)
+    trainer = Trainer(**quiet, max_steps=5)
+    trainer.fit(Tiny(), numbered(2))
+    assert (trainer.max_epochs, trainer.global_step) == (-1, 5)
+
+
+@pytest.mark.parametrize("given", [True, False, 3, 0])
+def test_fast_dev_run_keeps_its_number(quiet: Any, given: Any) -> None:
+    trainer = Trainer(**quiet, max_epochs=1, fast_dev_run=given)
+    assert trainer.fast_dev_run is given
+    trainer.fit(module := Tiny(), numbered(5))
+    assert len(module.trained) == (int(given) or 5)
+
+
+class Sometimes:
+    """A loader without a length whose epochs have these numbers of batches."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = list(counts)
+
+    def __iter__(self) -> Any:
+        return iter(numbered(self.counts.pop(0)))
+
+
+def test_an_epoch_without_data_goes_on_to_the_next(fit: Any) -> None:
+    with pytest.warns(UserWarning, match="yielded no batch in epoch 1"):
+        trainer = fit(module := Tiny(), Sometimes(2, 0, 1), numbered(1), max_epochs=3)
+    assert module.trained == [0.0, 1.0, 0.0] and (trainer.current_epoch, trainer.global_step) == (3, 3)
+
+
+@pytest.mark.parametrize("counts", [(0, 2), (2, 0, 0, 2)])
+def test_a_loader_without_data_raises(fit: Any, counts: Any) -> None:
+    with pytest.raises(ConfigurationError, match="yielded no batch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(Tiny(), Sometimes(*counts), max_epochs=4)

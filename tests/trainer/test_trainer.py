@@ -29,6 +29,7 @@ from leyden.callbacks import (
     TQDMProgressBar,
 )
 from leyden.callbacks.loggers.silent import DummyLogger
+from leyden.trainer.profilers import SimpleProfiler
 
 # state and messages of a run ------------------------------------------------------------------------------------------
 STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")
@@ -688,3 +689,8 @@ def test_verbose_false_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().out == "the user's own text\n"
     with pytest.raises(ConfigurationError, match="verbose=2: use True or False"):
         Trainer(verbose=2)  # type: ignore[arg-type]
+
+
+def test_names_of_strategies_and_profilers_have_any_case(quiet: Any) -> None:
+    trainer = Trainer(**quiet, strategy="Single_Device", profiler="Simple")
+    assert trainer.strategy.name == "single_device" and isinstance(trainer.profiler, SimpleProfiler)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.logging.values import REDUCTIONS, Value, as_number, as_tensor, extreme, sum_dtype, together
+from leyden.trainer.logging.values import (
+    REDUCTIONS,
+    Value,
+    as_number,
+    as_tensor,
+    extreme,
+    reduction_of,
+    sum_dtype,
+    together,
+)
 
 STAGES = ("validation", "test")
 STEP_EVENTS = (
@@ -75,7 +84,8 @@ class Entry:
     )
 
     def __init__(self, event: str, name: str, options: tuple[Any, ...], loader: int = -1) -> None:
-        prog_bar, logger, on_step, on_epoch, sync_dist, reduce_fx = options
+        prog_bar, logger, on_step, on_epoch, sync_dist, given_fx = options
+        reduce_fx = reduction_of(given_fx)
         rule = rule_of(event)
         self.event, self.name, self.options = event, name, options
         self.group, self.has_batch = rule.group, rule.has_batch
@@ -190,18 +200,29 @@ class Entry:
                 return None
             return as_number(self.name, self.reduce_fx(torch.stack([as_tensor(value) for value in self.values])))
         if self.total is None or self.reduce_fx != "mean":
-            return self.total
+            return self.as_logged(self.total)
         # The total weight is 0 if no batch had a sample.
-        return self.total / self.weight if self.weight else math.nan
+        return self.as_logged(self.total / self.weight) if self.weight else math.nan
+
+    def as_logged(self, result: Value | None) -> Value | None:
+        """Returns the epoch's value as the values were logged: a number for numbers; float64 only for float64."""
+        if not isinstance(result, Tensor):
+            return result
+        if not isinstance(self.value, Tensor):
+            return float(result) if result.device.type == "cpu" else result.to(torch.float32)
+        return result if self.value.dtype == torch.float64 else result.to(torch.float32)
 
     def accepts(self, options: tuple[Any, ...]) -> bool:
         """Returns True if a call with these options still matches this entry, although the options are not equal.
 
-        Functions passed as `reduce_fx` may differ in identity only. After a resume, the first one is adopted.
+        Functions passed as `reduce_fx` may differ in identity only, and names in case. After a resume, the first one
+        is adopted.
         """
         if isinstance(self.reduce_fx, Reduced) and callable(options[-1]) and self.options[:-1] == options[:-1]:
             self.reduce_fx, self.options = options[-1], options
             return True
+        if isinstance(self.reduce_fx, str) and self.options[:-1] == options[:-1]:
+            return bool(self.reduce_fx == reduction_of(options[-1]))
         return _same_options(self.options, options)
 
     def state(self) -> dict[str, Any]:

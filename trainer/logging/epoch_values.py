@@ -186,7 +186,8 @@ class EpochValues:
             states = {rank.index: rank.states[key] for rank in ranks if key in rank.states}
             return as_number(entry.name, metrics.compute(entry.metric, states, data_ranks))
         counted = metrics.once(data_ranks)
-        return combined(entry, [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers])
+        numbers = [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers]
+        return entry.as_logged(combined(entry, numbers))
 
     def _members(self, entry: Entry) -> list[int] | None:
         """Returns the ranks that an entry is reduced over; None for all of them."""

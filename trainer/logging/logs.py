@@ -63,6 +63,8 @@ class Logs:
         self._entries: dict[tuple[str, str], Entry] = {}
         """All entries, by hook and name."""
         self._epoch_values: dict[str, Shown] = {}
+        self._last_evaluated: dict[str, Shown] = {}
+        """The last step's values of finished evaluations. Callbacks do not see step values of evaluations."""
         # The following three are for the other stages of a pipeline, whose values come from the last stage.
         self._last_stage_step: dict[str, Value] = {}
         """Values for loggers that the last stage logged in the current step."""
@@ -280,13 +282,20 @@ class Logs:
             ) from None
 
     # reading ----------------------------------------------------------------------------------------------------------
-    def _visible(self) -> Iterator[tuple[str, Value, bool, bool]]:
-        """Yields the values that a run shows: first those of finished epochs, then newer ones of single steps."""
+    def _visible(self, to_callbacks: bool = False) -> Iterator[tuple[str, Value, bool, bool]]:
+        """Yields the values that a run shows: first those of finished epochs, then newer ones of single steps.
+
+        Args:
+            to_callbacks: leave out the step values of evaluations.
+        """
         self._receive_all()
-        for values in (self._epoch_values, self._last_stage_steps):
+        finished = (self._epoch_values, self._last_stage_steps)
+        for values in finished if to_callbacks else (self._last_evaluated, *finished):
             for name, (value, logger, prog_bar) in values.items():
                 yield name, value, logger, prog_bar
         for entry in self._entries.values():
+            if to_callbacks and entry.group != "train":
+                continue
             if entry.on_step and entry.fresh and entry.value is not None:
                 yield entry.step_name, entry.value, entry.logger, entry.prog_bar
                 if entry.step_name != entry.name:
@@ -294,7 +303,7 @@ class Logs:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Returns all logged values, under each of their names, as 0-d tensors on their devices."""
-        return {name: as_tensor(value) for name, value, _, _ in self._visible()}
+        return {name: as_tensor(value) for name, value, _, _ in self._visible(to_callbacks=True)}
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Returns the values for loggers."""
@@ -354,7 +363,7 @@ class Logs:
             is_free = result is None or entry.step_name != entry.epoch_name
             if entry.on_step and entry.fresh and entry.value is not None and is_free:
                 steps[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
-        self._epoch_values.update(steps)
+        (self._epoch_values if group == "train" else self._last_evaluated).update(steps)
         if not keep:
             self._follow_outputs(group, entries, steps)
             self.forget(group)
@@ -373,7 +382,7 @@ class Logs:
         if shared is not own:
             if group == "train":
                 self._last_stage_steps.clear()
-            self._epoch_values.update(values)
+            (self._epoch_values if group == "train" else self._last_evaluated).update(values)
             for name in metrics:
                 self._module.get_submodule(name).reset()  # type: ignore[operator]
 
@@ -421,6 +430,7 @@ class Logs:
         self._receive_all()
         self._entries.clear()
         self._epoch_values.clear()
+        self._last_evaluated.clear()
         self._last_stage_steps.clear()
 
     # resume -----------------------------------------------------------------------------------------------------------

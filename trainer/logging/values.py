@@ -18,6 +18,18 @@ K = TypeVar("K")
 Value: TypeAlias = "Tensor | float"
 Reduction: TypeAlias = "str | Callable[[Tensor], Tensor]"
 REDUCTIONS = ("mean", "sum", "max", "min")
+_FUNCTIONS = {"mean": (torch.mean,), "sum": (torch.sum, sum), "max": (torch.max, max), "min": (torch.min, min)}
+
+
+def reduction_of(given: Any) -> Any:
+    """Returns the name of a reduction, which may be given in any case, as "avg", or as torch's or Python's function.
+
+    Other functions and unknown names are returned unchanged.
+    """
+    if isinstance(given, str):
+        name = given.lower()
+        return "mean" if name == "avg" else name if name in REDUCTIONS else given
+    return next((name for name, functions in _FUNCTIONS.items() if any(given is one for one in functions)), given)
 
 
 def read_back(values: Mapping[K, Value]) -> dict[K, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,8 @@ class FitLoop:
         """Whether `_epoch` calls `_start_hook_ends_epoch` and `_end_batch`: only for listeners or logger rows."""
         self._remaining: Iterator[tuple[Any, bool]] = iter(())
         """The remaining batches of this epoch, as `_batches` yields them."""
+        self._empty_epoch = -2
+        """The last epoch without data."""
         self._epoch_cut_short = False
         """A request to end the epoch early: a hook returned -1, or a `dataloader_iter` step exhausted its batches."""
         self.window_start = 0
@@ -346,7 +349,7 @@ class FitLoop:
         if self._run.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
         if complete and progress.batch == 0 and not progress.cut:
-            raise ConfigurationError("the training loader yielded no batch: an epoch needs at least one.")
+            self._note_empty_epoch()
         self.strategy.check_trained()
         self.hooks.fire("on_train_epoch_end")
         self._run.send_epoch(*self.logs.reduce_epoch("train", keep=not complete))
@@ -363,6 +366,14 @@ class FitLoop:
             self._iterator = None
             if not self._is_done():
                 self._next_epoch()
+
+    def _note_empty_epoch(self) -> None:
+        """Warns of an epoch without data. Raises if the run has trained on none yet, or after two of them in a row."""
+        epoch = self.progress.epoch
+        if self.progress.batches == 0 or self._empty_epoch == epoch - 1:
+            raise ConfigurationError("the training loader yielded no batch: an epoch needs at least one.")
+        self._empty_epoch = epoch
+        warnings.warn(f"the training loader yielded no batch in epoch {epoch}.", stacklevel=2)
 
     def _close_short_window(self) -> None:
         """Steps the open window after a loader ended early; gradients are averaged over the batches it has."""

@@ -11,6 +11,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.logging.values import read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
+from leyden.trainer.run.starting.uncalled_hooks import warn_of_unlogged_monitors
 
 if TYPE_CHECKING:
     from leyden.trainer.loops.agreement import Agreement
@@ -79,6 +80,7 @@ class Validation:
                 with self._keeping_snapshot(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
                     self.loop.run(limit=None if count == -1 else count)
             run.hooks.fire_all("on_sanity_check_end")
+        warn_of_unlogged_monitors(run)
         run.logs.clear()
 
     def set_interval(self, num_batches: int | None) -> None:

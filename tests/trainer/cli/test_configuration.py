@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
@@ -15,10 +16,12 @@ import pytest
 import torch
 import yaml
 from configured import Bare, Composed, Described, FewPoints, OwnCounter, OwnNet, OwnNotes, Points
+from jsonargparse import lazy_instance
 from torch import nn
 
 from leyden import ConfigurationError, LeydenCLI, Trainer
 from leyden.callbacks import CSVLogger, EarlyStopping, LearningRateMonitor
+from leyden.strategies import DDPStrategy
 from leyden.trainer.cli import LeydenArgumentParser, ReduceLROnPlateau, SaveConfigCallback, instantiate_class
 
 QUICK = [
@@ -797,3 +800,39 @@ def test_an_error_in_a_constructor_keeps_its_cause() -> None:
         with pytest.raises(RuntimeError, match="no table") as found:
             build_cli(*args, model=model)
         assert isinstance(found.value.__cause__, LookupError)
+
+
+def test_trainer_defaults_take_a_lazy_strategy() -> None:
+    strategy = lazy_instance(DDPStrategy, find_unused_parameters=True)
+    cli = LeydenCLI(OwnNet, Points, args=[], run=False, trainer_defaults={"strategy": strategy, "accelerator": "cpu"})
+    assert cli.trainer.strategy.ddp_arguments == {"find_unused_parameters": True}
+
+
+def test_configure_optimizers_returns_lists_as_in_lightning() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert LeydenCLI.configure_optimizers(OwnNet(), optimizer) is optimizer
+    assert LeydenCLI.configure_optimizers(OwnNet(), optimizer, scheduler) == ([optimizer], [scheduler])
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--trainr.max_epochs=3", r"Did you mean --trainer\.max_epochs\?"),
+        ("--ckpt_pth=x", r"Did you mean --ckpt_path\?"),
+        ("--optimizr=SGD", r"Did you mean --optimizer\?"),
+        ("--trainer.nothing_alike=3", r"nothing_alike=3\n"),
+    ],
+)
+def test_an_unknown_option_suggests_the_nearest(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        LeydenCLI(OwnNet, Points, args=["fit", word])
+    assert re.search(meant, capsys.readouterr().err)
+
+
+def test_an_unknown_key_or_subcommand_suggests_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("trainer:\n  max_epoc: 3\n")
+    for args, meant in ((["fit", "--config", str(tmp_path / "c.yaml")], "trainer.max_epochs?"), (["ftt"], "fit?")):
+        with pytest.raises(SystemExit):
+            LeydenCLI(OwnNet, Points, args=args)
+        assert f"Did you mean {meant}" in capsys.readouterr().err

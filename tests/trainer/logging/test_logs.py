@@ -176,7 +176,11 @@ def test_each_hook_allows_self_log_by_step_by_epoch_or_not_at_all(fit: Any, hook
         with pytest.raises(ConfigurationError, match=r"this hook runs outside of steps\. Use on_epoch=True"):
             run()
     else:
-        assert numbers(run().callback_metrics) == {"x": 2.0, "x_step": 2.0, "x_epoch": 2.0}
+        trainer, both = run(), {"x_step": 2.0, "x_epoch": 2.0}
+        assert numbers(trainer.logged_metrics) == both
+        # Callbacks do not see the step values of an evaluation.
+        shown = {"x": 2.0, **both} if rule_of(hook).group == "train" else {"x": 2.0, "x_epoch": 2.0}
+        assert numbers(trainer.callback_metrics) == shown
 
 
 def test_values_go_to_the_progress_bar_the_logger_or_both(quiet: Any) -> None:
@@ -507,3 +511,56 @@ def test_values_keep_the_order_in_which_they_were_logged_whatever_the_hash_seed(
     module = Logging(lambda module, batch: [module.log(name, 1.0, on_epoch=True) for name in names])
     found = list(fit(module, numbered(2)).logs.state_dict()["epoch_values"])
     assert found == [*(full for name in names for full in (f"{name}_epoch", name)), *(f"{name}_step" for name in names)]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("AVG", 2.25), ("Mean", 2.25), (torch.mean, 2.25), ("SUM", 3.0), (max, 3.0), (torch.min, 0.0), ("Max", 3.0)],
+)
+def test_reductions_have_lightnings_names_and_functions(fit: Any, reduction: Any, expected: float) -> None:
+    def log(module: Any, batch: Any) -> None:
+        # The mean is weighted by batch size, whatever its name.
+        module.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=reduction)
+
+    trainer = fit(Logging(log), [torch.zeros(1, 2), torch.full((3, 2), 3.0)])
+    assert numbers(trainer.callback_metrics) == {"x": expected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, None])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max"])
+def test_epoch_values_are_float32_unless_the_values_are_float64(fit: Any, dtype: Any, reduction: str) -> None:
+    def log(module: Any, batch: Any) -> None:
+        value = float(batch.mean()) if dtype is None else batch.mean().to(dtype)
+        module.log("x", value, on_step=False, on_epoch=True, reduce_fx=reduction)
+
+    found = fit(Logging(log), numbered(4)).callback_metrics["x"]
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert float(found) == {"mean": 1.5, "sum": 6.0, "max": 3.0}[reduction]
+
+
+def test_epoch_sums_of_float32_values_are_exact_in_float64(fit: Any) -> None:
+    trainer = fit(
+        Logging(lambda module, batch: module.log("x", torch.tensor(0.1), on_step=False, on_epoch=True)), numbered(3000)
+    )
+    assert float(trainer.callback_metrics["x"]) == float(torch.tensor(0.1))
+
+
+def test_callbacks_do_not_see_the_step_values_of_validation(fit: Any) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Validated(Logging):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", batch.mean(), on_step=True, on_epoch=True, prog_bar=True)
+            self.log("only", batch.mean(), on_step=True, on_epoch=False)
+            seen.append(numbers(self.trainer.callback_metrics))
+
+    trainer = fit(Validated(lambda *_: None), numbered(2), numbered(3), num_sanity_val_steps=0, max_epochs=2)
+    assert numbers(trainer.callback_metrics) == {"val": 1.0, "val_epoch": 1.0}
+    assert seen == [{}] * 3 + [{"val": 1.0, "val_epoch": 1.0}] * 3
+    assert numbers(trainer.logged_metrics) == {"val_step": 2.0, "val_epoch": 1.0, "only": 2.0}
+    assert trainer.progress_bar_metrics == {"val_step": 2.0, "val_epoch": 1.0}
+
+
+def test_progress_bar_metrics_are_floats(fit: Any) -> None:
+    trainer = fit(Logging(lambda module, batch: module.log("x", batch.mean(), prog_bar=True)), numbered(3))
+    assert trainer.progress_bar_metrics == {"x": 2.0} and type(trainer.progress_bar_metrics["x"]) is float

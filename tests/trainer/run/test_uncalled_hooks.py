@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bad_input.ground import QUIET, Module, loader, samples
+from models import Line
 
-from leyden import Callback, ConfigurationError, Trainer
-from leyden.callbacks import CSVLogger, ModelCheckpoint, TQDMProgressBar
+from leyden import Callback, ConfigurationError, DataModule, Trainer, TrainModule
+from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 
 
-def warnings_of(module: Module, folder: Path, **arguments: Any) -> list[str]:
+def warnings_of(module: TrainModule, folder: Path, **arguments: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Trainer(**{**QUIET, "default_root_dir": folder, **arguments}).fit(module, loader(), loader())
@@ -122,3 +124,90 @@ def test_a_dataset_in_place_of_a_loader_raises(kind: str, tmp_path: Path) -> Non
 def test_two_progress_bars_raise() -> None:
     with pytest.raises(ConfigurationError, match="2 progress bars"):
         Trainer(callbacks=[TQDMProgressBar(), TQDMProgressBar(2)])
+
+
+def test_misspelled_steps_loaders_and_hooks_warn(tmp_path: Path) -> None:
+    class Typos(Line):
+        def validaton_step(self, batch: Any, batch_idx: int) -> None: ...
+        def val_dataloaders(self) -> None: ...
+        def configure_callback(self) -> None: ...
+        def configure_optimizer(self) -> None:
+            """A part of configure_optimizers, which the module has."""
+
+    class Watch(Callback):
+        def on_train_epoch_finish(self, trainer: Any, module: Any) -> None: ...
+        def on_fit_begin(self, trainer: Any, module: Any) -> None: ...
+
+    def named(messages: list[str]) -> list[str]:
+        return [re.sub(r" is never called.*Did you mean (\w+).*", r" \1", message) for message in messages]
+
+    messages = warnings_of(Typos(4), tmp_path, callbacks=Watch())
+    assert named([message for message in messages if "never called" in message]) == [
+        *("Typos.validaton_step validation_step", "Typos.val_dataloaders val_dataloader"),
+        *("Typos.configure_callback configure_callbacks", "Watch.on_train_epoch_finish on_train_epoch_end"),
+        "Watch.on_fit_begin on_fit_start",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["module", "datamodule"])
+def test_errors_about_missing_methods_name_the_misspelled_ones(kind: str, tmp_path: Path) -> None:
+    class Loaders:
+        def train_dataloaders(self) -> Any:
+            return loader()
+
+    class Owner(Loaders, Module): ...
+
+    class Data(Loaders, DataModule): ...
+
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"there is no train loader.*train_dataloaders\?"):
+        trainer.fit(*((Owner(),) if kind == "module" else (Module(), Data())))
+
+
+@pytest.mark.parametrize(
+    ("method", "typo"), [("training_step", "trainin_step"), ("configure_optimizers", "configure_optimizer")]
+)
+def test_an_error_about_a_missing_step_names_the_misspelled_one(method: str, typo: str, tmp_path: Path) -> None:
+    own = {"training_step": Module.training_step, "configure_optimizers": Module.configure_optimizers}
+    own[typo] = own.pop(method)
+    misspelled = type("Net", (TrainModule,), own)
+    with pytest.raises(ConfigurationError, match=rf"Net has no {method}:.*Did you mean it by {typo}\?"):
+        Trainer(**QUIET, default_root_dir=tmp_path).fit(misspelled(), loader())
+
+
+class Monitored(Module):
+    """Logs val_loss in validation, train_loss in training, and one value outside of the sanity check."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "warns"), [("val_los", True), ("val_f1", True), ("loss_val_loss", True), ("train_loss", False)]
+)
+def test_monitors_are_compared_with_the_names_of_the_sanity_check(monitor: str, warns: bool, tmp_path: Path) -> None:
+    class Stops(Exception): ...
+
+    class Stop(Monitored):
+        def on_train_start(self) -> None:
+            raise Stops
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": monitor}}
+
+    callbacks = [EarlyStopping(monitor), ModelCheckpoint(monitor=monitor)]
+    arguments = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "callbacks": callbacks}
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(Stops):
+        warnings.simplefilter("always")
+        Trainer(**{**arguments, "default_root_dir": tmp_path}).fit(Stop(), loader(), loader())
+    found = [str(w.message) for w in caught if "sanity check did not log" in str(w.message)]
+    who = [message.split()[0] for message in found]
+    assert who == (["EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"] if warns else [])
+    assert all(monitor in message and "val_loss" in message for message in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -213,8 +214,26 @@ class LeydenArgumentParser(ArgumentParser):
             return super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         command = parser.prog.replace(" [options]", "")
-        sys.stderr.write(f"{command}: {in_few_words(message)}\n{command} --help lists the options.\n")
+        text = in_few_words(message) + _meant(message, parser)
+        sys.stderr.write(f"{command}: {text}\n{command} --help lists the options.\n")
         self.exit(2)
+
+
+UNKNOWN = re.compile(r"(?:unrecognized arguments: -{1,2}|(?i:option|key) ['\"]|invalid choice: ')([\w.-]+)")
+"""The name of an option or subcommand that a parser does not know, in a message of jsonargparse."""
+
+
+def _meant(message: str, parser: Any) -> str:
+    """Returns " Did you mean …?" for a message about an unknown option or subcommand; "" if none is similar."""
+    found = UNKNOWN.search(message)
+    if found is None:
+        return ""
+    subparsers = getattr(getattr(parser, "_subcommands_action", None), "choices", None) or {}
+    options = {action.dest for each in (parser, *subparsers.values()) for action in each._actions}
+    known, cutoff = (subparsers, 0.6) if found[0].startswith("invalid choice") else (options, 0.75)
+    close = difflib.get_close_matches(found[1], known, n=1, cutoff=cutoff)
+    dashes = "--" if found[0].endswith(f"-{found[1]}") else ""
+    return f". Did you mean {dashes}{close[0]}?" if close and close[0] != found[1] else ""
 
 
 def in_few_words(message: str) -> str:

@@ -262,8 +262,10 @@ class LeydenCLI:
     @staticmethod
     def configure_optimizers(
         module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None
-    ) -> Optimizer | dict[str, Any]:
+    ) -> Optimizer | dict[str, Any] | tuple[list[Optimizer], list[Any]]:
         """Returns the value of `configure_optimizers` for a module whose optimizer comes from `--optimizer`.
+
+        As in Lightning, this is the optimizer, `([optimizer], [lr_scheduler])`, or a dict for ReduceLROnPlateau.
 
         Override this to change the scheduler's interval, for example.
         """
@@ -272,7 +274,7 @@ class LeydenCLI:
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             watched = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
             return {"optimizer": optimizer, "lr_scheduler": watched}
-        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        return [optimizer], [lr_scheduler]
 
     # from arguments to a run ------------------------------------------------------------------------------------------
     def _add_arguments(self, parser: LeydenArgumentParser) -> None:

@@ -36,6 +36,7 @@ from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.plugins import checkpoint_io_of, is_async_plugin
 from leyden.trainer.run.starting.callback_list import check_callbacks, holds
+from leyden.trainer.run.starting.uncalled_hooks import misspelled
 
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
@@ -310,7 +311,8 @@ def check_steps(module: TrainModule, stage: str) -> None:
     if stage == "fit":
         for method in ("training_step", "configure_optimizers"):
             if not overrides(module, method, TrainModule):
-                raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
+                hint = misspelled(module, method)
+                raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.{hint}")
         if not module.training:
             warnings.warn(
                 f"{name} is in eval mode, and fit will train it in that mode: if that is not intended, call "

@@ -47,13 +47,13 @@ class FitLimits:
         epochs, steps = self._lasting
         self._max_epochs = epochs if max_epochs is None else max_epochs
         self._max_steps = steps if max_steps is None else max_steps
-        if self._max_epochs is None and self._max_steps == -1 and self.max_seconds is None:
-            self._max_epochs = 1000
 
     @property
-    def max_epochs(self) -> int | None:
-        """Epochs after which a fit ends; -1 for no limit, None if another limit ends it."""
-        return self._max_epochs
+    def max_epochs(self) -> int:
+        """Epochs after which a fit ends. If it was not set: -1 if another limit ends the fit, otherwise 1000."""
+        if self._max_epochs is not None:
+            return self._max_epochs
+        return 1000 if self._max_steps == -1 and self.max_seconds is None else -1
 
     @max_epochs.setter
     def max_epochs(self, value: int | None) -> None:
@@ -95,11 +95,11 @@ class FitLimits:
 
     def epochs_reached(self, epochs: int) -> bool:
         """Returns True if this number of epochs reaches `max_epochs`."""
-        return self._max_epochs not in (None, -1) and epochs >= (self._max_epochs or 0)
+        return self.max_epochs != -1 and epochs >= self.max_epochs
 
     def reached(self, progress: Progress) -> list[str]:
         """Returns the limits that a fit has reached, in the form `max_epochs=3`."""
-        epochs = [f"max_epochs={self._max_epochs}"] if self.epochs_reached(progress.epochs_done) else []
+        epochs = [f"max_epochs={self.max_epochs}"] if self.epochs_reached(progress.epochs_done) else []
         steps = [f"max_steps={self._max_steps}"] if 0 <= self._max_steps <= progress.global_step else []
         return epochs + steps
 
@@ -123,9 +123,9 @@ class FitLimits:
             samples: the samples in one batch of all ranks together; None if unknown.
         """
         limit = self._max_steps if self._max_steps != -1 else float("inf")
-        if self._max_epochs in (None, -1) or num_batches is None:
+        epochs = self.max_epochs
+        if epochs == -1 or num_batches is None:
             return limit
-        epochs = self._max_epochs or 0
         if accumulation is None:
             return min(limit, epochs * num_batches)
         if accumulation.by == "step":

@@ -20,6 +20,7 @@ from leyden.trainer.data.streams import shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.module import TrainModule
+from leyden.trainer.run.starting.uncalled_hooks import misspelled
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
@@ -97,9 +98,10 @@ class Loaders:
         owner = self._owner(kind)
         if owner is None:
             stage, module = STAGES[kind], type(self._module).__name__
+            hints = (misspelled(each, f"{kind}_dataloader") for each in (self._datamodule, self._module) if each)
             raise ConfigurationError(
                 f"there is no {kind} loader: pass one to Trainer.{stage}, or define {kind}_dataloader in {module} or "
-                "in a DataModule."
+                f"in a DataModule.{next(filter(None, hints), '')}"
             )
         loaders = self._given[kind] if owner is self._given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:

@@ -1,14 +1,20 @@
-"""Warns of methods that look like hooks but are never called: hooks of Lightning 1, and misspelled ones."""
+"""Warns of misspelled names: methods that look like hooks but are never called, and monitors that nothing logs."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from leyden.callbacks.base import Callback
+from leyden.strategies.errors import nearest
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from leyden.trainer.run.state import Run
 
 FORMER = {
     **{f"{stage}_epoch_end": f"on_{stage}_epoch_end" for stage in ("validation", "test")},
@@ -51,14 +57,53 @@ def _uncalled_hooks(owner: object) -> Iterator[tuple[str, str]]:
     classes = type(owner).__mro__
     user_classes = [kind for kind in classes if issubclass(kind, base) and not kind.__module__.startswith("leyden.")]
     known = {name for kind in classes if kind not in user_classes for name in dir(kind)}
-    hooks = [name for name in dir(base) if name.startswith("on_")]
+    hooks = [name for name in dir(base) if _is_hook(name)]
     methods = dict.fromkeys(name for kind in user_classes for name, member in vars(kind).items() if callable(member))
     for name in methods:
         if name in known:
             continue
         if name in FORMER:
             yield name, FORMER[name]
-        elif name.startswith("on_"):
-            close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
-            if close:
+        elif _is_hook(name):
+            close = difflib.get_close_matches(_with_usual_ending(name), hooks, n=1, cutoff=0.85)
+            # Beside the hook itself, a method of a similar name is a part of it, such as configure_optimizer.
+            if close and (name.startswith("on_") or close[0] not in methods):
                 yield name, close[0]
+
+
+def _is_hook(name: str) -> bool:
+    """Returns True for names in the form of hooks, steps and loaders."""
+    return name.startswith(("on_", "configure_")) or name.endswith(("_step", "_dataloader", "_dataloaders"))
+
+
+def _with_usual_ending(name: str) -> str:
+    return re.sub(r"_(begin|begins|starts)$", "_start", re.sub(r"_(finish|finished|done|complete|stop)$", "_end", name))
+
+
+def misspelled(owner: object, method: str) -> str:
+    """Returns a hint for an error about a missing method: the user's method that was probably meant to be it."""
+    uncalled = [name for name in dir(type(owner)) if not hasattr(TrainModule, name)]
+    close = difflib.get_close_matches(method, uncalled, n=1, cutoff=0.8)
+    return f" Did you mean it by {close[0]}?" if close else ""
+
+
+def warn_of_unlogged_monitors(run: Run) -> None:
+    """Warns, after the sanity check, of monitored names that look misspelled: validation did not log them.
+
+    It cannot be an error: the name may be logged in training, or by validations that are not the sanity check. No
+    warning for names that are neither similar to a logged one nor look like validation's.
+    """
+    logged = sorted(run.logs.callback_metrics())
+    if not logged or not run.strategy.ranks.is_global_zero:
+        return
+    owners = [*run.callbacks, *run.schedulers]
+    for owner in owners:
+        monitor = getattr(owner, "monitor", None)
+        if not isinstance(monitor, str) or monitor in logged:
+            continue
+        if "val" in monitor.lower() or difflib.get_close_matches(monitor, logged, n=1, cutoff=0.85):
+            who = type(getattr(owner, "scheduler", owner)).__name__
+            warnings.warn(
+                f"{who} monitors {monitor!r}, which the sanity check did not log. {nearest(monitor, logged)}",
+                stacklevel=2,
+            )
