@@ -155,7 +155,10 @@ def test_validate_does_not_count_as_a_check(tmp_path: Path) -> None:
 
 def test_an_unlogged_metric_raises_unless_strict_is_false(tmp_path: Path) -> None:
     late = r"monitors 'vall', which was not logged\. Did you mean 'val'\?.*strict=False"
-    with pytest.warns(UserWarning, match="the sanity check did not log"), pytest.raises(ConfigurationError, match=late):
+    with (
+        pytest.warns(UserWarning, match="validation did not log before training"),
+        pytest.raises(ConfigurationError, match=late),
+    ):
         fit(tmp_path, [5, 5], EarlyStopping("vall"))
     with pytest.warns(UserWarning, match="monitors 'vall'"):
         trainer = fit(tmp_path, [5, 5], EarlyStopping("vall", strict=False))

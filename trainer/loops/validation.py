@@ -168,7 +168,9 @@ class Validation:
             return
         before = run.logs.callback_metrics()
         with run.logs.apart("validation"):
-            if self._run_aside() and run.strategy.ranks.is_global_zero:
+            is_done = self._run_aside()
+            warn_of_unlogged_monitors(run)
+            if is_done and run.strategy.ranks.is_global_zero:
                 found = read_back({k: v for k, v in run.logs.callback_metrics().items() if k not in before})
                 run.report("step 0      " + ", ".join(f"{name}={value:.4g}" for name, value in found.items()))
 

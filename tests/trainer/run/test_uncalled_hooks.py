@@ -187,14 +187,17 @@ class Monitored(Module):
         self.log("val_loss", self.loss(batch))
 
 
+@pytest.mark.parametrize("first", [{"num_sanity_val_steps": 1}, {"validate_at_start": True}])
 @pytest.mark.parametrize(
     ("monitor", "warns"), [("val_los", True), ("val_f1", True), ("loss_val_loss", True), ("train_loss", False)]
 )
-def test_monitors_are_compared_with_the_names_of_the_sanity_check(monitor: str, warns: bool, tmp_path: Path) -> None:
+def test_monitors_are_compared_with_the_names_of_the_first_validation(
+    monitor: str, warns: bool, first: dict[str, Any], tmp_path: Path
+) -> None:
     class Stops(Exception): ...
 
     class Stop(Monitored):
-        def on_train_start(self) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise Stops
 
         def configure_optimizers(self) -> Any:
@@ -203,11 +206,11 @@ def test_monitors_are_compared_with_the_names_of_the_sanity_check(monitor: str, 
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": monitor}}
 
     callbacks = [EarlyStopping(monitor), ModelCheckpoint(monitor=monitor)]
-    arguments = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "callbacks": callbacks}
+    arguments = {**QUIET, "enable_checkpointing": True, **first, "callbacks": callbacks}
     with warnings.catch_warnings(record=True) as caught, pytest.raises(Stops):
         warnings.simplefilter("always")
         Trainer(**{**arguments, "default_root_dir": tmp_path}).fit(Stop(), loader(), loader())
-    found = [str(w.message) for w in caught if "sanity check did not log" in str(w.message)]
+    found = [str(w.message) for w in caught if "did not log before training" in str(w.message)]
     who = [message.split()[0] for message in found]
     assert who == (["EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"] if warns else [])
     assert all(monitor in message and "val_loss" in message for message in found)

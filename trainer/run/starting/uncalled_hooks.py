@@ -88,9 +88,9 @@ def misspelled(owner: object, method: str) -> str:
 
 
 def warn_of_unlogged_monitors(run: Run) -> None:
-    """Warns, after the sanity check, of monitored names that look misspelled: validation did not log them.
+    """Warns, after the first validation, of monitored names that look misspelled: validation did not log them.
 
-    It cannot be an error: the name may be logged in training, or by validations that are not the sanity check. No
+    It cannot be an error: the name may be logged in training, or by later validations. No
     warning for names that are neither similar to a logged one nor look like validation's.
     """
     logged = sorted(run.logs.callback_metrics())
@@ -104,6 +104,6 @@ def warn_of_unlogged_monitors(run: Run) -> None:
         if "val" in monitor.lower() or difflib.get_close_matches(monitor, logged, n=1, cutoff=0.85):
             who = type(getattr(owner, "scheduler", owner)).__name__
             warnings.warn(
-                f"{who} monitors {monitor!r}, which the sanity check did not log. {nearest(monitor, logged)}",
+                f"{who} monitors {monitor!r}, which validation did not log before training. {nearest(monitor, logged)}",
                 stacklevel=2,
             )
