@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.checks import check_choice, check_whole
 from leyden.trainer.checkpoint.digests import DigestReader, combined, merged
 
@@ -118,7 +118,7 @@ class DriftGuard(Callback):
         if self.action == "stop":
             raise DriftError(message)
         if self.drifted != drifted_before and trainer.is_global_zero:
-            warnings.warn(message, stacklevel=2)
+            warn(message)
 
     def _digests(self, trainer: Trainer, module: TrainModule) -> dict[str, str]:
         """Returns the digest of this rank's part of each compared parameter, in the module's order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.saved_ranking import tensor_of
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.arguments.given import checks_names
@@ -163,10 +163,9 @@ class EarlyStopping(Callback):
         if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             # The checkpoint was saved after the decision to stop.
             trainer.should_stop = True
-            warnings.warn(
+            warn(
                 f"EarlyStopping stopped this run in epoch {self.stopped_epoch} ({self.stopping_reason_message}), so it "
                 "stops again. Change its patience or threshold to continue training.",
-                stacklevel=2,
             )
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -193,12 +192,10 @@ class EarlyStopping(Callback):
             message = missing_metric("EarlyStopping", self.monitor, trainer)
             if self.strict:
                 raise ConfigurationError(f"{message} Or set strict=False to continue without it.")
-            warnings.warn(message, stacklevel=2)
+            warn(message)
             return
         if math.isnan(current) and not self.check_finite and trainer.is_global_zero:
-            warnings.warn(
-                f"EarlyStopping monitors {self.monitor!r}, which is nan. This counts as no improvement.", stacklevel=2
-            )
+            warn(f"EarlyStopping monitors {self.monitor!r}, which is nan. This counts as no improvement.")
         reason, message = self._compare(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 
 if TYPE_CHECKING:
@@ -132,10 +132,9 @@ class BaseFinetuning(Callback):
         candidates = list(params)
         new = [parameter for parameter in candidates if id(parameter) not in existing]
         if len(new) < len(candidates):
-            warnings.warn(
+            warn(
                 f"{len(candidates) - len(new)} of the parameters to unfreeze are already in the optimizer, and keep "
                 "the learning rate of their group. Pass the optimizer only parameters with requires_grad.",
-                stacklevel=2,
             )
         return new
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format.text import aligned, size_of
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
             else:
                 module(inputs)
     except Exception as error:  # A failed trial run must not prevent training.
-        warnings.warn(f"the summary shows no sizes: forward(example_input_array) raised {error!r}.", stacklevel=4)
+        warn(f"the summary shows no sizes: forward(example_input_array) raised {error!r}.")
         return {}
     finally:
         for handle in handles:

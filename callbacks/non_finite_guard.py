@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback, refusal
 from leyden.callbacks.replayed_step import ReplayedStep
 from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format.text import listed
@@ -149,7 +149,7 @@ class NonFiniteGuard(Callback):
         if trainer.is_global_zero:
             where = f"epoch {trainer.current_epoch}, batch {trainer.progress.batch}"
             samples = _samples(trainer.sample_indices(window=True, all_ranks=True))
-            warnings.warn(f"step {step} ({where}) was skipped: its gradients were not finite.{samples}", stacklevel=2)
+            warn(f"step {step} ({where}) was skipped: its gradients were not finite.{samples}")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -171,10 +171,9 @@ class NonFiniteGuard(Callback):
                 "getting past this point."
             )
         if trainer.is_global_zero:
-            warnings.warn(
+            warn(
                 f"step {step} (epoch {epoch}, batch {batch_idx}) had gradients that were not finite.{samples} The run "
                 f"is rolled back to {path} and continues with the next batch.",
-                stacklevel=2,
             )
 
     def go_back(self, state: dict[str, Any], step: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import log_to_all
 from leyden.callbacks.peak_flops import peak_flops
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_whole
 
@@ -106,10 +106,9 @@ class ThroughputMonitor(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if not trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:
-            warnings.warn(
+            warn(
                 "ThroughputMonitor has no logger to write to: its values are only in trainer.callback_metrics. Use "
                 "Trainer(logger=True), or remove the callback.",
-                stacklevel=2,
             )
         self._stages |= {name: _StageCounts(self.window_size) for name in self._stages if name != "train"}
         dtype = _compute_dtype(trainer)

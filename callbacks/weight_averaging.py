@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from leyden.callbacks.averaged_weights import ExchangesWeights, parse_device
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.arguments.checks import check_whole
 
@@ -83,10 +83,9 @@ class WeightAveraging(ExchangesWeights):
         super().on_fit_start(trainer, module)
         if self._pending_state is not None:
             self._pending_state = None
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} starts new averages: restore= leaves out the weights, and in this checkpoint "
                 "they are the averages.",
-                stacklevel=2,
             )
 
     def on_train_batch_end(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import folder_of
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.checks import check_whole
 from leyden.trainer.checkpoint.digests import DigestReader, merged
 from leyden.trainer.format.digests import DigestFile, Place
@@ -112,10 +112,9 @@ class WeightDigests(Callback):
         if file is not None:
             return file
         file = DigestFile.begin(folder)
-        warnings.warn(
+        warn(
             f"{folder / place.file} is not the digest file that the resumed run wrote: {file.path} begins after step "
             f"{trainer.global_step}.",
-            stacklevel=2,
         )
         return file
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.user_code import LEYDEN, is_users
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,3 +120,29 @@ def rank_zero_warn(message: object, category: type[Warning] = UserWarning, stack
 def rank_zero_deprecation(message: object, stacklevel: int = 1) -> None:
     """Issues a DeprecationWarning on rank 0."""
     rank_zero_warn(message, DeprecationWarning, stacklevel + 1)
+
+
+def warn(message: str, category: type[Warning] = UserWarning, every_rank: bool = False) -> None:
+    """Issues a warning at the user's line that led to it, on rank 0.
+
+    Args:
+        message: the text of the warning.
+        category: the warning's class.
+        every_rank: warn on the rank that finds out, for facts that other ranks do not know.
+    """
+    if every_rank or rank_zero_only.rank == 0:
+        warnings.warn(message, category, stacklevel=_depth_of_user())
+
+
+def _depth_of_user() -> int:
+    """Returns the stack level, in `warn`, of the user's innermost line, or else of the first outside of Leyden."""
+    frame: types.FrameType | None = sys._getframe(2)
+    depth, outside = 2, None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return depth
+        if outside is None and not file.startswith(LEYDEN):
+            outside = depth
+        frame, depth = frame.f_back, depth + 1
+    return outside or 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 
 
 class StateWriter(Protocol):
@@ -144,7 +144,7 @@ def check_partial(module: nn.Module, names: Iterable[str], warns: bool = True) -
     if warns and (not_loaded or not_saved):
         lines = [f"not loaded, since they are not in {kind}: {_listed(not_loaded)}"] if not_loaded else []
         lines += [f"unchanged, since they are not in the checkpoint: {_listed(not_saved)}"] if not_saved else []
-        warnings.warn(f"Not all weights fit {kind}; {'; '.join(lines)}.", stacklevel=3)
+        warn(f"Not all weights fit {kind}; {'; '.join(lines)}.")
 
 
 def _listed(names: list[str]) -> str:

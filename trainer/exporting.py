@@ -13,6 +13,7 @@ import torch
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.paths import local_path
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.toggling import keeping_modes
 
@@ -58,11 +59,10 @@ def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any
             "to_torchscript needs whole weights, but this module's weights are sharded. Load a checkpoint with "
             f"{type(module).__name__}.load_from_checkpoint(path), and export the result."
         )
-    warnings.warn(
+    warn(
         "TorchScript is deprecated in PyTorch and does not work from Python 3.14 on. to_torchscript will be removed "
         "with torch.jit. Use torch.export.export or to_onnx.",
         FutureWarning,
-        stacklevel=4,
     )
     with keeping_modes(module), warnings.catch_warnings():
         module.eval()

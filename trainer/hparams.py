@@ -10,13 +10,13 @@ import inspect
 import itertools
 import types
 import typing
-import warnings
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.configs import config_of, entries_of, is_config
 from leyden.trainer.format.secrets import masked_names, masked_values
@@ -222,11 +222,10 @@ class Kept:
 
 def _warn_of_unsaved(owner: str, names: list[str], words: Mapping[str, str]) -> None:
     listed = ", ".join(f"{name} ({words[name]})" for name in names)
-    warnings.warn(
+    warn(
         f"{owner}.save_hyperparameters keeps {listed} only in self.hparams: checkpoints hold no modules, classes or "
         f"partials. Pass them to load_from_checkpoint(..., {names[0]}=…). To avoid this warning, ignore them: "
         f"self.save_hyperparameters(ignore={names}).",
-        stacklevel=5,
     )
 
 
@@ -366,10 +365,9 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     values, given = _as_arguments(cls, saved, given, parameters)
     unknown = [] if takes_any else [name for name in given if name not in parameters]
     for name in unknown:
-        warnings.warn(
+        warn(
             f"{cls.__name__} has no argument {name!r} and is built without it. "
             f"{nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
-            stacklevel=4,
         )
     values = {**values, **{name: value for name, value in given.items() if name not in unknown}}
     accepted = {name: value for name, value in values.items() if takes_any or name in parameters}
@@ -383,10 +381,9 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     defaults = {name: p.default for name, p in parameters.items() if name not in accepted}
     for name, was in saved.skipped.items():
         if name in defaults and in_words(defaults[name]) != was:
-            warnings.warn(
+            warn(
                 f"{cls.__name__} was trained with {name}={was}, which checkpoints cannot hold, but is built with the "
                 f"default: pass load_from_checkpoint(..., {name}=…).",
-                stacklevel=4,
             )
     return accepted
 

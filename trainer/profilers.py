@@ -7,7 +7,6 @@ import io
 import pstats
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.paths import local_path
 from leyden.strategies.ported import ported
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.format import staging
 from leyden.trainer.format.text import aligned
@@ -469,10 +469,9 @@ class PyTorchProfiler(Profiler):
             self._table = averages.table(**self._table_arguments)
         except UnicodeDecodeError:
             # torch keeps pointers to the names of functions that may have been freed (pytorch issue 136040).
-            warnings.warn(
+            warn(
                 "torch cannot read the recorded stacks, because some of their functions no longer exist. Record later "
                 "steps with schedule=torch.profiler.schedule(wait=…, …), or omit with_stack.",
-                stacklevel=2,
             )
 
     def _write(self, profile: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.checkpoint.folder import delete, identity
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
@@ -170,7 +170,7 @@ def delete_each(to_delete: Mapping[str, str | None], storage: FolderStorage) -> 
             if found is not None and saved_identity in (None, found):
                 storage.delete(path)
         except CheckpointError as error:
-            warnings.warn(f"an old checkpoint was not deleted: {error} The next save tries again.", stacklevel=2)
+            warn(f"an old checkpoint was not deleted: {error} The next save tries again.")
             remaining[path] = saved_identity
     return remaining
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format import staging
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -137,9 +137,8 @@ def format_name(template: str, values: Mapping[str, float], equals: str | None =
         if name in values:
             text = format(values[name], spec)
         else:
-            warnings.warn(
+            warn(
                 f"the checkpoint's filename {template!r} names {name!r}, which was not logged. {nearest(name, values)}",
-                stacklevel=4,
             )
             text = "none"
         # Only slashes of the template itself separate folders.

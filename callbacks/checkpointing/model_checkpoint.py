@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -42,6 +41,7 @@ from leyden.callbacks.checkpointing.saved_ranking import (
 from leyden.callbacks.early_stopping import missing_metric, validates
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.paths import local_path
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.given import checks_names
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format.errors import CheckpointError
@@ -240,10 +240,9 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = read_ranking(state, self.dirpath)
         if saved.previous_folder is not None:
-            warnings.warn(
+            warn(
                 f"earlier checkpoints of this run are in {saved.previous_folder}, and new ones go to {self.dirpath}. "
                 "The earlier ones are neither ranked nor deleted.",
-                stacklevel=2,
             )
         self.best_model_path = saved.best_model_path
         self.best_model_score = score_of(saved.best_model_score)
@@ -259,10 +258,9 @@ class ModelCheckpoint(Callback):
         }
         unread = [path for path in saved.to_delete if path not in self._to_delete and self._storage.exists(path)]
         if unread:
-            warnings.warn(
+            warn(
                 f"{', '.join(unread)} left the ranking, but could not be read then, and may be another run's by now. "
                 "Delete what you do not need.",
-                stacklevel=2,
             )
         self._saved_step, self._saved_batch = saved.saved_step, saved.saved_batch
         self._seen_step = 0
@@ -493,14 +491,14 @@ class ModelCheckpoint(Callback):
             message = missing_metric("ModelCheckpoint", self.monitor, trainer)
             if validates(trainer) and trainer.progress.validations == 0:
                 # The first validation may still log it.
-                warnings.warn(f"{message} This checkpoint is not ranked.", stacklevel=4)
+                warn(f"{message} This checkpoint is not ranked.")
                 self.current_score = None
                 return None
             raise ConfigurationError(message)
         score = values[self.monitor]
         if math.isnan(score):
             if trainer.is_global_zero:
-                warnings.warn(f"ModelCheckpoint monitors {self.monitor!r}, which is nan and ranks worst.", stacklevel=4)
+                warn(f"ModelCheckpoint monitors {self.monitor!r}, which is nan and ranks worst.")
             score = math.inf if self.mode == "min" else -math.inf
         self.current_score = tensor_of(score)
         return score

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.paths import local_path
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 
@@ -94,5 +94,5 @@ def save_after(trainer: Trainer, path: str, exception: BaseException, weights_on
             path, weights_only, exact=trainer.window_is_over, overwrite=False, asynchronous=False
         )
     except Exception as error:
-        warnings.warn(f"no checkpoint could be saved after {type(exception).__name__}: {error}", stacklevel=3)
+        warn(f"no checkpoint could be saved after {type(exception).__name__}: {error}")
         return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from leyden.strategies.errors import LeydenError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format import staging
 
 
@@ -80,9 +80,8 @@ class BackgroundUploads:
                 return
             abandoned = list(self._tasks)
             self._tasks.clear()
-        warnings.warn(
+        warn(
             f"{self._owner} did not upload {', '.join(task.what for task in abandoned)}: the run was interrupted.",
-            stacklevel=3,
         )
         # The first one is in progress, and ends with the process.
         for task in abandoned[1:]:
@@ -105,7 +104,7 @@ class BackgroundUploads:
             if task.is_needed and raises and first is None:
                 first = message, error
             else:
-                warnings.warn(message, stacklevel=3)
+                warn(message)
         if first is not None:
             raise LeydenError(first[0]) from first[1]
 

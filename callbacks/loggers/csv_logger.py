@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,6 +12,7 @@ from typing import Any, TextIO
 from leyden.callbacks.loggers.logger import FolderLogger
 from leyden.callbacks.loggers.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.format import staging
 from leyden.trainer.format.plain_files import check_plain, opener
@@ -145,7 +145,7 @@ class CSVLogger(FolderLogger):
             columns = next(reader, [])
             self._rows = sum(1 for _ in reader)
         if keep is None and self._rows and self._given_version is not None:
-            warnings.warn(f"{path} has {self._rows} rows from an earlier run. New rows are appended.", stacklevel=5)
+            warn(f"{path} has {self._rows} rows from an earlier run. New rows are appended.")
         self._rows = self._rows if keep is None else min(keep, self._rows)
         self._rewrite(path, columns, self._rows)
         return columns

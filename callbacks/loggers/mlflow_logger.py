@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Uploa
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
+from leyden.strategies.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -140,10 +140,9 @@ class MLFlowLogger(ServiceLogger):
         kept = client.get_run(self._id).data.params
         changed = {name: text for name, text in flat.items() if name in kept and kept[name] != text[:MAX_PARAM_LENGTH]}
         if changed:
-            warnings.warn(
+            warn(
                 f"MLflow keeps the first value of a parameter. The new values of {', '.join(changed)} are logged as "
                 f"tags of the run, such as changed.{next(iter(changed))}.",
-                stacklevel=2,
             )
         added = [Param(name, text) for name, text in flat.items() if name not in kept]
         tags = [RunTag(f"changed.{name}", text) for name, text in changed.items()]

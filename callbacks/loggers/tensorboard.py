@@ -8,7 +8,6 @@ import re
 import shutil
 import time
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
 from leyden.strategies.errors import ConfigurationError, StateError, needs
 from leyden.strategies.paths import local_path
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.format import staging
 from leyden.trainer.format.plain_files import check_plain
@@ -227,7 +227,7 @@ class TensorBoardLogger(FolderLogger):
             return
         example = getattr(module, "example_input_array", None) if input_array is None else input_array
         if example is None:
-            warnings.warn("log_graph=True needs module.example_input_array. No graph was logged.", stacklevel=2)
+            warn("log_graph=True needs module.example_input_array. No graph was logged.")
             return
         with undisturbed(module, example) as inputs:
             self.experiment.add_graph(module, inputs)
@@ -237,9 +237,8 @@ class TensorBoardLogger(FolderLogger):
         if trainer.strategy.replicates:
             self.log_graph(module)
         elif self._log_graph and self.is_writer:
-            warnings.warn(
+            warn(
                 "log_graph=True needs an unsharded module, but no rank holds all of this one. No graph was logged.",
-                stacklevel=2,
             )
 
     def save(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from leyden.callbacks.loggers.plain import HParams, flatten_hparams, json_value,
 from leyden.callbacks.loggers.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, needs
 from leyden.strategies.paths import local_path
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format.secrets import OWNERS
 
 if TYPE_CHECKING:
@@ -351,10 +351,9 @@ class WandbLogger(ServiceLogger):
             import wandb
         if wandb.run is not None and self._id in (None, wandb.run.id):
             if self._id is None:
-                warnings.warn(
+                warn(
                     f"WandbLogger continues the open run {wandb.run.id}. To start a new run, call wandb.finish() "
                     "first. To continue this one without a warning, pass experiment=wandb.run.",
-                    stacklevel=4,
                 )
             self._is_own = False
             return wandb.run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ from leyden.strategies.deepspeed.own_loop import ZeroLoop
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.precision import HalfPrecision
 from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window, zeroed
@@ -374,10 +374,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stepped = self.zero.step()
         if not stepped and not self._warned_of_skip and not self.config.scales_loss(self.precision.name):
             self._warned_of_skip = True
-            warnings.warn(
+            warn(
                 "DeepSpeed skipped a step whose gradients are not finite. Other strategies would continue with nan. "
                 "Check the loss, or use detect_anomaly=True.",
-                stacklevel=2,
             )
         return stepped
 

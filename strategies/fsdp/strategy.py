@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -38,6 +37,7 @@ from leyden.strategies.fsdp.sharding import (
 from leyden.strategies.fsdp.values import Slot, Values
 from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().__init__(**{name: value for name, value in kwargs.items() if name in GROUP_SETTINGS})
         translation = Translation(settings, {k: v for k, v in kwargs.items() if k not in GROUP_SETTINGS})
         for note in translation.notes:
-            warnings.warn(note, stacklevel=2)
+            warn(note)
         self.settings = settings
         """The constructor's arguments, under Leyden's names."""
         mesh = settings["device_mesh"]

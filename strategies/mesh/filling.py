@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from leyden.strategies.errors import kind_of
+from leyden.strategies.rank_zero import warn
 
 
 @torch.no_grad()
@@ -38,10 +38,9 @@ def fill(root: nn.Module, device: torch.device, group: dist.ProcessGroup | None)
         else:
             _draw(module, reset, group)
     if unfilled:
-        warnings.warn(
+        warn(
             f"{', '.join(sorted(set(unfilled)))} was built on the meta device and has no reset_parameters(): its "
             "values are arbitrary until your code sets them, for example in on_train_start.",
-            stacklevel=2,
         )
 
 

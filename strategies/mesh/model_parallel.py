@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.filling import fill
 from leyden.strategies.mesh.plan import Plan, is_split
 from leyden.strategies.mesh.strategy import MeshStrategy
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.window import BackwardHooks, Window
 
 
@@ -57,10 +57,9 @@ class ModelParallelStrategy(MeshStrategy):
         super().__init__(dp_shard=data, tp=split, auto_wrap_policy=None, **kwargs)
         self.name = "model_parallel"
         if not save_distributed_checkpoint:
-            warnings.warn(
+            warn(
                 "save_distributed_checkpoint=False has no effect: a checkpoint loads under every strategy, and `leyden "
                 "merge` joins it into one file.",
-                stacklevel=2,
             )
 
     @property

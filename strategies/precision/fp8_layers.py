@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TypeAlias
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.rank_zero import warn
 
 Filter: TypeAlias = "Callable[[nn.Module, str], bool]"
 MULTIPLE = 16
@@ -102,10 +102,9 @@ class Chosen:
     def warn(self, precision: str, module: nn.Module) -> None:
         """Warns that a model has no suitable layer."""
         why = f" ({self.reasons()})" if self.left else ", since it has none"
-        warnings.warn(
+        warn(
             f"precision={precision!r} converts no Linear of {type(module).__name__}{why}, so it runs in bf16-mixed. "
             "Choose layers with Float8Precision(first_and_last=True, …).",
-            stacklevel=4,
         )
 
     def reasons(self) -> str:

@@ -11,6 +11,7 @@ import pytest
 from ranks.world import run_world
 
 from leyden import rank_zero_debug, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+from leyden.strategies.rank_zero import warn
 
 
 @pytest.fixture(params=[0, 1])
@@ -66,9 +67,10 @@ def test_without_a_logging_setup_only_info_messages_are_printed(
 
 
 def test_a_script_may_set_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 3)
+    monkeypatch.setattr(rank_zero_only, "_rank", None)
+    rank_zero_only.rank = 3
     assert rank_zero_only(lambda: "here", default="elsewhere")() == "elsewhere"
-    monkeypatch.setattr(rank_zero_only, "rank", None)
+    rank_zero_only.rank = None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -83,3 +85,15 @@ def rank_and_result() -> dict[str, Any]:
 def test_connected_ranks_use_the_rank_of_their_group() -> None:
     found = run_world(2, rank_and_result)
     assert found == [{"rank": 0, "found": "here"}, {"rank": 1, "found": "elsewhere"}]
+
+
+def test_a_warning_names_the_users_line_on_rank_0(rank: int) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        # The wrapper of rank_zero_only is a frame of Leyden's between the warning and this line.
+        rank_zero_only(warn)("lr is low", every_rank=True)
+        warn("lr is high")
+        warn("sample 3 is bad", every_rank=True)
+    texts = [str(warning.message) for warning in seen]
+    assert texts == (["sample 3 is bad"] if rank else ["lr is low", "lr is high", "sample 3 is bad"])
+    assert {warning.filename for warning in seen} == {__file__}

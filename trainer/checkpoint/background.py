@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.checkpoint.copies import Copies, HostMemory, Key, WrittenWhileCopied, addresses_of, calls_hooks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.events.hooks import Hooks
@@ -27,7 +27,7 @@ def is_possible(strategy: Strategy) -> bool:
     reason = strategy.refusals.get("asynchronous")
     if reason is not None and strategy.ranks.is_global_zero:
         # Python shows identical warnings only once.
-        warnings.warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.", stacklevel=5)
+        warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.")
     return reason is None
 
 
@@ -256,9 +256,8 @@ class BackgroundSaves:
             return
         pending.join(_ABANDONED)
         if not pending.is_committed and pending.is_first:
-            warnings.warn(
+            warn(
                 f"{pending.path} was not saved: the run ended with an error first. Earlier checkpoints are whole.",
-                stacklevel=2,
             )
 
     def _before_step(self, *args: object) -> None:

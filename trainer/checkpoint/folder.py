@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
@@ -71,7 +71,7 @@ def newest_reader(
         except CheckpointError as error:
             damaged.append(error)
             if ranks.rank == 0:
-                warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
+                warn(f"skipping a damaged checkpoint: {error}")
     if damaged and strict:
         listed = "; ".join(str(error) for error in damaged)
         raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start from scratch. {listed}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.safefile import CheckedFile, read_tensors
 
@@ -49,9 +49,8 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
     try:
         return _loaded(path, weights_only=True)
     except pickle.UnpicklingError:
-        warnings.warn(
+        warn(
             f"{path} holds more than weights, and is unpickled in full because of trust=True. Any code in it runs now.",
-            stacklevel=2,
         )
     return _loaded(path, weights_only=False)
 

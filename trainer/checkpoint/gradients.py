@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from leyden.strategies.errors import StateError
 from leyden.strategies.local_weights import local_part
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState, brief
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ class OpenGradients:
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Tensor]:
         """Returns no gradients, with a warning: those of other ranks' samples or shards do not fit this rank."""
         if rank == 0 and any(states):
-            warnings.warn(
+            warn(
                 "the checkpoint was saved while gradients accumulated over batches were waiting for a step, on another "
                 "number of ranks. They are left out: the first step after the resume lacks those batches.",
-                stacklevel=2,
             )
         return {}

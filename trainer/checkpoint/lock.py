@@ -14,12 +14,12 @@ import secrets
 import sys
 import threading
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.processes import place, runs, started
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.plain_files import opener
@@ -140,9 +140,8 @@ class FolderLock:
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise CheckpointError(self.path, f"cannot be written: {error.strerror or error}.") from error
-            warnings.warn(
+            warn(
                 f"{self.path.parent} is not writable ({error.strerror}), so nothing keeps a second run out of it.",
-                stacklevel=2,
             )
             return
         self._content = content

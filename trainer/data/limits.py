@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from copy import copy
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import (
 )
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.seekable_shuffle import SeekableShuffle
 
 NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
@@ -99,10 +99,9 @@ def shuffles(loader: Any) -> bool:
 def warn_if_shuffled(loader: Any, kind: str) -> None:
     """Warns if an evaluation loader shuffles."""
     if isinstance(loader, DataLoader) and shuffles(loader):
-        warnings.warn(
+        warn(
             f"the {NAMES.get(kind, kind)} loader shuffles: evaluate in a fixed order, with shuffle=False, so that "
             "batches and outputs can be compared between passes.",
-            stacklevel=2,
         )
 
 
@@ -125,17 +124,15 @@ def without_shuffle(loader: Any) -> Any:
     if batches is not None:
         size = getattr(batches, "batch_size", None)
         if not isinstance(size, int):
-            warnings.warn(
+            warn(
                 f"overfit_batches needs the same batches in each epoch, and {type(batches).__name__} has no "
                 "batch_size: pass a loader whose order does not change.",
-                stacklevel=2,
             )
             return loader
         in_order = BatchSampler(in_order, size, bool(getattr(batches, "drop_last", False)))
-    warnings.warn(
+    warn(
         "overfit_batches turned shuffling off for this run, because it needs the same batches in each epoch. Pass a "
         "loader with shuffle=False to avoid this warning.",
-        stacklevel=2,
     )
     return with_index_sampler(loader, in_order)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.limits import with_collate
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.samples import Sift, Sifted, named, names_samples
@@ -170,10 +170,10 @@ class SiftedSource(Source):
         if batch.bad and not self._has_warned:
             self._has_warned = True
             first = batch.bad[0]
-            warnings.warn(
+            warn(
                 f"{first.what} raised {first.reason}, and is left out of its batch (on_bad_sample='skip'). Further "
                 "ones are counted, and logged with their index by logging.getLogger('leyden') at level INFO.",
-                stacklevel=2,
+                every_rank=True,
             )
             log.warning("%s raised:\n%s", first.what, first.traceback)
 
@@ -186,10 +186,10 @@ class SiftedSource(Source):
         if self._lost <= MANY * max(self._seen, FIRST):
             return
         if self._ranks.rank == 0:
-            warnings.warn(
+            warn(
                 f"{self._lost} of the first {self._seen} samples raised and were left out (on_bad_sample='skip'): the "
                 "model trains on the remaining data only. The log has the traceback of the first one.",
-                stacklevel=2,
+                every_rank=True,
             )
         self._seen = FIRST
 

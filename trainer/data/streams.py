@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.generators import Generators, parts_of
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
@@ -91,10 +91,9 @@ class RankStream(Composite):
         """Warns if the lengths of the ranks' loaders differ by more than one batch, unlike in an even split."""
         known = [length for length in self.lengths if length is not None]
         if self.ranks.rank == 0 and known and max(known) - min(known) > 1:
-            warnings.warn(
+            warn(
                 f"the ranks' own loaders have {', '.join(map(str, self.lengths))} batches. Ranks that run out first "
                 "wait for the others and contribute nothing: give all ranks the same number of batches.",
-                stacklevel=2,
             )
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ from leyden.strategies.base import mean_items
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision, find_precision
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.readers import Readers
 from leyden.strategies.window import zeroed
 from leyden.trainer.engine.gathering import check_gathered, warn_of_rest
@@ -227,10 +227,9 @@ class Engine:
             *(["are not exchanged with the other ranks"] if self.strategy.ranks.world_size > 1 else []),
             *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
         ]
-        warnings.warn(
+        warn(
             "training_step stepped an optimizer without calling self.manual_backward. Gradients of a plain "
             f"loss.backward() {' and '.join(problems)}. Call self.manual_backward(loss) instead.",
-            stacklevel=5,
         )
 
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from leyden.strategies.batch import map_tensors, shape_and_dtype
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
@@ -80,9 +80,8 @@ def warn_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
     if share.rest % ranks == 0 or (share.rest > ranks and not any(has_row_per_sample)):
         return False
     if strategy.is_global_zero:
-        warnings.warn(
+        warn(
             f"all_gather in a step will fail in the last global batch of a full epoch, which has {share.rest} samples "
             f"for {ranks} ranks. {FIX}",
-            stacklevel=5,
         )
     return True

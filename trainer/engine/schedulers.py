@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.format.text import listed
 from leyden.trainer.logging.values import Value
 
@@ -77,7 +77,7 @@ class SchedulerConfig:
         )
         if self.strict:
             raise ConfigurationError(message)
-        warnings.warn(message, stacklevel=2)
+        warn(message)
         return None
 
 

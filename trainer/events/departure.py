@@ -7,12 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from leyden.strategies.launch.leaving import note_exit
+from leyden.strategies.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
@@ -104,10 +104,10 @@ class Departure:
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn(
                     f"should_preempt raised {type(error).__name__}: {error}. It is called again every poll_every "
                     "seconds. Further errors are not reported.",
-                    stacklevel=2,
+                    every_rank=True,
                 )
             return False
 
@@ -150,10 +150,10 @@ def requeue(job: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     if reason:
-        warnings.warn(
+        warn(
             f"scontrol requeue {job} failed: {reason}. The run is saved: submit the job again, with --requeue if the "
             "cluster requires it.",
-            stacklevel=3,
+            every_rank=True,
         )
     else:
         print(f"leyden: requeued job {job}", flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +14,7 @@ from torch import Tensor
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.outputs import SharedNumbers
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.logging import metrics
 from leyden.trainer.logging.entries import Reduced
 from leyden.trainer.logging.values import Value, as_number, in_turns, read_back
@@ -216,10 +216,9 @@ def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
     """Combines the numbers that each rank logged for an entry into one value, by the entry's `reduce_fx`."""
     reduction = entry.reduce_fx
     if isinstance(reduction, Reduced):
-        warnings.warn(
+        warn(
             f"the epoch value of {entry.name!r} is left out: its reduce_fx is a function, which a resumed run gets "
             "from the next self.log call, and this epoch made none.",
-            stacklevel=2,
         )
         return None
     if callable(reduction):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from leyden.strategies.errors import StateError
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.logging.metrics import PartState, merged_value
 from leyden.trainer.logging.values import in_turns
@@ -97,10 +97,9 @@ def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> di
             # torchmetrics sums small integers in a wider dtype than that of the state.
             merged[key] = merged_value(metric, key, parts).to(values[0].dtype)
         else:
-            warnings.warn(
+            warn(
                 f"the state {key!r} of the metric {name!r} cannot be merged over ranks. After this resume on another "
                 "number of ranks, the metric covers only the rest of the epoch.",
-                stacklevel=2,
             )
             return _blank(metric)
     return {"state": merged, "update_count": sum(part.count for part in parts)}

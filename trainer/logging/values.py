@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from leyden.strategies.batch import widest_float
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.local_weights import local_part
+from leyden.strategies.rank_zero import warn
 
 K = TypeVar("K")
 Value: TypeAlias = "Tensor | float"
@@ -160,10 +160,9 @@ class Nans:
         for name, (first, last) in self._since.items():
             since = f"step {last}" if first == last else f"one of the steps {first} to {last}"
             found.append(f"{name!r} is nan since {since}")
-        warnings.warn(
+        warn(
             f"the run ended with nan: {', '.join(found)}. Train again with detect_anomaly=True, which names the batch "
             "and the operation, with a lower learning rate, or with gradient_clip_val=1.0.",
-            stacklevel=2,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, is_out_of_memory
 from leyden.strategies.micro_batches import MicroBatch, cut, rows_of, together
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.window import Window
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import is_indexed
@@ -350,10 +350,9 @@ class AutoStep(AutomaticStep):
             f"was: {failures[0].error}"
         )
         if before == 1 and any(isinstance(part, _BatchNorm) and part.training for part in self.module.modules()):
-            warnings.warn(
+            warn(
                 "batch norm now computes its statistics per micro-batch, not per batch. Use group or layer norm if "
                 "this changes results too much.",
-                stacklevel=2,
             )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.heartbeat import BATCHES, STEP, Phase
+from leyden.strategies.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.strategies.launch.heartbeat import Heartbeat
@@ -145,10 +145,9 @@ class DataloaderIter(Iterator[tuple[Any, int, int]]):
 
 def warn_of_length(reported: int, actual: int) -> None:
     """Warns that a training loader ended before its reported length."""
-    warnings.warn(
+    warn(
         f"the training loader reports {reported} batches but ended after {actual}: fix its length, or let it report "
         "none.",
-        stacklevel=3,
     )
 
 

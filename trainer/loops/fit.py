@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.sharding import NO_SAMPLES, Share
 from leyden.trainer.events.hooks import overrides
@@ -373,7 +373,7 @@ class FitLoop:
         if self.progress.batches == 0 or self._empty_epoch == epoch - 1:
             raise ConfigurationError("the training loader yielded no batch: an epoch needs at least one.")
         self._empty_epoch = epoch
-        warnings.warn(f"the training loader yielded no batch in epoch {epoch}.", stacklevel=2)
+        warn(f"the training loader yielded no batch in epoch {epoch}.")
 
     def _close_short_window(self) -> None:
         """Steps the open window after a loader ended early; gradients are averaged over the batches it has."""

@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from time import perf_counter
 from types import FunctionType, ModuleType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.sources import Composite
 
@@ -91,11 +91,10 @@ class LoaderTimer:
         is_slow = self._waited >= MAX_WAIT_FRACTION * self._total
         if is_slow and self._waited >= MIN_WAIT_PER_BATCH * self._batches:
             self._is_on = False
-            warnings.warn(
+            warn(
                 f"data took {self._waited / self._total:.0%} of the training time over {self._batches} batches "
                 f"({self._waited / self._batches:.3g} of {self._total / self._batches:.3g} s each): "
                 f"{_fix(self._run.loaders.train_loader, self._run.strategy.ranks.local_size, self._run.module)}.",
-                stacklevel=2,
             )
         self._reset()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.interrupt import is_quiet, raise_quietly
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.workers import died
 from leyden.trainer.run.reporting import advice
 
@@ -115,4 +115,4 @@ def _errors_of(call: Callable[..., Any], *args: Any) -> list[Exception]:
 
 def _warn_of(errors: Iterable[Exception], what: str = "failed") -> None:
     for error in errors:
-        warnings.warn(f"while the run {what}, {type(error).__name__} was also raised: {error}", stacklevel=3)
+        warn(f"while the run {what}, {type(error).__name__} was also raised: {error}", every_rank=True)

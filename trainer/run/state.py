@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.heartbeat import Heartbeat, Phase
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -544,7 +544,7 @@ class Run:
             try:
                 end()
             except Exception as error:
-                warnings.warn(
+                warn(
                     f"{type(profiler).__name__} failed at the end of the run: {type(error).__name__}: {error}",
-                    stacklevel=2,
+                    every_rank=True,
                 )

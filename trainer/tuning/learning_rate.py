@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from leyden.callbacks.base import CLOSING_ORDER, Callback
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.sharding import NO_SAMPLES
 from leyden.trainer.tuning.trial import Subject, owners_of
 
@@ -73,7 +73,7 @@ class LRFinder:
             raise ConfigurationError(f"method={method!r}: {nearest(str(method), METHODS)}")
         place, reason = self._place(skip_begin, skip_end, method)
         if place is None:
-            warnings.warn(f"no learning rate is suggested: {reason}", stacklevel=2)
+            warn(f"no learning rate is suggested: {reason}")
             return None
         return self.results["lr"][place]
 

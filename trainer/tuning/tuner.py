@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.tuning.batch_size import LIMITS, BatchSizeSearch
 from leyden.trainer.tuning.learning_rate import LRFinder, RateSearch
@@ -160,7 +160,7 @@ def find_rate(search: RateSearch, subject: Subject) -> tuple[LRFinder | None, fl
         The result, None under fast_dev_run; and the rate set on the module, None if none was set.
     """
     if subject.trainer.fast_dev_run:
-        warnings.warn("fast_dev_run skips the search for a learning rate.", stacklevel=3)
+        warn("fast_dev_run skips the search for a learning rate.")
         return None, None
     name, owners = search.owners(subject) if search.update_attr else ("", [])
     finder = search.search(subject)
@@ -175,7 +175,7 @@ def find_rate(search: RateSearch, subject: Subject) -> tuple[LRFinder | None, fl
 def find_batch_size(search: BatchSizeSearch, subject: Subject) -> int | None:
     """Searches for a batch size, and sets it on its owners; returns None under fast_dev_run."""
     if subject.trainer.fast_dev_run:
-        warnings.warn("fast_dev_run skips the search for a batch size.", stacklevel=3)
+        warn("fast_dev_run skips the search for a batch size.")
         return None
     if subject.method == "fit" and any(getattr(one, "counts_samples", False) for one in subject.trainer.callbacks):
         raise ConfigurationError(

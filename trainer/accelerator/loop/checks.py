@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import builtins
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Mistakes:
         elif self._backwards == 2:
             if stepping.precision.may_skip or accumulates:
                 raise ConfigurationError(text)
-            warnings.warn(text, stacklevel=5)
+            warn(text)
 
     def _check_first_window(self) -> None:
         """Checks that the first window leaves weights and gradients unchanged until it closes."""
@@ -144,7 +144,7 @@ class Mistakes:
             or stepping.device.type != "cpu"
         ):
             raise ConfigurationError(text)
-        warnings.warn(text, stacklevel=5)
+        warn(text)
 
 
 def hint_at_first_print(state: PartialState) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.prepared.dispatch import Filled, ListPart
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
@@ -233,10 +233,9 @@ class PreparedLoader:
 
     def _check_end(self, total: int | None) -> None:
         if total is not None:
-            warnings.warn(
+            warn(
                 f"the loader reports {total} batches but ended after {self.position}. Give it the right length, or "
                 "none.",
-                stacklevel=3,
             )
 
     def state_dict(self) -> State:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.master_weights import parameters_of
-from leyden.strategies.rank_zero import rank_zero_warn
+from leyden.strategies.rank_zero import rank_zero_warn, warn
 from leyden.trainer.accelerator.loop.staged import StagedModel
 from leyden.trainer.accelerator.prepared.loader import PreparedLoader
 from leyden.trainer.accelerator.prepared.rank_loaders import rank_loader
@@ -211,10 +210,9 @@ class Preparing:
         owner = getattr(given, "optimizer", None)
         own = [entry for entry in self._stepping.prepared_optimizers if owner is entry or owner is entry.optimizer]
         if owner is not None and not own:
-            warnings.warn(
+            warn(
                 f"{kind_of(given)} was prepared, but its optimizer was not. Prepare the optimizer too, before or in "
                 "the same call.",
-                stacklevel=4,
             )
         with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.data_size
         prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.engine.prepared import PreparedOptimizer, unchanged
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class PreparedScheduler:
         """Warns once. torch's own scheduler would raise, even if the run's length was merely rounded down."""
         if not self._warned_of_end:
             self._warned_of_end = True
-            warnings.warn(
+            warn(
                 f"{type(self.scheduler).__name__} has reached its total_steps={total}; the learning rate stays "
                 "constant from here on.",
-                stacklevel=4,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.checkpoint.folder import is_checkpoint
 from leyden.trainer.checkpoint.foreign import load_foreign
 from leyden.trainer.data.rng import set_live_state
@@ -126,10 +126,9 @@ class AccelerateFolder:
         for scheduler, state in zip(accelerator.prepared_schedulers, self._schedulers, strict=True):
             scheduler.load_state_dict(state)
         if self._schedulers and self._ranks > 1:
-            warnings.warn(
+            warn(
                 f"{self.path} was saved on {self._ranks} ranks. Without split_batches, Accelerate's schedulers count "
                 f"{self._ranks} steps per optimizer step; Leyden's count one.",
-                stacklevel=5,
             )
         if self._scaler is not None and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(self._scaler)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from leyden.callbacks.loggers.plain import json_value
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.accelerator.records.tracking import GeneralTracker
 
 SPLITS = ("eval", "test", "train")
@@ -42,9 +42,8 @@ class ServiceTracker(GeneralTracker):
         """Warns, once per name, about a value that the service does not accept."""
         if key not in self._dropped:
             self._dropped.add(key)
-            warnings.warn(
+            warn(
                 f"the tracker {self.name!r} records only {takes}, and drops {key}, which is {kind_of(value)}.",
-                stacklevel=5,
             )
 
 

@@ -6,14 +6,13 @@ import functools
 import importlib.util
 import inspect
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from leyden.callbacks.loggers.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
-from leyden.strategies.rank_zero import rank_zero_only
+from leyden.strategies.rank_zero import rank_zero_only, warn
 from leyden.trainer.format.secrets import masked_values
 
 if TYPE_CHECKING:
@@ -157,9 +156,8 @@ class LoggerTracker(GeneralTracker):
             writer.log(texts)
         elif not self._warned_of_texts:
             self._warned_of_texts = True
-            warnings.warn(
+            warn(
                 f"the tracker {self.name!r} records only numbers and drops the text of {', '.join(texts)}.",
-                stacklevel=5,
             )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -332,9 +330,8 @@ def _is_usable(name: str) -> bool:
         return True
     if name in LOGGERS:
         raise MissingExtraError(str(LOGGERS[name][2]), name, f"log_with={name!r}")
-    warnings.warn(
+    warn(
         f"log_with={name!r} records nothing: its package is not installed. Run pip install {SERVICES[name][1]}.",
-        stacklevel=5,
     )
     return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
@@ -165,11 +165,10 @@ class MegatronLMPlugin:
         if tp * stages == 1 and not (self.use_distributed_optimizer or self.recompute_activations):
             return "auto"
         if stages > 1 and micro_batches > 1:
-            warnings.warn(
+            warn(
                 f"num_micro_batches={micro_batches} splits each batch of a loader into {micro_batches} micro-batches. "
                 f"Accelerate draws {micro_batches} batches per step: multiply batch_size by {micro_batches} for the "
                 "same step.",
-                stacklevel=4,
             )
         data_dimension = "dp_shard" if self.use_distributed_optimizer else "dp_replicate"
         options: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, data_dimension: -1}

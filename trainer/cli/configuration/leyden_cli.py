@@ -6,7 +6,6 @@ import argparse
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.save_config import SaveConfigCallback
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, import_own, instantiate_class
 from leyden.trainer.data.rng import seed_everything
 from leyden.trainer.datamodule import DataModule
@@ -252,10 +252,9 @@ class LeydenCLI:
         if "callbacks" in defaults:
             given["callbacks"] = callbacks
         elif callbacks:
-            warnings.warn(
+            warn(
                 f"{_owner(self.trainer_class).__name__} has no argument callbacks, so the configuration is not saved "
                 "and the CLI's other callbacks are not added.",
-                stacklevel=2,
             )
         return self.trainer_class(**given)
 
@@ -381,9 +380,8 @@ class LeydenCLI:
                 raise ConfigurationError("--lr_scheduler needs an optimizer. Give --optimizer too.")
             return
         if type(self.model).configure_optimizers not in (TrainModule.configure_optimizers, self.configure_optimizers):
-            warnings.warn(
+            warn(
                 f"{type(self.model).__name__}.configure_optimizers is not called: --optimizer replaces it.",
-                stacklevel=2,
             )
         configure = partial(_configured, self.model, self.configure_optimizers, **found)
         vars(self.model)["configure_optimizers"] = configure

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
+
+from leyden.strategies.rank_zero import warn
 
 UNSERIALIZABLE = "Unable to serialize instance"
 """Prefix of the text that jsonargparse writes for an object that has no representation in a configuration."""
@@ -34,10 +35,9 @@ def writable(value: Any, raw: Any, default: Any, name: str) -> Any:
     """
     kept = _kept(value, raw, name)
     if kept is LOST and not _is_same(raw, default):
-        warnings.warn(
+        warn(
             f"{name} holds an object that no configuration file can hold: the saved configuration leaves it out, and a "
             "run from that file uses the argument's default. Describe the object by class_path and init_args.",
-            stacklevel=2,
         )
     return kept
 

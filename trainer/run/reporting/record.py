@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 import sysconfig
-import warnings
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from enum import Enum
@@ -20,6 +19,7 @@ import torch
 
 from leyden.callbacks.loggers.logger import Logger
 from leyden.strategies.errors import kind_of
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.format.secrets import masked_text, masked_value
 from leyden.trainer.run.reporting.command import STARTED_IN, Command, words_here
@@ -52,9 +52,8 @@ def record_start(run: Run) -> None:
             found = found or start_of(run, with_diff=wanted != "no_diff", beside_secrets=wanted == "diff")
             logger.log_run(*found)
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"{type(logger).__name__} could not record the start of the run: {type(error).__name__}: {error}",
-                stacklevel=2,
             )
 
 

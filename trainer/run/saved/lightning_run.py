@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.checkpointing.lightning_states import CURRENT, SWA_LEFT, LightningStates
 from leyden.callbacks.weight_averaging import WeightAveraging
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.foreign import ForeignWeights
@@ -154,10 +154,9 @@ class LightningRun:
             not_restored |= self._not_restored_of(self.progress, skipped)
         not_restored["random numbers"] = "Lightning does not save them, so shuffling and dropout will differ"
         if self._run.strategy.ranks.is_global_zero:
-            warnings.warn(
+            warn(
                 f"fit continues {self._file.path}, a Lightning checkpoint. Not restored: "
                 f"{'; '.join(f'{name} ({why})' for name, why in not_restored.items())}.",
-                stacklevel=2,
             )
 
     def _skip_unmonitored(self, progress: Progress) -> list[SchedulerConfig]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import StateError
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -116,10 +116,9 @@ class Restorer:
         if "callbacks" in parts:
             has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
             if has_own and strategy.ranks.is_global_zero and not saved.fits:
-                warnings.warn(
+                warn(
                     f"{reader.path} was saved by {saved.saved} rank(s), but {strategy.data_size} resume it: all ranks "
                     "load rank 0's state of callbacks or a DataModule with state_per_rank.",
-                    stacklevel=2,
                 )
         names_by_part = {
             "optimizers": ("gradients",),

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.paths import local_path
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_packed, unpack
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -181,11 +181,10 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
 
 def _opened(run: Run, goal: Goal, reader: CheckpointReader) -> tuple[CheckpointReader, str]:
     if goal.weights_only and goal.parts != {"weights"}:
-        warnings.warn(
+        warn(
             "weights_only=True only affects how pickle files of other trainers are read. "
             f"{reader.path} is a Leyden checkpoint, which holds no pickle, and is resumed in full. To load only its "
             "weights, pass restore='weights'.",
-            stacklevel=3,
         )
     return reader, _description(run, goal, reader, reader.path)
 
@@ -215,10 +214,9 @@ def _description_of_file(run: Run, goal: Goal, weights: ForeignWeights) -> str:
     if continues and weights.holds_run:
         return f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
     if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
-        warnings.warn(
+        warn(
             f"{path} has no {OPTIMIZERS}, like files of Lightning's ModelCheckpoint(save_weights_only=True): fit loads "
             "its weights, and training starts from step 0. Pass restore='weights' to avoid this warning.",
-            stacklevel=2,
         )
     return f"weights of {path}"
 
@@ -328,10 +326,9 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
     elif isinstance(reader, ForeignWeights) and identity is not None and resumes and warns:
         found = identity.differences(identity.as_in(reader)) if identity.optimizers is not None else []
         if found:
-            warnings.warn(
+            warn(
                 f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. The run continues "
                 "with its own values.",
-                stacklevel=2,
             )
 
 
@@ -374,10 +371,9 @@ def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bo
     before, at_start = Identity.read(reader), identity.optimizers is None
     if before is None:
         if refuses and at_start and warns:
-            warnings.warn(
+            warn(
                 f"{reader.path} was saved by an earlier version, which did not record its run. ckpt_path='auto' "
                 "assumes that it was this run.",
-                stacklevel=2,
             )
         return
     with blame(reader.path / f"{IDENTITY}.json"):
@@ -397,10 +393,9 @@ def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bo
             if replaced
             else "The run continues with its own values"
         )
-        warnings.warn(
+        warn(
             f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. "
             f"{effect}. To load only its weights, pass restore='weights'.",
-            stacklevel=2,
         )
 
 

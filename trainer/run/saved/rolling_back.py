@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from leyden.callbacks.base import Callback, refusal
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.heartbeat import Phase
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
@@ -151,7 +151,7 @@ def _last(run: Run, each_node: bool) -> CheckpointReader:
         except CheckpointError as error:
             damaged += 1
             if ranks.rank == 0:
-                warnings.warn(f"the rollback skips a damaged checkpoint: {error}", stacklevel=3)
+                warn(f"the rollback skips a damaged checkpoint: {error}")
             continue
         # An earlier hook of this batch may already have saved the step to undo.
         if progress_of(reader).batches < run.progress.batches:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.rank_zero import warn
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import Unclaimed
@@ -99,11 +99,10 @@ class UserStates:
         digests = ranks.gather({name: _digest(state) for name, state in states.items()})
         differing = [name for name in states if any(others.get(name) != digests[0].get(name) for others in digests)]
         if differing and ranks.rank == 0:
-            warnings.warn(
+            warn(
                 f"the state of {', '.join(differing)} differs between ranks. A checkpoint holds rank 0's state, which "
                 "every rank loads on a resume. On a callback or DataModule, state_per_rank = True saves each rank's "
                 "own state, and state_per_rank = False silences this warning.",
-                stacklevel=2,
             )
 
     def hparams(self) -> dict[str, Any]:
@@ -138,11 +137,10 @@ class UserStates:
         try:
             return [*live, self.compose(progress)]
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"{reader.path} has values of type {', '.join(sorted(unknown))}, which load as plain values: no "
                 f"attribute of a callback or module has that type, and composing the state before the run failed "
                 f"({type(error).__name__}: {error}). Set an attribute of that type in __init__.",
-                stacklevel=2,
             )
             return live
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.arguments.arguments import Arguments
 from leyden.trainer.arguments.given import as_list
 from leyden.trainer.arguments.replay import replay_of
@@ -314,10 +314,9 @@ def check_steps(module: TrainModule, stage: str) -> None:
                 hint = misspelled(module, method)
                 raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.{hint}")
         if not module.training:
-            warnings.warn(
+            warn(
                 f"{name} is in eval mode, and fit will train it in that mode: if that is not intended, call "
                 "module.train() first.",
-                stacklevel=4,
             )
     own = overrides(module, "predict_step", TrainModule) or overrides(module, "forward", nn.Module)
     if stage == "predict" and not own:
@@ -345,10 +344,9 @@ def prepare_data(datamodule: DataModule | None, module: TrainModule, ranks: Rank
 def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None:
     """Warns of a fit without optimizers, which changes no weight. This may be intended."""
     if not optimizers:
-        warnings.warn(
+        warn(
             f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return "
             "an optimizer, such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
-            stacklevel=4,
         )
 
 
@@ -372,11 +370,10 @@ def warn_of_parts_in_eval_mode(module: TrainModule, optimizers: Sequence[Optimiz
             if has_modes and any(p.requires_grad and id(p) in trained for p in child.parameters()):
                 found.append(full)
     if found:
-        warnings.warn(
+        warn(
             f"{type(module).__name__} trains {listed(found, 3)} in eval mode: dropout is off and batch norm does not "
             f"update its statistics. If that is not intended, call {_expression_of(found[0])}.train() in __init__ "
             "(from_pretrained returns models in eval mode).",
-            stacklevel=4,
         )
 
 

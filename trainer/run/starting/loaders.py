@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch.utils.data import Dataset
 from leyden.callbacks.base import Callback, in_order
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import apart, batches_of, check_not_empty, warn_if_shuffled, without_shuffle
@@ -190,12 +190,12 @@ class Loaders:
             if not optional:
                 raise ConfigurationError(message)
             if self._module.validation_step is not None:
-                warnings.warn(message, stacklevel=2)
+                warn(message)
             return []
         found = self._fetch(kind)
         if isinstance(found, (list, tuple, Mapping)) and not found:
             if not optional:
-                warnings.warn(f"Trainer.{STAGES[kind]} got no loader, so it runs nothing.", stacklevel=2)
+                warn(f"Trainer.{STAGES[kind]} got no loader, so it runs nothing.")
             return []
         result: list[tuple[LoaderCursor, int | None]] = []
         for loader, own_limit in _flat(found):

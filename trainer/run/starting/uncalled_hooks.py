@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import nearest
+from leyden.strategies.rank_zero import warn
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule
 
@@ -46,7 +46,7 @@ def warn_of_uncalled_hooks(*owners: object) -> None:
                 why = f"it was a hook of Lightning 1. Override {replacement} instead"
                 # The former hooks without "on_" received the outputs of all steps.
                 why += "." if name.startswith("on_") else ", and collect the outputs of the steps in an attribute."
-            warnings.warn(f"{type(owner).__name__}.{name} is never called: {why}", stacklevel=2)
+            warn(f"{type(owner).__name__}.{name} is never called: {why}")
 
 
 def _uncalled_hooks(owner: object) -> Iterator[tuple[str, str]]:
@@ -103,7 +103,6 @@ def warn_of_unlogged_monitors(run: Run) -> None:
             continue
         if "val" in monitor.lower() or difflib.get_close_matches(monitor, logged, n=1, cutoff=0.85):
             who = type(getattr(owner, "scheduler", owner)).__name__
-            warnings.warn(
+            warn(
                 f"{who} monitors {monitor!r}, which validation did not log before training. {nearest(monitor, logged)}",
-                stacklevel=2,
             )
