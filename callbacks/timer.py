@@ -114,7 +114,8 @@ class Timer(Callback):
         self._begin("train")
         if self._duration is not None:
             self._deadline = self._start["train"] + self._duration - self._earlier["train"]
-        if time.monotonic() >= self._deadline:
+        # Compared with the start, not with the clock now, so that any duration above 0 trains one step.
+        if self._start["train"] >= self._deadline:
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
