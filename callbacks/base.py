@@ -38,6 +38,8 @@ class Callback:
     the ranks' states differ."""
     refuses_rollback: ClassVar[str | None] = None
     """Why a fit with this callback cannot be rolled back to a checkpoint (`Trainer.roll_back`); None if it can."""
+    uses_run_folder: bool = False
+    """True if the callback writes to the run's folder (`Trainer.run_folder`), which a fit then creates."""
     changes_weights: ClassVar[bool] = False
     """Whether a callback of Leyden writes to the module's weights. User callbacks are assumed to."""
 

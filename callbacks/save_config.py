@@ -26,7 +26,8 @@ WHOLE = ".whole"
 class SaveConfigCallback(Callback):
     """Saves the configuration that a `LeydenCLI` has parsed, once per run and before training, on rank 0.
 
-    A fit saves it as `config_filename` in the folder of its first logger that has one, or else in `default_root_dir`.
+    A fit saves it as `config_filename` in the run's folder; an evaluation in that of its first logger, or else in
+    `default_root_dir`.
     `validate`, `test` and `predict` save theirs as `test-config.yaml` and so on. A file with the same content is left
     alone. A new fit refuses to replace another run's configuration. A resumed fit and an evaluation rename the earlier
     file to `config-1.yaml`, or move several files to a folder `config-1`. What looks like a secret is masked, in the
@@ -43,6 +44,7 @@ class SaveConfigCallback(Callback):
     """
 
     state_per_rank = False
+    uses_run_folder = True
 
     def __init__(
         self,

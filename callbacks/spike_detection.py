@@ -70,7 +70,7 @@ class SpikeDetection(Callback):
         warmup: the number of batches, from the start of the run, that are not checked.
         atol: the least distance from the mean, in the loss's unit, that is a spike.
         rtol: the least distance from the mean, as a multiple of the mean, that is a spike.
-        exclude_batches_path: the file, or its folder. None: `skip_batches.json` in `default_root_dir`.
+        exclude_batches_path: the file, or its folder. None: `skip_batches.json` in the run's folder.
         finite_only: whether nan and infinity are spikes. If not, nan is ignored. The mean never includes either.
 
     Attributes:
@@ -313,7 +313,8 @@ class SpikeDetection(Callback):
         )
 
     def _path(self, trainer: Trainer) -> Path:
-        root = trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
+        own = trainer.run_folder or trainer.default_root_dir
+        root = own if self.exclude_batches_path is None else self.exclude_batches_path
         path = Path(os.path.expanduser(root))
         return path if path.suffix == ".json" else path / FILE
 

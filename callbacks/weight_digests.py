@@ -30,7 +30,7 @@ class WeightDigests(Callback):
     whose digests are comparable between runs with the same sharding. The digest is XXH3 of the bytes. At each recorded
     step a GPU's part of the weights is copied to the host, which waits once.
 
-    The file is in `trainer.log_dir`, or in `default_root_dir` without loggers. `fast_dev_run` writes none.
+    `fast_dev_run` writes none.
 
     Args:
         every_n_steps: the number of optimizer steps between lines.
@@ -47,6 +47,7 @@ class WeightDigests(Callback):
     order: ClassVar[int] = 90
     closing_hooks = frozenset({"on_train_batch_end"})
     state_per_rank = False
+    uses_run_folder = True
 
     def __init__(self, every_n_steps: int = 1) -> None:
         check_whole("WeightDigests", 1, every_n_steps=every_n_steps)

@@ -35,6 +35,7 @@ def set_up(root: Path, *loggers: Logger, stage: str = "fit", zero: bool = True) 
         loggers=list(loggers),
         is_global_zero=zero,
         world_size=1,
+        run_folder=None,
         strategy=SimpleNamespace(replicates=True),
     )
     for logger in loggers:

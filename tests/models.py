@@ -15,6 +15,7 @@ about, usually by overriding one method.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
 }
 """Arguments of a Trainer on the CPU that shows and writes nothing."""
+SAVED = Path("version_0", "checkpoints")
+"""The folder of checkpoints of the first run without a logger, below its `default_root_dir`."""
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

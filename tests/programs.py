@@ -14,7 +14,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,18 @@ PRELOAD = [
 warm = multiprocessing.get_context("forkserver")
 """Has a server that imports torch once; each process is then forked from it."""
 warm.set_forkserver_preload(PRELOAD)
+
+
+def run_in_fork(work: Callable[[], Any]) -> int:
+    """Runs a function in a process forked from this one; returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def start_program(

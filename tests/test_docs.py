@@ -49,7 +49,7 @@ def test_the_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
     names: dict[str, object] = {"__name__": "readme"}
     exec(compile(code.replace("max_epochs=3", "max_epochs=1, accelerator='cpu'"), "README.md", "exec"), names)
-    assert list((tmp_path / "checkpoints").iterdir())
+    assert list((tmp_path / "logs" / "version_0" / "checkpoints").iterdir())
 
 
 def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

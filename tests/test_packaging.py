@@ -125,7 +125,7 @@ print(leyden.__file__)
     (work / "train.py").write_text(program)
     printed = run(python, "train.py", cwd=work).splitlines()
     assert Path(printed[-1]) == Path(site, "leyden", "__init__.py")
-    assert (work / "checkpoints" / "epoch=0-step=3" / "manifest.json").is_file()
+    assert (work / "version_0" / "checkpoints" / "epoch=0-step=3" / "manifest.json").is_file()
 
 
 def test_constraints_pin_every_requirement() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from models import QUIET
+from models import QUIET, SAVED
 from programs import start_program
 from samples import labeled
 from torch import Tensor, nn
@@ -546,7 +546,7 @@ def test_only_the_requested_parts_are_restored(restore: Any, tmp_path: Path) -> 
     torch.manual_seed(3)
     saving = trainer_in(tmp_path, EpochCounter(), ModelCheckpoint(every_n_train_steps=5, filename="five"), max_epochs=2)
     saving.fit(Classifier(), *loaders())
-    path = tmp_path / "checkpoints" / "five"
+    path = tmp_path / SAVED / "five"
     saved, fresh = probed(ckpt_path=path), probed()
     assert saved["progress"] == (1, 5, 8) and fresh["progress"] == (0, 0, 0)
     assert differences(saved["rng"], fresh["rng"]) and saved["weights"] != fresh["weights"]
@@ -578,7 +578,7 @@ def test_without_loader_positions_only_an_unfinished_epoch_starts_over(step: int
     saving.fit(Classifier(), *loaders())
     trainer = trainer_in(tmp_path, EpochCounter(), enable_checkpointing=False, max_epochs=2, accumulate_grad_batches=2)
     parts = {"weights", "optimizers", "progress", "rng"}
-    trainer.fit(Classifier(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
+    trainer.fit(Classifier(), *loaders(), ckpt_path=tmp_path / SAVED / str(step), restore=parts)
     # Each epoch has five steps: an unfinished one starts over, a finished one is not repeated.
     assert (trainer.current_epoch, trainer.global_step) == (2, step + left)
 
@@ -691,9 +691,7 @@ def test_a_resumed_run_saves_the_same_checkpoint_as_an_uninterrupted_one(tmp_pat
     first_part(tmp_path / "parts", max_epochs=2, logger=CSVLogger(tmp_path / "parts"))
     resumed = trainer_in(tmp_path / "parts", logger=CSVLogger(tmp_path / "parts"))
     resumed.fit(Classifier(), *loaders(), ckpt_path="last")
-    one, other = (
-        CheckpointReader(tmp_path / name / "checkpoints" / "epoch=2-step=9") for name in ("uninterrupted", "parts")
-    )
+    one, other = (CheckpointReader(tmp_path / name / SAVED / "epoch=2-step=9") for name in ("uninterrupted", "parts"))
     assert differences(one.model(), other.model()) == []
     assert differences(one.optimizers(), other.optimizers()) == []
     for name in ("rank-0", "schedulers", "user"):

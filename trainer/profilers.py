@@ -45,8 +45,8 @@ class Profiler:
     and your own: `with self.trainer.profiler.profile("attention"):`.
 
     Args:
-        dirpath: the output folder; by default that of the run's logger, or without a logger the Trainer's
-            `default_root_dir`.
+        dirpath: the output folder; by default the run's folder, in evaluations that of the logger, or without a logger
+            the Trainer's `default_root_dir`.
         filename: name of a summary file `<stage>-<filename>.txt`; with several ranks each writes its own
             `<stage>-<filename>-<rank>.txt`. By default rank 0 prints the summary.
 

@@ -107,14 +107,16 @@ class Trainer(TrainerView):
         barebones: run only the loop, to measure its overhead.
         sync_batchnorm: compute batch norm statistics over all ranks.
         reload_dataloaders_every_n_epochs: create the loaders again every n epochs; 0 for never.
-        default_root_dir: the folder for runs and checkpoints. Default: the current folder.
+        default_root_dir: the folder of all runs. A run's own folder is `<default_root_dir>/<logger's name>/version_N`
+            (see `run_folder`); without a logger it is `<default_root_dir>/version_N`. Default: the current folder.
         even_batches: pad the last training batch with repeated samples so that all ranks have the same number. This and
             all following arguments are Leyden's own.
         global_batch_size: samples per training batch over all ranks, instead of batch_size × ranks.
         sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly.
         allow_replay: let a resume load and drop batches if the loader cannot seek.
-        resume: "auto" continues this run from its newest complete checkpoint, or starts it if there is none, whenever
-            the command runs again; it is the default of `fit(ckpt_path=…)`. None starts from scratch.
+        resume: "auto" continues the newest run of this training from its newest complete checkpoint, or starts a run
+            if there is none, whenever the command runs again; it is the default of `fit(ckpt_path=…)`. None starts from
+            scratch.
         preemption: True or a `Preemption`: on SIGTERM, SIGUSR1 or a preemption notice, save a checkpoint, exit with
             code 75 and requeue a SLURM job. None means True with resume="auto".
         hang_timeout: seconds, or a timedelta, that a training batch may take before the watchdog ends the job and names
@@ -250,9 +252,9 @@ class Trainer(TrainerView):
             train_dataloaders: a loader, a dict or list of loaders, or a DataModule.
             val_dataloaders: a loader or a list of loaders.
             datamodule: provides the loaders instead of the two arguments above.
-            ckpt_path: a checkpoint's path; "last", the newest complete checkpoint in the run's folder; "best"; "auto",
-                the last checkpoint, which this run must have saved (see `TrainModule.run_identity`), or a new run if
-                there is none; or "current", the end of this Trainer's last fit. None means the Trainer's `resume`.
+            ckpt_path: a checkpoint's path; "last", the newest complete checkpoint of the newest run; "best"; "auto",
+                the newest that this same training saved (see `TrainModule.run_identity`), or a new run if there is
+                none; or "current", the end of this Trainer's last fit. None means the Trainer's `resume`.
             weights_only: only for pickle files of other trainers. True uses torch's safe loader, which runs no code;
                 False allows full unpickling, like `trust=True`. Leyden's own checkpoints contain no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
@@ -572,10 +574,7 @@ class Trainer(TrainerView):
         run.module._join(self, run.traced or run.logs)
         if run.datamodule is not None:
             run.datamodule._join(self)
-        lock = resuming.lock_of(run)
-        if lock is not None:
-            run.hold(lock, alone=goal.path == "auto", each_node=self.saves_on_each_node)
-        return run.setup(*resuming.open_reader(run, goal), goal)
+        return run.setup(*run.find(goal), goal)
 
     def _closing_lines(self, run: Run, is_stopped: bool = False) -> str | None:
         """Returns the closing lines of a fit: where it ended, and why; None for other stages."""

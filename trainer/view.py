@@ -327,8 +327,16 @@ class TrainerView:
         self.loggers = [logger] if logger else []
 
     @property
+    def run_folder(self) -> str | None:
+        """The run's folder, `<default_root_dir>/<name of its logger>/version_N`: checkpoints, logs, records.
+
+        The same on all ranks, and in all fits of this Trainer. None before the first fit, and if it writes nothing.
+        """
+        return self._run.folder
+
+    @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger that has one; without loggers `default_root_dir`.
+        """The folder of the first logger that has one; without loggers `run_folder`, or `default_root_dir` before fit.
 
         Ranks that do not write return the first rank's folder. None until a logger such as W&B has created its folder.
         """
@@ -355,8 +363,8 @@ class TrainerView:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder in which `ckpt_path="last"` is searched: that of the first ModelCheckpoint."""
-        return folder_of_last(self.callbacks, self.default_root_dir)
+        """The folder of the first ModelCheckpoint, or else `checkpoints` in the run's folder."""
+        return folder_of_last(self.callbacks, self.run_folder or self.default_root_dir)
 
     @property
     def saves_on_each_node(self) -> bool:

@@ -67,7 +67,7 @@ class ModelCheckpoint(Callback):
     checkpoints in the same folder are neither ranked nor deleted.
 
     Args:
-        dirpath: the folder to save in. None: `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
+        dirpath: the folder to save in. None: `checkpoints` in the run's folder (`Trainer.run_folder`).
         filename: template of the name, with `{epoch}`, `{step}` and logged metrics, such as "{epoch}-{val_loss:.2f}".
             None: "{epoch}-{step}". A `/` creates a subfolder ("fold-1/{epoch}"); in a metric's name it becomes `_`.
         monitor: the metric to rank by. None keeps the newest checkpoints.
@@ -138,6 +138,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(local_path(dirpath, "dirpath"))
+        self.uses_run_folder = dirpath is None
         self.dirpath, self._storage = self._given_dirpath, FolderStorage()
         self.filename = self._default_name if filename is None else filename
         self.monitor, self.mode = monitor, mode
@@ -279,7 +280,10 @@ class ModelCheckpoint(Callback):
 
     # when to save -----------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        folder, self._storage = self.folder_of(trainer), storage_of(trainer)
+        self._storage = storage_of(trainer)
+        if self.uses_run_folder and trainer.run_folder is None and stage != "fit":
+            return
+        folder = self.folder_of(trainer)
         self.dirpath = folder if self.saves_on_each_node else trainer.strategy.ranks.broadcast(folder)
         if stage == "fit" and not trainer.fast_dev_run:
             self._ranks(trainer).keep(self._make_folder)
@@ -292,10 +296,10 @@ class ModelCheckpoint(Callback):
 
     def folder_of(self, trainer: Trainer) -> str:
         """Returns the folder in which a run of this Trainer saves checkpoints."""
-        return self.folder_below(trainer.default_root_dir)
+        return self.folder_below(trainer.run_folder or trainer.default_root_dir)
 
     def folder_below(self, root: str) -> str:
-        """Returns the folder in which a run with this `default_root_dir` saves checkpoints."""
+        """Returns the folder in which a run with this folder saves checkpoints."""
         return self._given_dirpath or os.path.abspath(os.path.join(root, "checkpoints"))
 
     def _ranks(self, trainer: Trainer) -> CheckpointRanks:
@@ -356,7 +360,7 @@ class ModelCheckpoint(Callback):
 
         With `save_last`, which saves at the end of a run anyway, it saves now.
         """
-        if self.save_weights_only or self.dirpath != str(trainer.checkpoint_folder):
+        if self.save_weights_only:
             return False
         if self.save_last:
             self._save(trainer, may_rank=False, asynchronous=False)

@@ -21,7 +21,7 @@ class PreemptionCheckpoint(Callback):
     """Saves a preempted run before any other `on_train_end` hook runs. Added by `Trainer(preemption=…)`.
 
     It saves nothing if a ModelCheckpoint saves at the end of the run (`save_last=True`) or has just saved this batch.
-    Otherwise it saves `preempted` in the run's checkpoint folder. A run that is preempted again replaces its own
+    Otherwise it saves `preempted` among the run's checkpoints. A run that is preempted again replaces its own
     `preempted` checkpoint. If the name belongs to another run, `-v1`, `-v2`, … is appended.
 
     Example:
@@ -32,6 +32,7 @@ class PreemptionCheckpoint(Callback):
     # First of all callbacks: the others' work at the end may outlast the grace period.
     order: ClassVar[int] = -1000
     state_per_rank = False
+    uses_run_folder = True
 
     def __init__(self) -> None:
         self._name = ""

@@ -107,6 +107,10 @@ class CSVLogger(FolderLogger):
         if state:
             SavedState(state).integer("rows", least=0)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._columns, self._rows, self._flushed_at = None, 0, 0
+
     def _resume(self, state: dict[str, Any]) -> None:
         check_plain(self.metrics_file_path)
         self._buffer.clear()

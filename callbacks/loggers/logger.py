@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class Logger(Callback, ABC):
     """
 
     state_per_rank = False
+    uses_run_folder = True
     is_writer: bool = True
     """False on ranks that do not write."""
     _stage: str | None = None
@@ -80,6 +82,19 @@ class Logger(Callback, ABC):
     def log_dir(self) -> str | None:
         """The folder of this run."""
         return self.save_dir
+
+    def runs_below(self, root: str) -> str:
+        """Returns the folder that holds the run folders of a Trainer with this first logger: `<root>/<name>`.
+
+        Args:
+            root: the Trainer's `default_root_dir`, which the logger's `save_dir` overrides.
+        """
+        # Services allow slashes in the names of experiments.
+        name = re.sub(r"[/\\:\0]", "_", self.name or "").strip(". ")
+        return os.path.join(self._save_dir_below(root), name)
+
+    def _save_dir_below(self, root: str) -> str:
+        return self.save_dir or root
 
     @property
     def group_separator(self) -> str:
@@ -177,6 +192,9 @@ class SavingLogger(Logger):
     def save_dir(self) -> str:
         return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
 
+    def _save_dir_below(self, root: str) -> str:
+        return root if self._save_dir is None else self._save_dir
+
     def _named(self, key: str) -> str:
         return f"{self._prefix}-{key}" if self._prefix else key
 
@@ -185,8 +203,9 @@ class FolderLogger(SavingLogger):
     """Base class for loggers that write to a run folder `<save_dir>/<name>/version_N`.
 
     N is the first free number, claimed when the folder is first needed. Two processes that start together get separate
-    folders, and a resumed run continues in its own folder. Loggers of one Trainer with the same `save_dir` and `name`
-    share a folder. A small `run.json` inside identifies the run, so a resume never touches another run's folder.
+    folders, and a resumed run continues in its own folder. The folder of a Trainer's first such logger is the run's
+    folder, with its checkpoints; further loggers with the same `save_dir` and `name` share it. A small `run.json`
+    inside identifies the run, so a resume never touches another run's folder.
 
     Args:
         save_dir: the root folder; None for the Trainer's `default_root_dir`, or the working directory without a
@@ -209,6 +228,8 @@ class FolderLogger(SavingLogger):
         self._version: int | str | None = None
         self._run: str | None = None
         self._claimed: Path | None = None
+        self._is_in_run_folder = False
+        """True if the Trainer has chosen the folder, and not this logger."""
         self._peers: list[FolderLogger] = []
         self.hparams: dict[str, Any] = {}
 
@@ -220,6 +241,18 @@ class FolderLogger(SavingLogger):
     def root_dir(self) -> str:
         """The folder of all versions, `<save_dir>/<name>`."""
         return os.path.join(self.save_dir, self._name)
+
+    def runs_below(self, root: str) -> str:
+        return os.path.join(self._save_dir_below(root), self._name)
+
+    def given_folder(self, root: str) -> str | None:
+        """Returns the run folder that the user's `version` names; None without one. See `runs_below` for `root`."""
+        version = self._given_version
+        return None if version is None else str(_folder_below(self.runs_below(root), version))
+
+    def claimed_folder(self, root: str) -> str | None:
+        """Returns the run folder that this logger has claimed already; None if it has not."""
+        return None if self._version is None else str(_folder_below(self.runs_below(root), self._version))
 
     @property
     def version(self) -> int | str | None:
@@ -241,11 +274,27 @@ class FolderLogger(SavingLogger):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._peers = [peer for peer in trainer.loggers if isinstance(peer, FolderLogger) and peer is not self]
+        if trainer.run_folder is not None:
+            self._enter(Path(trainer.run_folder))
         self._share_folder(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         # A resume may have switched to the folder of the original run.
         self._share_folder(trainer)
+
+    def _enter(self, folder: Path) -> None:
+        """Moves to the run's folder, unless it is none of this logger's, or a logger of the same class is there."""
+        is_below = os.path.abspath(folder.parent) == os.path.abspath(self.root_dir)
+        is_taken = any(type(peer) is type(self) and peer._is_in_run_folder for peer in self._peers)
+        self._is_in_run_folder = is_below and not is_taken and self._given_version is None
+        version = version_of(folder)
+        if not self._is_in_run_folder or not self.is_writer or version == self._version:
+            return
+        if self._version is not None:
+            self.finalize("success")
+            self._forget()
+        self._discard_claimed_folder(version)
+        self._version, self._run = version, read_run_id(folder) or write_run_id(folder)
 
     def _share_folder(self, trainer: Trainer) -> None:
         """Broadcasts the folder of rank 0, the writer, to the other ranks."""
@@ -278,7 +327,10 @@ class FolderLogger(SavingLogger):
             return
         self.check_state_dict(state)
         version, run = state["version"], state["run"]
-        if self._given_version not in (None, version) or _read_run_id(self._folder(version)) != run:
+        if self._is_in_run_folder:
+            assert self._version is not None
+            version = self._version
+        if self._given_version not in (None, version) or read_run_id(self._folder(version)) != run:
             return
         self._discard_claimed_folder(version)
         self._version, self._run = version, run
@@ -311,6 +363,10 @@ class FolderLogger(SavingLogger):
                 # A command and a diff may hold secrets that no rule finds.
                 _replace(part, text, is_private=True)
 
+    def _forget(self) -> None:
+        """Forgets what was written to another run's folder."""
+        self.hparams, self._last_step = {}, -1
+
     def _resume(self, state: dict[str, Any]) -> None:
         """Removes everything logged after the checkpoint."""
 
@@ -328,14 +384,14 @@ class FolderLogger(SavingLogger):
         return super()._next_step(step)
 
     def _folder(self, version: int | str) -> Path:
-        return Path(self.root_dir) / (version if isinstance(version, str) else f"version_{version}")
+        return _folder_below(self.root_dir, version)
 
     def _open_folder(self) -> tuple[int | str, str]:
         if self._given_version is not None:
             folder = self._folder(self._given_version)
             folder.mkdir(parents=True, exist_ok=True)
             _sweep(folder, staging.clock_of(folder))
-            return self._given_version, _read_run_id(folder) or _write_run_id(folder)
+            return self._given_version, read_run_id(folder) or write_run_id(folder)
         root = os.path.abspath(self.root_dir)
         for peer in self._peers:
             # Loggers of the same class cannot share a folder: they would write the same files.
@@ -344,7 +400,7 @@ class FolderLogger(SavingLogger):
                 return peer._version, peer._run
         version = claim_version(self.root_dir)
         self._claimed = self._folder(version)
-        return version, _write_run_id(self._claimed)
+        return version, write_run_id(self._claimed)
 
     def _discard_claimed_folder(self, version: int | str) -> None:
         """Removes the folder claimed before the checkpoint named the original one, if it is empty."""
@@ -355,6 +411,10 @@ class FolderLogger(SavingLogger):
             if os.listdir(claimed) == [RUN_FILE]:
                 (claimed / RUN_FILE).unlink()
                 claimed.rmdir()
+
+
+def _folder_below(root: str, version: int | str) -> Path:
+    return Path(root) / (version if isinstance(version, str) else f"version_{version}")
 
 
 def claim_version(root: str | os.PathLike[str]) -> int:
@@ -403,7 +463,20 @@ def _replace(path: Path, text: str, is_private: bool = False) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
-def _read_run_id(folder: Path) -> str | None:
+def version_of(folder: Path) -> int | str:
+    """Returns the version that a run's folder stands for: N for `version_N`, else the name.
+
+    Example:
+        >>> version_of(Path("logs/version_3")), version_of(Path("logs/trial-a"))
+        (3, 'trial-a')
+    """
+    number = folder.name.removeprefix("version_")
+    is_numbered = number != folder.name and number.isdecimal() and str(int(number)) == number
+    return int(number) if is_numbered else folder.name
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Returns the identifier of the run that a folder belongs to; None if it is no run's folder."""
     check_plain(folder / RUN_FILE)
     try:
         run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["run"]
@@ -412,7 +485,8 @@ def _read_run_id(folder: Path) -> str | None:
     return str(run)
 
 
-def _write_run_id(folder: Path) -> str:
+def write_run_id(folder: Path) -> str:
+    """Makes a folder that of a new run, and returns the run's identifier."""
     run = uuid.uuid4().hex
     _replace(folder / RUN_FILE, json_text({"run": run}))
     return run

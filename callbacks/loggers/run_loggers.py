@@ -34,7 +34,9 @@ def log_to_all(trainer: Trainer, values: Mapping[str, float], step: int) -> None
 
 
 def folder_of(trainer: Trainer) -> Path:
-    """Returns the folder of the first logger that has one; `default_root_dir` if none has."""
+    """Returns the run's folder; in evaluations that of the first logger that has one, or else `default_root_dir`."""
+    if trainer.run_folder is not None:
+        return Path(trainer.run_folder)
     if trainer.log_dir is None:
         for logger in trainer.loggers:
             # Start the runs: W&B chooses its folder when its run starts.

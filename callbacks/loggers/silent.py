@@ -48,6 +48,8 @@ class DummyLogger(Logger):
         (None, [])
     """
 
+    uses_run_folder = False
+
     @property
     def name(self) -> str:
         return ""

@@ -291,6 +291,10 @@ class TensorBoardLogger(FolderLogger):
         if not all(isinstance(digest, str) for digest in saved.items("hparams", ())):
             raise StateError("hparams", "must be a list of strings")
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._hparams_logged = []
+
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
         if "event_files" not in state:

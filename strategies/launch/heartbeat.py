@@ -126,6 +126,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self.words = memoryview(bytearray(WORDS)).cast("q")
         self._compiles: Callable[[], None] | None = None
+        self._slot: Slot | None = None
 
     def __reduce__(self) -> tuple[type[Heartbeat], tuple[()]]:
         return Heartbeat, ()
@@ -149,7 +150,7 @@ class Heartbeat:
         words[THREAD] = threading.main_thread().ident or 0
         words[LIMIT] = limit
         slot.folder = os.path.abspath(folder)
-        self.words = words
+        self.words, outer, self._slot = words, self._slot, slot
         self.mark(Phase.SETUP)
         stacks = None if is_inner else StackFile(slot.stacks)
         self._mark_compiles()
@@ -160,13 +161,18 @@ class Heartbeat:
             forget, self._compiles = self._compiles, None
             if forget is not None:
                 forget()
-            self.words = own
+            self.words, self._slot = own, outer
             if stacks is not None:
                 stacks.close()
             if is_inner:
                 slot.folder = place
                 for number in (STEP, BATCHES, PHASE, EVALUATED, EPOCH, EPOCH_BEGAN, FIT_BEGAN, LIMIT):
                     words[number] = before[number]
+
+    def report_to(self, folder: str) -> None:
+        """Sets the folder for reports of hangs, once the run has one."""
+        if self._slot is not None:
+            self._slot.folder = os.path.abspath(folder)
 
     def mark(self, phase: Phase) -> None:
         """Enters a phase."""

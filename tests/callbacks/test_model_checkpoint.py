@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from models import QUIET, Line
+from models import QUIET, SAVED, Line
 from programs import run_program
 from torch import Tensor, nn
 
@@ -109,8 +109,8 @@ def _no_warnings() -> Iterator[None]:
 def test_only_the_newest_checkpoint_is_kept_by_default(tmp_path: Path) -> None:
     callback = ModelCheckpoint()
     trainer = fit(tmp_path, callback, max_epochs=3)
-    assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
-    assert callback.best_model_path == callback.last_model_path == str(tmp_path / "checkpoints" / "epoch=2-step=12")
+    assert names(tmp_path / SAVED) == ["epoch=2-step=12"]
+    assert callback.best_model_path == callback.last_model_path == str(tmp_path / SAVED / "epoch=2-step=12")
     assert callback.best_model_score is None
     assert callback.best_k_models == {}
     assert trainer.last_checkpoint == Path(callback.best_model_path)
@@ -138,7 +138,7 @@ def test_retention_follows_monitor_save_top_k_and_save_last(
 ) -> None:
     callback = ModelCheckpoint(**arguments)
     fit(tmp_path, callback)
-    assert steps(tmp_path / "checkpoints") == kept
+    assert steps(tmp_path / SAVED) == kept
     assert callback.best_model_path.endswith("" if best is None else f"-step={best}")
     assert bool(callback.best_model_path) == (best is not None)
     if arguments.get("monitor") and best is not None:
@@ -170,7 +170,7 @@ def test_to_yaml_writes_the_ranking(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     callback.to_yaml()
     callback.to_yaml("mine.yaml")
     expected = {path: float(score) for path, score in callback.best_k_models.items()}
-    for path in (tmp_path / "checkpoints" / "best_k_models.yaml", tmp_path / "mine.yaml"):
+    for path in (tmp_path / SAVED / "best_k_models.yaml", tmp_path / "mine.yaml"):
         assert yaml.safe_load(path.read_text(encoding="utf-8")) == expected
     assert len(expected) == 2
 
@@ -180,7 +180,7 @@ def test_the_kth_best_is_the_worst_of_all_if_all_are_kept(tmp_path: Path) -> Non
     assert callback.kth_best_model_path == ""
     fit(tmp_path, callback, max_epochs=5)
     scores = {path: float(score) for path, score in callback.best_k_models.items()}
-    assert len(scores) == 5 == len(steps(tmp_path / "checkpoints"))
+    assert len(scores) == 5 == len(steps(tmp_path / SAVED))
     assert callback.kth_best_model_path == max(scores, key=lambda path: scores[path])
     assert float(callback.kth_value) == max(scores.values())
 
@@ -189,7 +189,7 @@ def test_the_kth_best_is_the_worst_of_all_if_all_are_kept(tmp_path: Path) -> Non
 def test_nan_ranks_worst(tmp_path: Path, mode: Any) -> None:
     callback = ModelCheckpoint(monitor="val", mode=mode)
     fit(tmp_path, callback, module=Scripted([NAN, 0.5, NAN]), max_epochs=3)
-    assert steps(tmp_path / "checkpoints") == [8]
+    assert steps(tmp_path / SAVED) == [8]
     assert callback.best_model_score is not None
     assert float(callback.best_model_score) == 0.5
     assert callback.current_score is not None
@@ -210,7 +210,7 @@ def test_unknown_arguments_raise_with_a_suggestion() -> None:
 
 def test_ties_keep_the_earlier_checkpoints(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(monitor="val", save_top_k=2), module=Scripted([0.5, 0.5, 0.5]), max_epochs=3)
-    assert steps(tmp_path / "checkpoints") == [4, 8]
+    assert steps(tmp_path / SAVED) == [4, 8]
 
 
 def test_save_weights_only_omits_optimizer_and_callback_states(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_save_last_links_to_the_newest_checkpoint(tmp_path: Path) -> None:
         order = 300
 
         def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-            seen.append(names(tmp_path / "checkpoints"))
+            seen.append(names(tmp_path / SAVED))
 
     fit(tmp_path, callback, Recorder(), max_epochs=3)
     assert seen == [
@@ -239,14 +239,18 @@ def test_save_last_links_to_the_newest_checkpoint(tmp_path: Path) -> None:
         ["epoch=1-step=8", "epoch=2-step=12", "last -> epoch=2-step=12"],
     ]
     assert callback.last_model_path.endswith("epoch=2-step=12")
-    assert CheckpointReader(tmp_path / "checkpoints" / "last").progress()["global_step"] == 12
+    assert CheckpointReader(tmp_path / SAVED / "last").progress()["global_step"] == 12
 
 
 def test_save_last_saves_when_a_run_ends_between_triggers(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(every_n_train_steps=5, save_last=True), max_epochs=2)
-    assert names(tmp_path / "checkpoints") == ["epoch=1-step=5", "epoch=1-step=8", "last -> epoch=1-step=8"]
+    assert names(tmp_path / SAVED) == [
+        "epoch=1-step=5",
+        "epoch=1-step=8",
+        "last -> epoch=1-step=8",
+    ]
     fit(tmp_path / "other", ModelCheckpoint(every_n_train_steps=5), max_epochs=2)
-    assert names(tmp_path / "other" / "checkpoints") == ["epoch=1-step=5"]
+    assert names(tmp_path / "other" / SAVED) == ["epoch=1-step=5"]
 
 
 def test_save_last_keeps_the_newest_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +260,12 @@ def test_save_last_keeps_the_newest_without_links(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "symlink", refuse)
     callback = ModelCheckpoint(monitor="val", save_last=True)
     fit(tmp_path, callback, max_epochs=3)
-    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8", "epoch=2-step=12"]
+    assert names(tmp_path / SAVED) == ["epoch=1-step=8", "epoch=2-step=12"]
     assert callback.last_model_path.endswith("epoch=2-step=12")
 
 
 def test_save_last_leaves_a_users_folder_named_last_alone(tmp_path: Path) -> None:
-    mine = tmp_path / "checkpoints" / "last"
+    mine = tmp_path / SAVED / "last"
     mine.mkdir(parents=True)
     (mine / "note").write_text("mine")
     fit(tmp_path, ModelCheckpoint(save_last=True), max_epochs=2)
@@ -273,7 +277,7 @@ def test_subclasses_can_rename_the_last_link(tmp_path: Path) -> None:
         CHECKPOINT_NAME_LAST = "newest of the run"
 
     fit(tmp_path, Named(save_last=True), max_epochs=1)
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
+    assert names(tmp_path / SAVED) == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
 
 
 def test_subclasses_can_change_separators_extension_and_first_version(tmp_path: Path) -> None:
@@ -330,43 +334,43 @@ def test_filenames_contain_logged_metrics(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path / "here", "{epoch:02d}-{val:.2f}-{train:.0f}", monitor="val")
     fit(tmp_path, callback, max_epochs=2)
     assert names(tmp_path / "here") == ["epoch=01-val=0.30-train=7"]
-    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / SAVED).exists()
 
 
 def test_a_taken_filename_gets_a_version_suffix(tmp_path: Path) -> None:
     for _ in range(3):
-        fit(tmp_path, ModelCheckpoint(), max_epochs=1)
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=0-step=4-v1", "epoch=0-step=4-v2"]
+        fit(tmp_path, ModelCheckpoint(tmp_path / "shared"), max_epochs=1)
+    assert names(tmp_path / "shared") == ["epoch=0-step=4", "epoch=0-step=4-v1", "epoch=0-step=4-v2"]
 
 
 def test_a_taken_filename_is_overwritten_without_the_version_counter(tmp_path: Path) -> None:
     for lr in (1, 2):
         module = Scripted()
         nn.init.constant_(module.layer.weight, lr)
-        callback = ModelCheckpoint(filename="model", enable_version_counter=False)
+        callback = ModelCheckpoint(tmp_path / "shared", filename="model", enable_version_counter=False)
         fit(tmp_path, callback, max_epochs=lr, module=module)
-    assert names(tmp_path / "checkpoints") == ["model"]
-    assert steps(tmp_path / "checkpoints") == [8]
+    assert names(tmp_path / "shared") == ["model"]
+    assert steps(tmp_path / "shared") == [8]
 
 
 def test_a_better_checkpoint_takes_over_a_fixed_filename(tmp_path: Path) -> None:
     callback = ModelCheckpoint(filename="best", monitor="val")
     fit(tmp_path, callback)
-    assert names(tmp_path / "checkpoints") == ["best"]
-    assert steps(tmp_path / "checkpoints") == [16]
+    assert names(tmp_path / SAVED) == ["best"]
+    assert steps(tmp_path / SAVED) == [16]
     last = ModelCheckpoint(filename="best", monitor="val", save_last=True, enable_version_counter=False)
     fit(tmp_path / "last", last)
-    assert names(tmp_path / "last" / "checkpoints") == ["best", "best-v1", "last -> best-v1"]
+    assert names(tmp_path / "last" / SAVED) == ["best", "best-v1", "last -> best-v1"]
     assert CheckpointReader(last.best_model_path).progress()["global_step"] == 16
     assert CheckpointReader(last.last_model_path).progress()["global_step"] == 24
 
 
 def test_a_folder_that_is_not_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    mine = tmp_path / "checkpoints" / "model"
+    mine = tmp_path / "shared" / "model"
     mine.mkdir(parents=True)
     (mine / "note").write_text("mine")
     with pytest.raises(CheckpointError, match="is not a checkpoint and is not overwritten"):
-        fit(tmp_path, ModelCheckpoint(filename="model", enable_version_counter=False), max_epochs=1)
+        fit(tmp_path, ModelCheckpoint(mine.parent, filename="model", enable_version_counter=False), max_epochs=1)
     assert (mine / "note").read_text() == "mine"
 
 
@@ -397,7 +401,7 @@ def test_triggers_save_at_their_steps(
     tmp_path: Path, arguments: dict[str, Any], options: dict[str, Any], expected: list[int]
 ) -> None:
     fit(tmp_path, ModelCheckpoint(save_top_k=-1, **arguments), **{"max_epochs": 2, **options})
-    assert steps(tmp_path / "checkpoints") == expected
+    assert steps(tmp_path / SAVED) == expected
 
 
 class StepsEveryNth(Scripted):
@@ -420,17 +424,17 @@ def test_batches_without_an_optimizer_step_trigger_no_save(tmp_path: Path) -> No
     # The metric grows with every batch, so a second check at the same step would find a better score than that saved.
     saves = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, monitor="train", mode="max")
     fit(tmp_path, saves, module=StepsEveryNth(2), val=None, max_epochs=1)
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=1", "epoch=0-step=2"]
+    assert names(tmp_path / SAVED) == ["epoch=0-step=1", "epoch=0-step=2"]
 
 
 def test_epochs_without_an_optimizer_step_are_saved(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(save_top_k=-1), module=StepsEveryNth(99), val=None, max_epochs=3)
-    assert names(tmp_path / "checkpoints") == [f"epoch={epoch}-step=0" for epoch in range(3)]
+    assert names(tmp_path / SAVED) == [f"epoch={epoch}-step=0" for epoch in range(3)]
 
 
 def test_checkpoints_are_saved_at_epoch_ends_without_validation(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(save_top_k=-1), val=None, max_epochs=2, check_val_every_n_epoch=2)
-    assert steps(tmp_path / "checkpoints") == [4, 8]
+    assert steps(tmp_path / SAVED) == [4, 8]
 
 
 def test_a_monitored_save_waits_for_the_validation_at_its_step(tmp_path: Path) -> None:
@@ -475,7 +479,7 @@ def test_a_save_before_the_first_validation_is_not_ranked(tmp_path: Path) -> Non
     callback = ModelCheckpoint(monitor="val", every_n_train_steps=3, save_top_k=-1)
     with pytest.warns(UserWarning, match="This checkpoint is not ranked"):
         fit(tmp_path, callback, max_epochs=2, num_sanity_val_steps=0)
-    assert steps(tmp_path / "checkpoints") == [6]
+    assert steps(tmp_path / SAVED) == [6]
 
 
 # errors while saving --------------------------------------------------------------------------------------------------
@@ -495,8 +499,8 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, counter: bool) -> None:
     with pytest.raises(UnsupportedStateError, match="mine"):
         fit(tmp_path, callback, Recorder(), module=Scripted(unsavable_at=12))
     name = "epoch=1-step=8" if counter else "model"
-    assert names(tmp_path / "checkpoints") == sorted([name, f"last -> {name}"])
-    assert steps(tmp_path / "checkpoints") == [8]
+    assert names(tmp_path / SAVED) == sorted([name, f"last -> {name}"])
+    assert steps(tmp_path / SAVED) == [8]
     after = callback.state_dict()
     del before["seconds_since_save"], after["seconds_since_save"]
     assert after == before
@@ -525,7 +529,7 @@ def test_a_failed_deletion_warns_and_is_retried(tmp_path: Path, monkeypatch: pyt
     with pytest.warns(UserWarning, match="an old checkpoint was not deleted: .*epoch=0-step=4: cannot be deleted"):
         fit(tmp_path, ModelCheckpoint(), max_epochs=3)
     assert [Path(path).name for path in refused] == ["epoch=0-step=4"]
-    assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
+    assert names(tmp_path / SAVED) == ["epoch=2-step=12"]
 
 
 # the ranking in the checkpoint ----------------------------------------------------------------------------------------
@@ -537,14 +541,12 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, 
     class Recorder(Callback):
         def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
             if trainer.global_step:
-                paths = [
-                    path for path in (tmp_path / "checkpoints").iterdir() if path.name[0] != "." and path.name != "last"
-                ]
+                paths = [path for path in (tmp_path / SAVED).iterdir() if path.name[0] != "." and path.name != "last"]
                 seen.append(sorted(CheckpointReader(path).progress()["global_step"] for path in paths))
 
     fit(tmp_path, ModelCheckpoint(**arguments), Recorder(), max_epochs=3)
     assert seen == [[], [4], [8]]
-    assert steps(tmp_path / "checkpoints") == [12]
+    assert steps(tmp_path / SAVED) == [12]
 
 
 def test_save_checkpoint_overwrites_the_same_path_by_default(tmp_path: Path) -> None:
@@ -591,8 +593,8 @@ def test_a_resumed_run_ends_with_the_same_checkpoints(tmp_path: Path, arguments:
     fit(tmp_path / "whole", whole)
     fit(tmp_path / "cut", first, max_epochs=epochs)
     fit(tmp_path / "cut", second, ckpt_path="last")
-    assert names(tmp_path / "cut" / "checkpoints") == names(tmp_path / "whole" / "checkpoints")
-    assert steps(tmp_path / "cut" / "checkpoints") == steps(tmp_path / "whole" / "checkpoints")
+    assert names(tmp_path / "cut" / SAVED) == names(tmp_path / "whole" / SAVED)
+    assert steps(tmp_path / "cut" / SAVED) == steps(tmp_path / "whole" / SAVED)
     one, other = whole.state_dict(), second.state_dict()
     for state in (one, other):
         del state["dirpath"], state["seconds_since_save"]
@@ -629,21 +631,21 @@ def test_a_resume_completes_deletions_that_a_kill_prevented(
     fit(tmp_path / "whole", whole)
     done = run_program(["-c", KILLED, tmp_path / "cut", step, Path(__file__).parent, how])
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert steps(tmp_path / "cut" / "checkpoints") == left
+    assert steps(tmp_path / "cut" / SAVED) == left
     resumed = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path / "cut", resumed, ckpt_path="last")
-    assert names(tmp_path / "cut" / "checkpoints") == names(tmp_path / "whole" / "checkpoints")
+    assert names(tmp_path / "cut" / SAVED) == names(tmp_path / "whole" / SAVED)
 
 
 def test_pending_deletions_spare_another_runs_checkpoint_of_the_same_name(tmp_path: Path) -> None:
-    first = ModelCheckpoint()
+    first, shared = ModelCheckpoint(tmp_path / "shared"), tmp_path / "shared"
     fit(tmp_path, first, max_epochs=2)
     kept = first.last_model_path
     assert list(saved_state(kept, first)["doomed"]) == ["epoch=0-step=4"]
-    fit(tmp_path, ModelCheckpoint(), max_epochs=1)
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=1-step=8"]
-    fit(tmp_path, ModelCheckpoint(), max_epochs=3, ckpt_path=kept)
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=2-step=12"]
+    fit(tmp_path, ModelCheckpoint(shared), max_epochs=1)
+    assert names(shared) == ["epoch=0-step=4", "epoch=1-step=8"]
+    fit(tmp_path, ModelCheckpoint(shared), max_epochs=3, ckpt_path=kept)
+    assert names(shared) == ["epoch=0-step=4", "epoch=2-step=12"]
 
 
 def test_ranking_and_deletion_work_after_the_folder_is_moved(tmp_path: Path) -> None:
@@ -651,8 +653,8 @@ def test_ranking_and_deletion_work_after_the_folder_is_moved(tmp_path: Path) -> 
     os.rename(tmp_path / "before", tmp_path / "after")
     moved = ModelCheckpoint(monitor="val", save_top_k=2)
     fit(tmp_path / "after", moved, max_epochs=4, ckpt_path="last")
-    assert steps(tmp_path / "after" / "checkpoints") == [8, 16]
-    assert moved.best_model_path == str(tmp_path / "after" / "checkpoints" / "epoch=3-step=16")
+    assert steps(tmp_path / "after" / SAVED) == [8, 16]
+    assert moved.best_model_path == str(tmp_path / "after" / SAVED / "epoch=3-step=16")
 
 
 def test_a_resume_into_another_folder_leaves_the_earlier_checkpoints_alone(tmp_path: Path) -> None:
@@ -668,16 +670,16 @@ def test_a_resume_into_another_folder_leaves_the_earlier_checkpoints_alone(tmp_p
 def test_a_manually_deleted_checkpoint_is_not_an_error(tmp_path: Path) -> None:
     first = ModelCheckpoint(monitor="val", save_top_k=2)
     fit(tmp_path, first, max_epochs=2)
-    delete(tmp_path / "checkpoints" / "epoch=0-step=4")
+    delete(tmp_path / SAVED / "epoch=0-step=4")
     fit(tmp_path, ModelCheckpoint(monitor="val", save_top_k=2), max_epochs=3, ckpt_path="last")
-    assert steps(tmp_path / "checkpoints") == [8, 12]
+    assert steps(tmp_path / SAVED) == [8, 12]
 
 
 def test_a_second_fit_keeps_the_checkpoints_of_the_first(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val")
     trainer = fit(tmp_path, callback, max_epochs=2)
     trainer.fit(Scripted([0.7, 0.8]), DATA, DATA)
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=1-step=8"]
+    assert names(tmp_path / SAVED) == ["epoch=0-step=4", "epoch=1-step=8"]
     assert callback.best_model_path.endswith("epoch=0-step=4")
 
 
@@ -690,13 +692,13 @@ def test_two_model_checkpoints_manage_separate_files(tmp_path: Path) -> None:
 
     fit(tmp_path, *both(), max_epochs=2)
     fit(tmp_path, *both(), max_epochs=4, ckpt_path="last")
-    assert names(tmp_path / "checkpoints") == ["all-epoch=1", "all-epoch=3", "best-epoch=3"]
+    assert names(tmp_path / SAVED) == ["all-epoch=1", "all-epoch=3", "best-epoch=3"]
 
 
 def test_verbose_prints_each_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ModelCheckpoint(monitor="val", verbose=True, save_last=True), max_epochs=3)
     printed = capsys.readouterr().out
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / SAVED
     assert f"step 8: val = 0.30000, among the best 1: saved {folder}/epoch=1-step=8\n" in printed
     assert f"step 12: val = 0.90000, not among the best: saved {folder}/epoch=2-step=12\n" in printed
     fit(tmp_path, ModelCheckpoint(), max_epochs=1)
@@ -748,7 +750,7 @@ class FailsOnTraining(Callback):
 
 
 def test_filenames_with_slashes_create_folders_that_resumes_search(tmp_path: Path) -> None:
-    home = tmp_path / "checkpoints"
+    home = tmp_path / SAVED
 
     def nested(fold: str) -> ModelCheckpoint:
         return ModelCheckpoint(filename=f"{fold}/{{epoch}}-{{val/loss:.1f}}", save_top_k=2, save_last=True)

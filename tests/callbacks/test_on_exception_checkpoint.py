@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares
+from models import QUIET, SAVED, Squares
 from samples import numbered
 from torch import Tensor, nn
 
@@ -135,22 +135,22 @@ def test_model_checkpoint_saves_on_an_exception(tmp_path: Path, capsys: pytest.C
     callback = ModelCheckpoint(every_n_train_steps=2, save_on_exception=True, verbose=True)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback).fit(Failing(fails_at=5), DATA)
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch=0-step=4", "epoch=0-step=5"]
+    assert sorted(os.listdir(tmp_path / SAVED)) == ["epoch=0-step=4", "epoch=0-step=5"]
     assert "epoch=0-step=5 after ArithmeticError" in capsys.readouterr().out
-    assert saved_progress(tmp_path / "checkpoints" / "epoch=0-step=5")["global_step"] == 5
+    assert saved_progress(tmp_path / SAVED / "epoch=0-step=5")["global_step"] == 5
 
 
 def test_model_checkpoint_does_not_save_a_step_twice(tmp_path: Path) -> None:
     callback = ModelCheckpoint(every_n_train_steps=2, save_on_exception=True)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback).fit(Failing(fails_at=4), DATA)
-    assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
+    assert os.listdir(tmp_path / SAVED) == ["epoch=0-step=4"]
 
 
 def test_model_checkpoint_does_not_save_on_an_exception_by_default(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         make(tmp_path, ModelCheckpoint(every_n_train_steps=2)).fit(Failing(fails_at=5), DATA)
-    assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
+    assert os.listdir(tmp_path / SAVED) == ["epoch=0-step=4"]
 
 
 def test_model_checkpoint_uses_its_filename_template_on_an_exception(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_model_checkpoint_uses_its_filename_template_on_an_exception(tmp_path: P
     callback = ModelCheckpoint(every_n_epochs=1, filename="mine-{step}-{value:.1f}", save_on_exception=True)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback).fit(Logs(fails_at=5), DATA)
-    [name] = os.listdir(tmp_path / "checkpoints")
+    [name] = os.listdir(tmp_path / SAVED)
     assert name.startswith("mine-step=5-value=")
 
     class Broken(ModelCheckpoint):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares
+from models import QUIET, SAVED, Squares
 from same import differences
 from samples import Stream
 from torch import Tensor, nn
@@ -301,7 +301,7 @@ def test_the_error_names_the_samples_if_no_rollback_is_possible(tmp_path: Path) 
 
 def test_a_rollback_ignores_checkpoints_of_other_runs(tmp_path: Path) -> None:
     run(tmp_path / "other", seeded(), max_epochs=1)
-    other = tmp_path / "other" / "checkpoints" / "epoch=0-step=15"
+    other = tmp_path / "other" / SAVED / "epoch=0-step=15"
     with pytest.raises(NonFiniteError, match="has not saved a checkpoint yet"):
         run(tmp_path / "own", seeded((17,)), every=9, path=other)
     # A resumed run counts as the same run.
@@ -318,7 +318,7 @@ def test_a_rollback_ignores_checkpoints_of_other_runs(tmp_path: Path) -> None:
 
 
 def test_a_rollback_skips_damaged_checkpoints_and_raises_if_all_are(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / SAVED
 
     def damage(*names: str) -> Any:
         return lambda trainer: [(folder / name / "model.safetensors").write_bytes(b"damaged") for name in names]
@@ -326,7 +326,7 @@ def test_a_rollback_skips_damaged_checkpoints_and_raises_if_all_are(tmp_path: Pa
     with pytest.warns(UserWarning, match="skips a damaged checkpoint: .*epoch=0-step=15"):
         trainer, guard = run(tmp_path, seeded((17,)), AfterBatch(17, damage("epoch=0-step=15")))
     assert guard.rolled_back == [(18, 10)] and trainer.progress.passed_over == 8
-    shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "version_0")
     every = damage("epoch=0-step=5", "epoch=0-step=10")
     with (
         pytest.warns(UserWarning, match="skips a damaged"),
@@ -341,7 +341,7 @@ def test_a_rollback_ignores_deleted_and_weights_only_checkpoints(tmp_path: Path)
     _, guard = run(tmp_path, seeded((17, 33)), weights, saves=newest)
     assert guard.rolled_back == [(18, 15), (31, 30)]
     # Repeated steps have the same numbers, and existing checkpoints are not replaced.
-    names = {path.name for path in (tmp_path / "checkpoints").glob("weights-*")}
+    names = {path.name for path in (tmp_path / SAVED).glob("weights-*")}
     assert {"weights-step=16", "weights-step=16-v1", "weights-step=35"} <= names
 
 
@@ -505,7 +505,7 @@ def test_a_rollback_removes_the_digests_of_undone_steps(tmp_path: Path) -> None:
     good = list(read_digests(other))
     assert records[:11] == good[:11] and records[11].digests != good[11].digests
     run(tmp_path, seeded((13,)), max_epochs=1, digest_every_n_steps=1, path="last")
-    assert list(read_digests(file)) == records and len(list(tmp_path.glob("digests*"))) == 1
+    assert list(read_digests(file)) == records and len(list(file.parent.glob("digests*"))) == 1
 
 
 def test_a_rollback_keeps_timers_totals_and_logged_rows(tmp_path: Path) -> None:
@@ -540,7 +540,7 @@ def test_a_rollback_keeps_the_checkpoint_ranking_and_restores_early_stopping(tmp
     assert guard.rolled_back == [(10, 5)]
     assert Path(best.best_model_path).name == "best-step=8" and float(best.best_model_score or 0) == 0.0
     # Only the best of all ranked checkpoints is kept.
-    assert [path.name for path in (tmp_path / "checkpoints").glob("best-*")] == ["best-step=8"]
+    assert [path.name for path in (tmp_path / SAVED).glob("best-*")] == ["best-step=8"]
     # EarlyStopping has discarded the score of the undone weights.
     assert float(stopping.best_score) == 1.0
 
@@ -638,7 +638,7 @@ def test_a_rollback_ignores_checkpoints_saved_at_an_interruption(ends: str, tmp_
         else:
             with pytest.raises(RuntimeError, match="interrupted"):
                 fitted(tmp_path / ends, AfterBatch(stop, interrupt), path=path)
-    assert (tmp_path / ends / "checkpoints" / "epoch=0-step=7").exists()
+    assert (tmp_path / ends / SAVED / "epoch=0-step=7").exists()
     places, found = fitted(tmp_path / ends, path="last")
     assert places == [(9, 5)] and differences(found, wanted) == []
 
@@ -746,7 +746,7 @@ def test_states_without_rollbacks_load() -> None:
 
 # leyden replay --------------------------------------------------------------------------------------------------------
 def test_replay_reports_steps_around_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / SAVED
     run(tmp_path, seeded((12,)), max_epochs=1)
     passed = [passed_over_after(tmp_path, CheckpointReader(folder / f"epoch=0-step={step}")) for step in (5, 10, 15)]
     assert passed == [0, 3, 0]

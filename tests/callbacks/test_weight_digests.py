@@ -65,7 +65,7 @@ def train(
 
 def test_each_line_holds_the_digests_of_all_tensors_after_a_step(tmp_path: Path) -> None:
     module, _ = train(tmp_path, digest_every_n_steps=1)
-    records = list(read_digests(tmp_path / "digests.jsonl"))
+    records = list(read_digests(tmp_path / "version_0" / "digests.jsonl"))
     assert [record.step for record in records] == list(range(13))
     assert list(records[1].digests) == NAMES
     assert records[1].digests["layer.weight"].form == "float32 (2, 4)"
@@ -75,7 +75,7 @@ def test_each_line_holds_the_digests_of_all_tensors_after_a_step(tmp_path: Path)
 
 def test_digest_every_n_steps_counts_optimizer_steps(tmp_path: Path) -> None:
     module, _ = train(tmp_path, digest_every_n_steps=2, accumulate_grad_batches=3)
-    first, second, third = read_digests(tmp_path / "digests.jsonl")
+    first, second, third = read_digests(tmp_path / "version_0" / "digests.jsonl")
     assert [first.step, second.step, third.step] == [0, 2, 4]
     assert third.digests["layer.bias"].value == module.after[4]["layer.bias"] != module.after[3]["layer.bias"]
 
@@ -96,7 +96,7 @@ def test_unusual_tensors_have_digests_of_their_elements(tmp_path: Path) -> None:
         def on_train_batch_end(self, *_: Any) -> None: ...
 
     module, _ = train(tmp_path, Unusual(), digest_every_n_steps=12)
-    *_, last = read_digests(tmp_path / "digests.jsonl")
+    *_, last = read_digests(tmp_path / "version_0" / "digests.jsonl")
     values = {name: digest.value for name, digest in last.digests.items()}
     assert values["tied"] == values["layer.weight"] == xxh3_64_hexdigest(module.layer.weight.detach().numpy())
     assert values["low"] == xxh3_64_hexdigest(module.low.detach().view(torch.int16).numpy())
@@ -108,7 +108,7 @@ def test_unusual_tensors_have_digests_of_their_elements(tmp_path: Path) -> None:
 
 # resumes --------------------------------------------------------------------------------------------------------------
 def folder_of(root: Path, logger: bool) -> Path:
-    return root / "logs" / "version_0" if logger else root
+    return root / "logs" / "version_0" if logger else root / "version_0"
 
 
 @pytest.mark.parametrize("logger", [False, True], ids=["no logger", "a logger"])
@@ -141,43 +141,44 @@ def test_a_resume_records_a_step_saved_before_its_digests(tmp_path: Path) -> Non
                 self.trainer.save_checkpoint(tmp_path / "third")
 
     train(tmp_path, SavesInHook(), digest_every_n_steps=3)
-    straight = (tmp_path / "digests.jsonl").read_bytes()
+    straight = (tmp_path / "version_0" / "digests.jsonl").read_bytes()
     train(tmp_path, SavesInHook(), str(tmp_path / "third"), digest_every_n_steps=3)
-    assert (tmp_path / "digests.jsonl").read_bytes() == straight
+    assert (tmp_path / "version_0" / "digests.jsonl").read_bytes() == straight
 
 
 def test_a_new_run_keeps_earlier_files(tmp_path: Path) -> None:
     module, trainer = train(tmp_path, digest_every_n_steps=4)
-    first = (tmp_path / "digests.jsonl").read_bytes()
+    first = (tmp_path / "version_0" / "digests.jsonl").read_bytes()
     trainer.fit(module, loader())
     train(tmp_path, digest_every_n_steps=4)
-    assert (tmp_path / "digests.jsonl").read_bytes() == (tmp_path / "digests-v2.jsonl").read_bytes() == first
+    assert (tmp_path / "version_1" / "digests.jsonl").read_bytes() == first
+    assert (tmp_path / "version_0" / "digests.jsonl").read_bytes() == first
     # The second fit started from the weights of the first.
-    assert (tmp_path / "digests-v1.jsonl").read_bytes() != first
+    assert (tmp_path / "version_0" / "digests-v1.jsonl").read_bytes() != first
 
 
 def test_a_continued_fit_appends_to_its_file(tmp_path: Path) -> None:
     module, trainer = train(tmp_path, digest_every_n_steps=6)
     trainer.fit(module, loader(), ckpt_path="current", max_epochs=2)
-    assert [record.step for record in read_digests(tmp_path / "digests.jsonl")] == [0, 6, 12, 18, 24]
+    assert [record.step for record in read_digests(tmp_path / "version_0" / "digests.jsonl")] == [0, 6, 12, 18, 24]
 
 
 def test_a_resume_whose_file_has_changed_starts_another_with_a_warning(tmp_path: Path) -> None:
     _, trainer = train(tmp_path, digest_every_n_steps=4, max_steps=8)
     trainer.save_checkpoint(tmp_path / "saved")
-    file = tmp_path / "digests.jsonl"
+    file = tmp_path / "version_0" / "digests.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 4', b'"step": 5'))
     with pytest.warns(UserWarning, match=r"is not the digest file .*digests-v1\.jsonl begins after step 8"):
         train(tmp_path, ckpt_path=str(tmp_path / "saved"), digest_every_n_steps=4)
-    assert [record.step for record in read_digests(tmp_path / "digests-v1.jsonl")] == [8, 12]
+    assert [record.step for record in read_digests(tmp_path / "version_0" / "digests-v1.jsonl")] == [8, 12]
 
 
 def test_resuming_a_checkpoint_without_digests_starts_a_file(tmp_path: Path) -> None:
     _, trainer = train(tmp_path, max_steps=5)
     trainer.save_checkpoint(tmp_path / "saved")
-    assert not list(tmp_path.glob("digests*"))
+    assert not list(tmp_path.rglob("digests*"))
     train(tmp_path, ckpt_path=str(tmp_path / "saved"), digest_every_n_steps=4)
-    assert [record.step for record in read_digests(tmp_path / "digests.jsonl")] == [8, 12]
+    assert [record.step for record in read_digests(tmp_path / "version_0" / "digests.jsonl")] == [8, 12]
 
 
 @pytest.mark.parametrize(
@@ -251,9 +252,9 @@ def on_ranks(root: str) -> None:
 def test_ranks_record_replicas_once_and_shards_together(tmp_path: Path) -> None:
     run_world(2, on_ranks, str(tmp_path))
     for strategy in ("ddp", "fsdp"):
-        resumed = list(read_digests(tmp_path / strategy / "digests.jsonl"))
-        changed = list(read_digests(tmp_path / f"{strategy} changed" / "digests.jsonl"))
-        assert len(list(tmp_path.joinpath(strategy).glob("digests*"))) == 1
+        resumed = list(read_digests(tmp_path / strategy / "version_0" / "digests.jsonl"))
+        changed = list(read_digests(tmp_path / f"{strategy} changed" / "version_0" / "digests.jsonl"))
+        assert len(list(tmp_path.joinpath(strategy).rglob("digests*"))) == 1
         assert [record.step for record in resumed] == list(range(6))
         assert [record.step for record in changed] == list(range(8))
         weights = [record.digests["layer.weight"] for record in resumed]
@@ -264,7 +265,7 @@ def test_ranks_record_replicas_once_and_shards_together(tmp_path: Path) -> None:
         shards = r"float32 (2, 4) in 2 shards (" if strategy == "fsdp" else "float32 (2, 4)"
         assert weights[1].form.startswith(shards)
         assert resumed[1].digests["seen"].form == "float32 (2,)"
-    text = (tmp_path / "fsdp" / "digests.jsonl").read_text().splitlines()
+    text = (tmp_path / "fsdp" / "version_0" / "digests.jsonl").read_text().splitlines()
     assert sum("format" in json.loads(line) for line in text) == 1
 
 
@@ -289,12 +290,12 @@ def on_a_mesh(root: str) -> tuple[dict[str, str], dict[str, str]]:
 
 def test_pipeline_stages_and_tensor_parallel_shards_are_recorded(tmp_path: Path) -> None:
     pipeline, tensors = run_world(2, on_a_mesh, str(tmp_path))[0]
-    first, last = read_digests(tmp_path / "pp" / "digests.jsonl")
+    first, last = read_digests(tmp_path / "pp" / "version_0" / "digests.jsonl")
     # Each stage holds whole tensors.
     assert {name: digest.value for name, digest in last.digests.items()} == pipeline
     assert list(last.digests) == list(GPT().state_dict())
     assert first.digests["tokens.weight"] != last.digests["tokens.weight"]
-    _, last = read_digests(tmp_path / "tp" / "digests.jsonl")
+    _, last = read_digests(tmp_path / "tp" / "version_0" / "digests.jsonl")
     assert list(last.digests) == list(tensors)
     assert last.digests["norm.weight"].value == tensors["norm.weight"]
     assert last.digests["blocks.0.up.weight"].form.startswith("float32 (128, 32) in 2 shards (")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, SAVED
 from ranks.numbered import blocks, global_batches, numbered_samples
 from ranks.share import Peak, counting
 from ranks.world import run_world
@@ -223,7 +223,7 @@ def load_repeatedly(paths: list[str], folder: str) -> dict[str, list[Any]]:
         ordered = DataLoader(numbered_samples(SIZE), 8)
         losses = [trainer.validate(module, ordered, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
         seen, weights = [], []
-        for path in (None, f"{folder}/{name}/checkpoints/step=4"):
+        for path in (None, f"{folder}/{name}/version_0/checkpoints/step=4"):
             module.seen = []
             trainer.fit(module, loader, ckpt_path=path)
             seen.append(module.seen[-4:])
@@ -258,17 +258,19 @@ def run_chains(straight: Runs, folder: Path) -> Runs:
         2,
         {
             "fsdp": ("fsdp", f"{folder}/fsdp", 6, 6, saved(straight, "stage 3")),
-            "ddp": ("ddp", f"{folder}/ddp", 8, 8, f"{folder}/fsdp/checkpoints/step=6"),
+            "ddp": ("ddp", f"{folder}/ddp", 8, 8, f"{folder}/fsdp/version_0/checkpoints/step=6"),
         },
     )
     found |= launch(
         1,
         {
-            "single": ("single", f"{folder}/single", 10, 10, f"{folder}/ddp/checkpoints/step=8"),
+            "single": ("single", f"{folder}/single", 10, 10, f"{folder}/ddp/version_0/checkpoints/step=8"),
             "one": ("stage 2 on 1", f"{folder}/one", 8, 8, saved(straight, "stage 2")),
         },
     )
-    return found | launch(4, {"four": ("stage 3 on 4", f"{folder}/four", END, END, f"{folder}/one/checkpoints/step=8")})
+    return found | launch(
+        4, {"four": ("stage 3 on 4", f"{folder}/four", END, END, f"{folder}/one/version_0/checkpoints/step=8")}
+    )
 
 
 def resume(straight: Runs, chained: Runs, folder: Path) -> Runs:
@@ -279,7 +281,7 @@ def resume(straight: Runs, chained: Runs, folder: Path) -> Runs:
     runs |= {f"{name} after a kill": (name, f"{folder}/killed {name}", END, END, "last") for name in KILLED_QUICK}
     # From bf16 weights to DDP and back.
     runs["bf16 away"] = ("bf16 ddp", f"{folder}/bf16 away", 10, 10, saved(straight, "bf16 stage 2"))
-    away = f"{folder}/bf16 away/checkpoints/step=10"
+    away = f"{folder}/bf16 away/version_0/checkpoints/step=10"
     runs["bf16 back"] = ("bf16 stage 3", f"{folder}/bf16 back", END, END, away)
     runs["back"] = ("stage 3", f"{folder}/back", END, END, chained["single"][0]["path"])
     # Only weights, and a step that does not change them.
@@ -294,7 +296,7 @@ def kill(names: Iterable[str], folder: Path) -> None:
     for name in names:
         codes = run_world(2, fit, name, f"{folder}/killed {name}", END, EVERY, None, KILLED_AT, may_fail=True)
         assert codes == [-signal.SIGKILL, -signal.SIGKILL], codes
-        left = (folder / f"killed {name}" / "checkpoints").glob("step=*")
+        left = (folder / f"killed {name}" / SAVED).glob("step=*")
         assert sorted(path.name for path in left) == ["step=3", "step=6"]
 
 

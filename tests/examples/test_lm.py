@@ -44,7 +44,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 
 def weights(root: Path) -> dict[str, list[float]]:
-    path = newest(root / "checkpoints")
+    path = newest(root / "logs" / "version_0" / "checkpoints")
     assert path is not None
     return {name: tensor.flatten().tolist() for name, tensor in CheckpointReader(path).model().items()}
 
@@ -59,7 +59,7 @@ def test_a_killed_run_of_two_ranks_resumes_exactly(tmp_path: Path, strategy: str
     assert len(loss) == 1
 
     first = start(tmp_path / "killed", strategy, steps=100_000)
-    folder = tmp_path / "killed" / "checkpoints"
+    folder = tmp_path / "killed" / "logs" / "version_0" / "checkpoints"
     while newest(folder) is None and first.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             first.wait(0.05)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, SAVED
 from ranks.world import run_world
 from torch import Tensor, nn
 
@@ -113,7 +113,7 @@ def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
     while processes(token) and time.monotonic() < deadline:
         os.sched_yield()
     assert not processes(token), "a process is still running"
-    found = newest(folder / "checkpoints")
+    found = newest(folder / SAVED)
     assert found is not None and "step=5" in found.name
     return done.returncode, done.stdout, done.stderr
 

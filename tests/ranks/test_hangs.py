@@ -118,7 +118,7 @@ def run_script(
 
 
 def reports(folder: Path) -> list[str]:
-    return [path.read_text() for path in (folder / "run").glob("hang-*.txt")]
+    return [path.read_text() for path in (folder / "run").rglob("hang-*.txt")]
 
 
 @READS_PROC
@@ -310,7 +310,7 @@ class WaitsForReport(TrainModule):
         self.net, self.folder = torch.nn.Linear(4, 1), folder
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        while batch_idx == 5 and not list(self.folder.glob("hang-*.txt")):
+        while batch_idx == 5 and not list(self.folder.rglob("hang-*.txt")):
             os.sched_yield()
         return self.net(batch).mean()
 
@@ -322,7 +322,7 @@ def test_under_pytest_the_watchdog_only_reports(tmp_path: Path, capfd: pytest.Ca
     trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1, "hang_timeout": 0.2})
     trainer.fit(WaitsForReport(tmp_path), [torch.ones(2, 4)] * 8)
     assert trainer.global_step == 8
-    first, *_ = tmp_path.glob("hang-*.txt")
+    first, *_ = tmp_path.rglob("hang-*.txt")
     assert "in training_step" in first.read_text()
 
 
@@ -362,7 +362,7 @@ def test_a_fit_inside_a_hook_is_progress_of_the_outer_run(tmp_path: Path, limit:
     )
     trainer.fit(WaitsForReport(tmp_path), [torch.ones(2, 4)] * 4)
     assert hook.steps == 30 and HEARTBEATS not in os.environ
-    assert not list(tmp_path.glob("hang-*.txt"))
+    assert not list(tmp_path.rglob("hang-*.txt"))
 
 
 @READS_PROC

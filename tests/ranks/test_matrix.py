@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, SAVED
 from ranks.numbered import Block, blocks, global_batches, numbered_samples
 from ranks.world import run_world
 from torch import Tensor
@@ -102,7 +102,7 @@ def check(tmp_path: Path, pairs: dict[str, list[str]], accumulate: int) -> None:
         straight[source] = run_world(LAYOUTS[source][0], save, source, str(tmp_path / source), accumulate)
         assert len(global_batches(straight[source])) == count(0, SAVED_AT + NEXT, accumulate)
     for layout, sources in pairs.items():
-        paths = {source: str(tmp_path / source / "checkpoints" / f"step={SAVED_AT}") for source in sources}
+        paths = {source: str(tmp_path / source / SAVED / f"step={SAVED_AT}") for source in sources}
         resumed = run_world(LAYOUTS[layout][0], resume, layout, str(tmp_path / f"on {layout}"), paths, accumulate)
         for source in sources:
             ranks = [rank[source] for rank in resumed]
@@ -131,9 +131,9 @@ def sources_by_layout(pairs: Any) -> dict[str, list[str]]:
 def test_layouts_resume_checkpoints_of_other_layouts(tmp_path: Path) -> None:
     check(tmp_path, sources_by_layout(QUICK), accumulate=1)
     # A single process also assembles the shards, without a Trainer.
-    path = tmp_path / "fsdp 2" / "checkpoints" / f"step={SAVED_AT}"
+    path = tmp_path / "fsdp 2" / SAVED / f"step={SAVED_AT}"
     found = Net.load_from_checkpoint(path).state_dict()
-    other = Net.load_from_checkpoint(tmp_path / "ddp" / "checkpoints" / f"step={SAVED_AT}").state_dict()
+    other = Net.load_from_checkpoint(tmp_path / "ddp" / SAVED / f"step={SAVED_AT}").state_dict()
     assert len(list(path.glob("model-*.safetensors"))) == 2
     for name, value in Net().state_dict().items():
         torch.testing.assert_close(found[name], other[name], rtol=1e-4, atol=1e-6)

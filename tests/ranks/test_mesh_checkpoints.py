@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET
+from models import QUIET, SAVED
 from ranks.mesh_gpt import GPT, PLAN, Block, data
 from ranks.share import counting
 from ranks.world import kill_every_rank, run_world
@@ -195,7 +195,7 @@ def test_a_killed_mesh_run_ends_like_an_uninterrupted_one(layout: str, deaths: l
     for number, step in enumerate(deaths):
         codes = run_world(ranks, run_on, layout, killed, 3 + number, step, may_fail=True)
         assert codes == [-signal.SIGKILL] * ranks
-        newest_step = CheckpointReader(newest(tmp_path / "killed" / "checkpoints")).progress()["global_step"]
+        newest_step = CheckpointReader(newest(tmp_path / "killed" / SAVED)).progress()["global_step"]
         assert newest_step == step // EVERY * EVERY
     for resumed, whole in run_world(ranks, resume_and_run_whole, layout, str(tmp_path)):
         for steps in ("losses", "seen"):

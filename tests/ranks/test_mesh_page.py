@@ -26,4 +26,4 @@ def test_the_code_of_the_parallel_page_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     first, second = run_world(2, run_page, str(tmp_path))
     assert first == second > 0
-    assert list((tmp_path / "checkpoints").iterdir())
+    assert list((tmp_path / "logs" / "version_0" / "checkpoints").iterdir())

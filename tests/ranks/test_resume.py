@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import QUIET
+from models import QUIET, SAVED
 from ranks.world import run_world
 from samples import labeled
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def test_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert whole[0]["paths"] == whole[1]["paths"]
     # Both steps are in the middle of an epoch of 8.
     for step in (5, 10):
-        path = tmp_path / "whole" / "checkpoints" / f"step={step}"
+        path = tmp_path / "whole" / SAVED / f"step={step}"
         assert CheckpointReader(path).has("rank-0") and CheckpointReader(path).has("rank-1")
         resumed = run_world(2, fit, str(tmp_path / f"again {step}"), str(path), 30)
         for rank in (0, 1):
@@ -107,7 +107,7 @@ def test_only_the_rank_that_cannot_save_reports_its_error(tmp_path: Path) -> Non
     # The other rank is ended, or fails without a report of its own.
     assert second == "UnsupportedStateError reported True"
     assert first in (1, "CheckpointError reported False", "OtherRankError reported False")
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=1"]
+    assert [path.name for path in (tmp_path / SAVED).iterdir()] == ["step=1"]
 
 
 class Unsavable(Net):

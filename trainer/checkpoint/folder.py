@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from leyden.strategies.rank_zero import warn
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -17,6 +17,10 @@ from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from leyden.trainer.checkpoint.reader import CheckpointReader
+
+
+Key: TypeAlias = tuple[int, int, str, str]
+"""Sorts checkpoints by age."""
 
 
 def newest(
@@ -37,33 +41,33 @@ def newest(
         >>> newest("no/such/folder") is None
         True
     """
-    reader = newest_reader(folder, depth, strict, ranks)
+    reader = newest_reader([(Path(folder), depth)], strict, ranks)
     return None if reader is None else reader.path
 
 
 def newest_reader(
-    folder: str | os.PathLike[str],
-    depth: int,
+    places: Sequence[tuple[Path, int]],
     strict: bool,
     ranks: CheckpointRanks | None,
     ahead: Callable[[CheckpointReader], None] | None = None,
+    accepts: Callable[[Path], bool] | None = None,
 ) -> CheckpointReader | None:
-    """Returns a reader of the checkpoint that `newest` finds.
+    """Returns a reader of the newest checkpoint in several folders, as `newest` finds it in one.
 
     Args:
-        folder: as for `newest`.
-        depth: as for `newest`.
+        places: the folders, each with its depth, as for `newest`.
         strict: as for `newest`.
         ranks: as for `newest`.
         ahead: as for `open_verified`.
+        accepts: returns False for the checkpoints to leave out. Called on rank 0. None accepts all.
     """
     from leyden.trainer.checkpoint.reader import open_verified
 
     ranks = CheckpointRanks() if ranks is None else ranks
     damaged: list[CheckpointError] = []
-    ranks.keep(lambda: _sweep(Path(folder), depth))
-    for name, reason in ranks.first(lambda: _newest_first(Path(folder), depth)):
-        path = Path(folder, name)
+    ranks.keep(lambda: _sweep(places))
+    for index, name, reason in ranks.first(lambda: _newest_first(places, accepts)):
+        path = places[index][0] / name
         try:
             if reason is not None:
                 raise CheckpointError(*reason)
@@ -74,29 +78,36 @@ def newest_reader(
                 warn(f"skipping a damaged checkpoint: {error}")
     if damaged and strict:
         listed = "; ".join(str(error) for error in damaged)
-        raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start from scratch. {listed}")
+        raise CheckpointError(
+            places[0][0], f"holds only damaged checkpoints. Remove them to start from scratch. {listed}"
+        )
     return None
 
 
-def _newest_first(folder: Path, depth: int) -> list[tuple[str, tuple[str, str] | None]]:
-    """Lists checkpoints, newest first: their names, and for an unreadable manifest the file and the reason.
+def _newest_first(
+    places: Sequence[tuple[Path, int]], accepts: Callable[[Path], bool] | None
+) -> list[tuple[int, str, tuple[str, str] | None]]:
+    """Lists checkpoints, newest first: the folder's index, the name, and why the manifest of which file is unreadable.
 
-    The entries are plain strings, so that rank 0 can send them to the other ranks.
+    The entries are plain values, so that rank 0 can send them to the other ranks.
     """
-    return [
-        (str(path.relative_to(folder)), (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
-        for path, found in reversed(_ordered(folder, depth))
-    ]
+    entries = []
+    for index, (folder, depth) in enumerate(places):
+        for key, path, found in _all_entries(folder, depth):
+            if accepts is None or accepts(path):
+                reason = (str(found.path), found.reason) if isinstance(found, CheckpointError) else None
+                entries.append((key, (index, str(path.relative_to(folder)), reason)))
+    return [entry for _, entry in sorted(entries, key=lambda entry: entry[0], reverse=True)]
 
 
-def all_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Returns the checkpoints in a folder that have a readable manifest, oldest first."""
-    return [path for path, found in _ordered(Path(folder)) if isinstance(found, Manifest)]
+def all_checkpoints(folder: str | os.PathLike[str], depth: int = 0) -> list[Path]:
+    """Returns the checkpoints in a folder that have a readable manifest, oldest first; see `newest` for `depth`."""
+    return [path for path, found in ordered(Path(folder), depth) if isinstance(found, Manifest)]
 
 
 def highest_counter(folder: Path, depth: int = 0) -> int:
     """Returns the highest save counter in a folder and `depth` levels below it, or 0 if there is no checkpoint."""
-    return max((found.save_counter for _, found in _ordered(folder, depth) if isinstance(found, Manifest)), default=0)
+    return max((found.save_counter for _, found in ordered(folder, depth) if isinstance(found, Manifest)), default=0)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -123,10 +134,14 @@ def delete(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(path, f"cannot be deleted: {error.strerror or error}.") from error
 
 
-def _ordered(folder: Path, depth: int = 0) -> list[tuple[Path, Manifest | CheckpointError]]:
+def ordered(folder: Path, depth: int = 0) -> list[tuple[Path, Manifest | CheckpointError]]:
     """Returns every checkpoint with its manifest, oldest first. Unreadable ones come last, with the error."""
-    entries = [entry for level in _levels(folder, depth) for entry in _entries(level)]
-    return [(path, manifest) for _, path, manifest in sorted(entries, key=lambda entry: entry[0])]
+    entries = sorted(_all_entries(folder, depth), key=lambda entry: entry[0])
+    return [(path, manifest) for _, path, manifest in entries]
+
+
+def _all_entries(folder: Path, depth: int) -> list[tuple[Key, Path, Manifest | CheckpointError]]:
+    return [entry for level in _levels(folder, depth) for entry in _entries(level)]
 
 
 def _levels(folder: Path, depth: int) -> list[Path]:
@@ -141,9 +156,10 @@ def _levels(folder: Path, depth: int) -> list[Path]:
     return folders
 
 
-def _sweep(folder: Path, depth: int) -> None:
-    for level in _levels(folder, depth):
-        staging.sweep(level)
+def _sweep(places: Sequence[tuple[Path, int]]) -> None:
+    for place in places:
+        for level in _levels(*place):
+            staging.sweep(level)
 
 
 def _may_hold_checkpoints(path: Path) -> bool:
@@ -155,9 +171,9 @@ def _may_hold_checkpoints(path: Path) -> bool:
     )
 
 
-def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]]:
+def _entries(folder: Path) -> list[tuple[Key, Path, Manifest | CheckpointError]]:
     """Returns the checkpoints directly in a folder, each preceded by a key that sorts them by age."""
-    found: list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]] = []
+    found: list[tuple[Key, Path, Manifest | CheckpointError]] = []
     try:
         names = sorted(os.listdir(folder))
     except OSError:

@@ -71,8 +71,8 @@ class CheckpointWriter:
         ranks: the ranks that write the checkpoint together. Each creates a writer and calls the same methods. All
             write into one temporary folder, and rank 0 commits when all are done. If one fails, all raise, and the
             temporary folder is removed.
-        home: a folder and a number of levels to search below it. The new checkpoint gets a higher save counter than any
-            checkpoint found there. By default only the folder that holds `path` is searched.
+        places: folders, and the number of levels to search below each. The new checkpoint gets a higher save counter
+            than any checkpoint found there, or in the folder that holds `path`.
         plans: cached plans from this run's earlier saves, which say which rank writes which shard. None plans from
             scratch.
         copies: snapshots the tensors, so that `commit` can write the files later. None writes each file immediately.
@@ -97,13 +97,13 @@ class CheckpointWriter:
         *,
         overwrite: bool = False,
         ranks: CheckpointRanks | None = None,
-        home: tuple[Path, int] | None = None,
+        places: Sequence[tuple[Path, int]] = (),
         plans: ShardPlans | None = None,
         copies: Copies | None = None,
     ) -> None:
         # Absolute, since user code may change the working directory before the commit.
         self._target = Path(os.path.abspath(local_path(path, "path")))
-        self._home = (self._target.parent, 0) if home is None else home
+        self._places = {(self._target.parent, 0), *places}
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
         self._copies = copies
@@ -423,7 +423,7 @@ class CheckpointWriter:
                 self._files[name] = entry
         return Manifest(
             files=self._files,
-            save_counter=highest_counter(*self._home) + 1,
+            save_counter=max(highest_counter(*place) for place in self._places) + 1,
             saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
             progress={key: progress[key] for key in ("epoch", "global_step") if key in progress},
             world_size=world_size,

@@ -34,9 +34,18 @@ from leyden.trainer.run.reporting.advice import checked_for_nan
 from leyden.trainer.run.reporting.record import record_start
 from leyden.trainer.run.reporting.rows import send_rows
 from leyden.trainer.run.reporting.summary import five_lines, settings_of
+from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node
 from leyden.trainer.run.saved.identity import Identity
 from leyden.trainer.run.saved.restoring import Restorer, kept_state
-from leyden.trainer.run.saved.resuming import check_same_run, continued_path, rollback_paths_after
+from leyden.trainer.run.saved.resuming import (
+    check_same_run,
+    continued_path,
+    detect_shared_folders,
+    lock_of,
+    open_reader,
+    rollback_paths_after,
+)
+from leyden.trainer.run.saved.run_folder import enter_folder, find_folder
 from leyden.trainer.run.starting.build import (
     accumulation_of,
     check_steps,
@@ -104,12 +113,13 @@ class Run:
         lock: the lock on the checkpoint folder; None unless this run holds it exclusively.
         saves: the checkpoints that are being written in the background.
         continued: checkpoints saved by this same training before the fit, the newest last. A rollback may use them.
-        progress: the progress of training. Carried over, like the next six; a fit from scratch starts a new one.
+        progress: the progress of training. Carried over, like the next seven; a fit from scratch starts a new one.
         saved: resumable checkpoints that the fit has saved, the newest last.
         schedulers: the learning-rate schedulers, each with its stepping schedule.
         trained: the parameters that the fit has frozen or unfrozen.
         identity: the identity of this training, compared by `ckpt_path="auto"`; None before a fit.
         writer_folder: the first rank's log folder; None until a fit on several ranks has announced itself.
+        folder: the run's folder, with its checkpoints; None before the first fit, and if it writes nothing.
         shard_plans: the assignment of a checkpoint's shards to the ranks that write them.
     """
 
@@ -145,6 +155,7 @@ class Run:
     trained: Trained = field(default_factory=Trained)
     identity: Identity | None = None
     writer_folder: str | None = None
+    folder: str | None = None
     shard_plans: ShardPlans = field(default_factory=ShardPlans)
 
     def next(
@@ -192,6 +203,7 @@ class Run:
         self.logs = Logs(self.hooks, module)
         self.logs.load_state_dict(found["logs"])
         self.should_stop = found["should_stop"]
+        self.folder = found["folder"]
 
     # parts of the run -------------------------------------------------------------------------------------------------
     @property
@@ -214,12 +226,12 @@ class Run:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger that has one; without loggers, `default_root_dir`.
+        """The folder of the first logger that has one; without loggers the run's folder, or `default_root_dir`.
 
         Ranks that write no logs return the first rank's folder. None until a logger such as W&B has made its folder.
         """
         own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
-        return next(own, self.writer_folder if self.loggers else self.arguments.default_root_dir)
+        return next(own, self.writer_folder if self.loggers else self.folder or self.arguments.default_root_dir)
 
     @property
     def accumulation(self) -> GradientAccumulation | None:
@@ -263,21 +275,38 @@ class Run:
         if debugging.is_debugging():
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.longest)
 
-    def hold(self, lock: FolderLock, alone: bool, each_node: bool) -> None:
-        """Locks the checkpoint folder for this run, or only checks that no other run has locked it.
+    def find(self, goal: Goal) -> tuple[Reader | None, str]:
+        """Finds the run's folder and opens the checkpoint that the run resumes; see `open_reader`.
 
-        Args:
-            lock: the lock on the folder.
-            alone: True to acquire the lock, for a run that resumes automatically: a second one would resume the same
-                checkpoint. False only checks the lock.
-            each_node: True if every machine has its own folder.
+        A run that resumes automatically then holds its folder alone: a second one would resume the same checkpoint.
+        """
+        detect_shared_folders(self)
+        searched, folder = find_folder(self, goal)
+        if self.state.stage == "fit":
+            self.folder = folder
+        if goal.path == "auto":
+            self._hold(alone=True)
+        return open_reader(self, goal, searched)
+
+    def _enter(self, reader: Reader | None, goal: Goal) -> None:
+        """Enters the run's folder: that of the checkpoint's run, or the next version."""
+        self.folder = enter_folder(self, reader, goal)
+        if goal.path != "auto":
+            self._hold(alone=False)
+        if self.folder is not None:
+            self.heartbeat.report_to(self.folder)
+
+    def _hold(self, alone: bool) -> None:
+        """Locks the checkpoint folder for this run, or only checks that no other run has locked it.
 
         Raises:
             LeydenError: on all ranks, if another run holds the folder; names its process.
         """
-        ranks = CheckpointRanks(self.strategy, lock.path.parent, each_node)
-        ranks.keep(lock.acquire if alone else lock.check_free)
-        self.lock = lock if alone else None
+        lock = lock_of(self)
+        if lock is not None:
+            ranks = CheckpointRanks(self.strategy, lock.path.parent, are_on_each_node(self.callbacks))
+            ranks.keep(lock.acquire if alone else lock.check_free)
+            self.lock = lock if alone else None
 
     def release(self) -> None:
         """Releases the lock on the checkpoint folder, if this run holds it."""
@@ -312,6 +341,7 @@ class Run:
             check_same_run(self.identity, reader, goal, strategy.ranks.is_global_zero)
         check_steps(module, stage)
         warn_of_uncalled_hooks(module, self.datamodule, *self.callbacks)
+        self._enter(reader, goal)
         with self.heartbeat.during(Phase.PREPARING):
             self._prepare(stage)
         # After _prepare, so that submodules created there are included.
@@ -324,7 +354,7 @@ class Run:
             self.profiler.watch(module)
         if self.profiler is not None and stage != "fit":
             # In a fit the log folder is not final yet: loggers may continue in that of the resumed checkpoint.
-            self.profiler.write_to(self.log_dir)
+            self.profiler.write_to(self.folder or self.log_dir)
         check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
         restorer = Restorer(self, reader, goal)
         restorer.restore_weights()
@@ -514,9 +544,9 @@ class Run:
                     _ = logger.experiment
             self.writer_folder = ranks.broadcast(self.log_dir)
         if self.profiler is not None:
-            self.profiler.write_to(self.log_dir)
+            self.profiler.write_to(self.folder or self.log_dir)
         if not silent:
-            folder = self.log_dir or self.arguments.default_root_dir
+            folder = self.folder or self.log_dir or self.arguments.default_root_dir
             self.report(
                 five_lines(self.strategy, self.loaders.train_loader, self.batches_per_step, folder, self.origin)
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares
+from models import QUIET, SAVED, Squares
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,7 +136,7 @@ def fit(kind: str, engine: bool, folder: Path, path: Path | None = None, end: in
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_an_engine_with_its_own_memory_resumes_exactly(kind: str, tmp_path: Path) -> None:
     uninterrupted, trainer = fit(kind, True, tmp_path / "uninterrupted")
-    path = tmp_path / "uninterrupted" / "checkpoints" / "step=4"
+    path = tmp_path / "uninterrupted" / SAVED / "step=4"
     reader = CheckpointReader(path)
     assert all(value.dtype == torch.float64 for value in reader.model().values())
     [state] = reader.optimizers()
@@ -157,10 +157,10 @@ def test_an_engine_with_its_own_memory_resumes_exactly(kind: str, tmp_path: Path
 
     # Out of the engine, and back into it.
     away, _ = fit(kind, False, tmp_path / "away", path, end=8)
-    back, _ = fit(kind, True, tmp_path / "back", tmp_path / "away" / "checkpoints" / "step=8")
+    back, _ = fit(kind, True, tmp_path / "back", tmp_path / "away" / SAVED / "step=8")
     assert away.losses + back.losses == pytest.approx(uninterrupted.losses[4:], rel=1e-5)
 
     # From a run without the engine into one with it.
     plain, _ = fit(kind, False, tmp_path / "plain")
-    into, _ = fit(kind, True, tmp_path / "into", tmp_path / "plain" / "checkpoints" / "step=4")
+    into, _ = fit(kind, True, tmp_path / "into", tmp_path / "plain" / SAVED / "step=4")
     assert into.losses == pytest.approx(plain.losses[4:], rel=1e-5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Regression
+from models import QUIET, SAVED, Regression
 from ranks.world import run_world
 from torch import nn
 from torch.optim import AdamW
@@ -91,7 +91,7 @@ def fit_and_resume(folder: str, strategy: str) -> tuple[str, dict[str, Any]]:
 def test_every_machine_keeps_complete_checkpoints(tmp_path: Path, strategy: str) -> None:
     size = 4 if strategy == "ddp" else 2
     found = run_world(size, fit_and_resume, str(tmp_path), strategy)
-    folders = [tmp_path / f"machine {machine}" / "checkpoints" for machine in (0, 1)]
+    folders = [tmp_path / f"machine {machine}" / SAVED for machine in (0, 1)]
     for rank, (last, _) in enumerate(found):
         assert last == str(folders[rank * 2 // size] / "step=5")
     for folder in folders:
@@ -114,7 +114,7 @@ def resume_with_damage(folder: str) -> tuple[int, int]:
     own = Path(folder, f"machine {machine}")
     fit(own, 3, "ddp", save_on_each_node=True)
     if machine == 1:
-        file = own / "checkpoints" / "step=3" / "model.safetensors"
+        file = own / SAVED / "step=3" / "model.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
@@ -136,8 +136,12 @@ def fit_in_shared_folder(folder: str) -> str:
 
 
 def test_a_shared_folder_disables_saving_on_each_node(tmp_path: Path) -> None:
-    assert set(run_world(2, fit_in_shared_folder, str(tmp_path))) == {str(tmp_path / "checkpoints" / "step=2")}
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last", "step=1", "step=2"]
+    assert set(run_world(2, fit_in_shared_folder, str(tmp_path))) == {str(tmp_path / SAVED / "step=2")}
+    assert sorted(path.name for path in (tmp_path / SAVED).iterdir()) == [
+        "last",
+        "step=1",
+        "step=2",
+    ]
 
 
 def save_to_full_disk(folder: str) -> str:
@@ -154,11 +158,11 @@ def save_to_full_disk(folder: str) -> str:
 
     nodes.write_file = full
     with pytest.raises(CheckpointError, match="No space left") as error:
-        trainer.save_checkpoint(own / "checkpoints" / "broken")
+        trainer.save_checkpoint(own / SAVED / "broken")
     nodes.write_file = plain
     trainer.strategy.ranks.barrier()
-    assert not list((own / "checkpoints").glob("*broken*"))
-    trainer.save_checkpoint(own / "checkpoints" / "after")
+    assert not list((own / SAVED).glob("*broken*"))
+    trainer.save_checkpoint(own / SAVED / "after")
     return str(error.value)
 
 
@@ -166,7 +170,7 @@ def test_a_full_disk_on_one_machine_stops_the_save(tmp_path: Path) -> None:
     messages = run_world(2, save_to_full_disk, str(tmp_path))
     assert all("machine of rank 1" in message for message in messages)
     for machine in (0, 1):
-        CheckpointReader(tmp_path / f"machine {machine}" / "checkpoints" / "after").verify()
+        CheckpointReader(tmp_path / f"machine {machine}" / SAVED / "after").verify()
 
 
 def write_unseen(folder: str) -> str:

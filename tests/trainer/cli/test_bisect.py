@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("flip", ["persistent", "transient"])
 def test_bisect_names_the_step_and_parameters_of_a_flip(runs: Path, flip: str, invoke: Any) -> None:
-    done = invoke("bisect", runs / "right-1", runs / f"{flip}-1")
+    done = invoke("bisect", runs / "right-1" / "version_0", runs / f"{flip}-1" / "version_0")
     assert done.returncode == 1
     assert done.stdout.splitlines() == [
         f"first difference: step {FLIPPED}; the runs agree after step {FLIPPED - 1}",
@@ -64,19 +64,23 @@ def test_bisect_names_the_step_and_parameters_of_a_flip(runs: Path, flip: str, i
 
 @pytest.mark.parametrize("flip", ["persistent", "transient"])
 def test_sparse_digests_give_an_interval_of_steps(runs: Path, flip: str, invoke: Any) -> None:
-    done = invoke("bisect", runs / "right-10", runs / f"{flip}-10" / "digests.jsonl")
+    done = invoke("bisect", runs / "right-10" / "version_0", runs / f"{flip}-10" / "version_0" / "digests.jsonl")
     assert done.returncode == 1
     assert done.stdout.startswith("first difference: one of the steps 131 to 140; the runs agree after step 130\n")
     # Only steps that both runs recorded are compared.
-    assert invoke("bisect", runs / "right-1", runs / f"{flip}-10").stdout == done.stdout
-    found = json.loads(invoke("bisect", "--json", runs / "right-10", runs / f"{flip}-10").stdout)
+    assert invoke("bisect", runs / "right-1" / "version_0", runs / f"{flip}-10" / "version_0").stdout == done.stdout
+    found = json.loads(
+        invoke("bisect", "--json", runs / "right-10" / "version_0", runs / f"{flip}-10" / "version_0").stdout
+    )
     assert (found["agrees_at"], found["differs_at"], found["tensors"][0]) == (130, 140, "net.0.weight")
 
 
 def test_equal_runs_are_reported_as_equal(runs: Path, invoke: Any) -> None:
-    done = invoke("bisect", runs / "right-1", runs / "right-10")
+    done = invoke("bisect", runs / "right-1" / "version_0", runs / "right-10" / "version_0")
     assert (done.returncode, done.stdout) == (0, "equal: 16 common steps, 0 to 150\n")
-    found = json.loads(invoke("bisect", "--json", runs / "right-1", runs / "right-1").stdout)
+    found = json.loads(
+        invoke("bisect", "--json", runs / "right-1" / "version_0", runs / "right-1" / "version_0").stdout
+    )
     assert found == {"steps": 151, "first_step": 0, "agrees_at": 150, "differs_at": None, "tensors": []}
 
 
@@ -166,6 +170,8 @@ def test_tensors_are_listed_in_the_modules_order(tmp_path: Path, invoke: Any) ->
     folders = []
     for number in (0, 1):
         seed_everything(number)
-        folders.append(tmp_path / str(number))
-        Trainer(**QUIET, max_steps=1, default_root_dir=folders[-1], digest_every_n_steps=1).fit(Line(), numbered(4))
+        folders.append(tmp_path / str(number) / "version_0")
+        Trainer(**QUIET, max_steps=1, default_root_dir=folders[-1].parent, digest_every_n_steps=1).fit(
+            Line(), numbered(4)
+        )
     assert invoke("bisect", *folders).stdout.splitlines()[1:] == ["  layer.weight", "  layer.bias"]

@@ -125,7 +125,7 @@ def test_arguments_of_the_subcommands_method_are_options() -> None:
 def test_a_saved_configuration_works_for_other_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     fit_cli("--trainer.enable_checkpointing=true", "--max_steps=2", "--model.width=5", "--restore=weights")
     for name in ("validate", "test", "predict"):
-        run = LeydenCLI(OwnNet, Points, args=[name, "--config=config.yaml", "--ckpt_path=last"])
+        run = LeydenCLI(OwnNet, Points, args=[name, "--config=version_0/config.yaml", "--ckpt_path=last"])
         assert run.model.hparams.width == 5
         assert "restore" not in run.config[name]
     words = ["fit", "--config=test-config.yaml", "--ckpt_path=null", "--max_steps=1"]
@@ -567,17 +567,18 @@ def test_instantiate_class_builds_an_object_from_its_description() -> None:
 
 # the configuration that a run saves -----------------------------------------------------------------------------------
 def test_another_runs_configuration_is_not_overwritten() -> None:
-    fit_cli("--model.width=5")
-    assert read_yaml("config.yaml")["model"]["width"] == 5
-    before = os.stat("config.yaml").st_mtime_ns
-    fit_cli("--model.width=5")
+    named = ["--trainer.logger=CSVLogger", "--trainer.logger.version=mine"]
+    fit_cli("--model.width=5", *named)
+    assert read_yaml("logs/mine/config.yaml")["model"]["width"] == 5
+    before = os.stat("logs/mine/config.yaml").st_mtime_ns
+    fit_cli("--model.width=5", *named)
     with pytest.raises(ConfigurationError, match="config.yaml is the configuration of another run. Use another folder"):
-        fit_cli("--model.width=6")
-    assert os.stat("config.yaml").st_mtime_ns == before
-    fit_cli("--model.width=6", save_config_kwargs={"overwrite": True})
-    assert read_yaml("config.yaml")["model"]["width"] == 6
-    fit_cli("--model.width=7", save_config_kwargs={"config_filename": "wide.yaml"})
-    assert read_yaml("wide.yaml")["model"]["width"] == 7
+        fit_cli("--model.width=6", *named)
+    assert os.stat("logs/mine/config.yaml").st_mtime_ns == before
+    fit_cli("--model.width=6", *named, save_config_kwargs={"overwrite": True})
+    assert read_yaml("logs/mine/config.yaml")["model"]["width"] == 6
+    fit_cli("--model.width=7", *named, save_config_kwargs={"config_filename": "wide.yaml"})
+    assert read_yaml("logs/mine/wide.yaml")["model"]["width"] == 7
 
 
 def test_a_resumed_run_keeps_the_earlier_configuration() -> None:
@@ -605,35 +606,41 @@ def part_options() -> list[str]:
 def test_multifile_saves_each_file_by_name_and_a_resumed_run_keeps_them() -> None:
     options = [*part_options(), "--trainer.enable_checkpointing=true", "--trainer.resume=auto"]
     first = fit_cli(*options, "--model.rate=0.5", **MULTIFILE)
-    saved = {name: Path(name).read_text() for name in ("config.yaml", "model.yaml", "data.yaml")}
-    assert read_yaml("config.yaml")["model"] == "model.yaml"
-    assert read_yaml("model.yaml") == {"width": 5, "rate": 0.5}
-    again = LeydenCLI(OwnNet, Points, args=["fit", "--config=config.yaml", "--trainer.default_root_dir=again"])
+    saved = {name: Path("version_0", name).read_text() for name in ("config.yaml", "model.yaml", "data.yaml")}
+    assert read_yaml("version_0/config.yaml")["model"] == "model.yaml"
+    assert read_yaml("version_0/model.yaml") == {"width": 5, "rate": 0.5}
+    again = LeydenCLI(
+        OwnNet, Points, args=["fit", "--config=version_0/config.yaml", "--trainer.default_root_dir=again"]
+    )
     assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
     fit_cli(*options, "--model.rate=0.5", **MULTIFILE)
-    assert not Path("config-1").exists()
+    assert not Path("version_0/config-1").exists()
     resumed = fit_cli(*options, "--same_run=true", "--model.rate=0.25", "--trainer.max_epochs=2", **MULTIFILE)
     assert resumed.trainer.global_step == 16
-    assert (read_yaml("model.yaml")["rate"], read_yaml("config.yaml")["trainer"]["max_epochs"]) == (0.25, 2)
-    assert {path.name: path.read_text() for path in Path("config-1").iterdir()} == saved
-    before = LeydenCLI(OwnNet, Points, args=["--config=config-1/config.yaml"], run=False)
+    assert (read_yaml("version_0/model.yaml")["rate"], read_yaml("version_0/config.yaml")["trainer"]["max_epochs"]) == (
+        0.25,
+        2,
+    )
+    assert {path.name: path.read_text() for path in Path("version_0/config-1").iterdir()} == saved
+    before = LeydenCLI(OwnNet, Points, args=["--config=version_0/config-1/config.yaml"], run=False)
     assert (before.model.hparams.rate, before.trainer.max_epochs) == (0.5, 1)
-    assert [path.name for path in Path().glob(".*")] == []
+    assert [path.name for path in Path("version_0").glob(".*")] == []
 
 
 def test_multifile_overwrites_neither_another_runs_files_nor_user_files() -> None:
-    fit_cli(*part_options(), **MULTIFILE)
+    named = ["--trainer.logger=CSVLogger", "--trainer.logger.version=mine"]
+    fit_cli(*part_options(), *named, **MULTIFILE)
     with pytest.raises(ConfigurationError, match="model.yaml is the configuration of another run. Use another folder"):
-        fit_cli(*part_options(), "--model.width=6", **MULTIFILE)
-    assert read_yaml("model.yaml")["width"] == 5
-    fit_cli(*part_options(), "--model.width=6", save_config_kwargs={"multifile": True, "overwrite": True})
-    assert read_yaml("model.yaml")["width"] == 6
-    Path("config.yaml").unlink()
-    write_yaml("model.yaml", width=7)
+        fit_cli(*part_options(), "--model.width=6", *named, **MULTIFILE)
+    assert read_yaml("logs/mine/model.yaml")["width"] == 5
+    fit_cli(*part_options(), "--model.width=6", *named, save_config_kwargs={"multifile": True, "overwrite": True})
+    assert read_yaml("logs/mine/model.yaml")["width"] == 6
+    Path("logs/mine/config.yaml").unlink()
+    write_yaml("logs/mine/model.yaml", width=7)
     for resume in ("auto", "null"):
         with pytest.raises(ConfigurationError, match="model.yaml is not part of a saved configuration"):
-            fit_cli("--model=model.yaml", "--trainer.default_root_dir=.", f"--trainer.resume={resume}", **MULTIFILE)
-    assert read_yaml("model.yaml") == {"width": 7}
+            fit_cli("--model=logs/mine/model.yaml", *named, f"--trainer.resume={resume}", **MULTIFILE)
+    assert read_yaml("logs/mine/model.yaml") == {"width": 7}
 
 
 def test_multifile_requires_distinct_file_names() -> None:
@@ -652,7 +659,9 @@ def test_multifile_evaluations_do_not_overwrite_the_files_of_fit() -> None:
     for rate in ("0.5", "0.25"):
         args = ["test", *QUICK[:1], *QUICK[2:], *part_options(), f"--model.rate={rate}"]
         LeydenCLI(OwnNet, Points, args=args, **MULTIFILE)
-    rates = [read_yaml(f"{folder}model.yaml")["rate"] for folder in ("", "test-config/", "test-config/config-1/")]
+    rates = [
+        read_yaml(f"{folder}model.yaml")["rate"] for folder in ("version_0/", "test-config/", "test-config/config-1/")
+    ]
     assert rates == [0.1, 0.25, 0.5]
     [callback] = [
         one
@@ -668,12 +677,12 @@ def test_evaluations_save_their_own_configuration_and_fast_dev_run_saves_none() 
     fit_cli()
     for width in ("3", "5"):
         LeydenCLI(OwnNet, Points, args=["test", *QUICK[:1], *QUICK[2:], f"--model.width={width}"])
-    assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml", "test-config.yaml", "test-config-1.yaml"}
+    assert {path.name for path in Path().glob("*.yaml")} == {"test-config.yaml", "test-config-1.yaml"}
     assert read_yaml("test-config.yaml")["model"]["width"] == 5
-    Path("config.yaml").unlink()
+    Path("version_0/config.yaml").unlink()
     fit_cli("--trainer.fast_dev_run=true")
     fit_cli(save_config_callback=None)
-    assert not Path("config.yaml").exists()
+    assert list(Path().rglob("config.yaml")) == []
 
 
 def test_a_callback_subclass_also_saves_the_configuration_to_the_logger() -> None:
@@ -726,10 +735,10 @@ def test_secrets_are_masked_in_the_saved_configuration_and_asked_for(
     options = ["--model=Login", *SECRETS] if subclass_mode else SECRETS
     first = fit_cli(*options, "--model.urls+=s3://b/x?a=1&sig=" + SECRET, save_config_callback=KeptElsewhere, **own)
     assert first.model.given[:2] == (SECRET, {"password": SECRET, "pad_token": 5})
-    for file in ("config.yaml", "kept.yaml"):
+    for file in ("version_0/config.yaml", "kept.yaml"):
         assert SECRET not in Path(file).read_text() and "pad_token: 5" in Path(file).read_text()
-    assert Path("config.yaml").stat().st_mode & 0o777 == 0o600
-    again = ["--config=config.yaml", AGAIN, "--model.urls=[]"]
+    assert Path("version_0/config.yaml").stat().st_mode & 0o777 == 0o600
+    again = ["--config=version_0/config.yaml", AGAIN, "--model.urls=[]"]
     named = r"--model\.api_key is masked .*pass --model\.api_key=…, or set .* LEYDEN_FIT__MODEL__API_KEY"
     with pytest.raises(ConfigurationError, match=named):
         fit_cli(*again, **own)
@@ -739,7 +748,7 @@ def test_secrets_are_masked_in_the_saved_configuration_and_asked_for(
     repeated = fit_cli(*again, "--model.api_key=mine", **own)
     assert repeated.model.given == ("mine", {"password": "of the environment", "pad_token": 5}, [])
     with pytest.raises(ConfigurationError, match=r"--model\.urls\[0\] is masked .* into the file"):
-        fit_cli("--config=config.yaml", "--model.api_key=mine", **own)
+        fit_cli("--config=version_0/config.yaml", "--model.api_key=mine", **own)
     sent = ForkingPickler.dumps(first.trainer.callbacks[-1])
     assert SECRET.encode() not in bytes(sent)
 
@@ -749,10 +758,10 @@ def test_secrets_are_masked_in_each_file_of_a_configuration() -> None:
     write_yaml("parts/model.yaml", api_key=SECRET, urls=["s3://b"])
     write_yaml("parts/data.yaml", batch_size=4)
     fit_cli("--model=parts/model.yaml", "--data=parts/data.yaml", model=Login, **MULTIFILE)
-    assert read_yaml("model.yaml") == {"api_key": "***masked***", "login": None, "urls": ["s3://b"]}
-    modes = {name: Path(name).stat().st_mode & 0o777 for name in ("model.yaml", "data.yaml")}
+    assert read_yaml("version_0/model.yaml") == {"api_key": "***masked***", "login": None, "urls": ["s3://b"]}
+    modes = {name: Path("version_0", name).stat().st_mode & 0o777 for name in ("model.yaml", "data.yaml")}
     assert modes["model.yaml"] == 0o600 != modes["data.yaml"]
-    cli = LeydenCLI(Login, Points, args=["fit", "--config=config.yaml", f"--model.api_key={SECRET}", AGAIN])
+    cli = LeydenCLI(Login, Points, args=["fit", "--config=version_0/config.yaml", f"--model.api_key={SECRET}", AGAIN])
     assert cli.model.given == (SECRET, None, ["s3://b"])
 
 
@@ -770,7 +779,7 @@ def test_a_saved_configuration_builds_the_module_with_run_false() -> None:
             parser.add_argument("--ckpt_path", default="mine")
 
     fit_cli("--model.width=5", "--optimizer=Adam")
-    cli = LeydenCLI(OwnNet, Points, args=["--config=config.yaml"], run=False)
+    cli = LeydenCLI(OwnNet, Points, args=["--config=version_0/config.yaml"], run=False)
     assert (cli.model.hparams.width, cli.config.ckpt_path) == (5, None)
     assert type(cli.model.configure_optimizers()) is torch.optim.Adam
     assert build_cli(kind=CustomCLI).config.ckpt_path == "mine"
@@ -780,7 +789,7 @@ def test_a_cli_with_run_false_saves_one_configuration_for_fit_and_test() -> None
     cli = build_cli()
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     cli.trainer.test(cli.model, datamodule=cli.datamodule)
-    assert {path.name for path in Path().glob("*.yaml")} == {"config.yaml"}
+    assert {str(path) for path in Path().rglob("*.yaml")} == {"version_0/config.yaml"}
 
 
 def test_a_configuration_is_pickled_as_text_for_spawned_ranks() -> None:

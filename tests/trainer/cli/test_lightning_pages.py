@@ -217,7 +217,6 @@ def test_classes_of_an_imported_package_are_chosen_by_short_name(script: Script)
     write("my_code/unimported.py", "from configured import OwnNet\n\nclass UnimportedNet(OwnNet):\n    pass\n")
     run = script("import my_code.parts\ncli = LightningCLI(datamodule_class=Points, trainer_defaults=SHORT)\n")
     assert type(run("fit --model ImportedNet --optimizer SGD")["cli"].model).__name__ == "ImportedNet"
-    Path("config.yaml").unlink()
     assert type(run("fit --model my_code.unimported.UnimportedNet")["cli"].model).__name__ == "UnimportedNet"
 
 
@@ -558,7 +557,7 @@ cli = CustomCLI(TwoOptimizers, Points, trainer_defaults=SHORT, save_config_callb
     for cli in found:
         made = [(type(one), one.param_groups[0]["lr"]) for one in cli.trainer.optimizers]
         assert made == [(torch.optim.Adam, 0.25), (torch.optim.AdamW, 0.125)]
-    again = run("fit --config config.yaml --trainer.default_root_dir=again")["cli"]
+    again = run(f"fit --config {found[-1].trainer.run_folder}/config.yaml --trainer.default_root_dir=again")["cli"]
     assert [type(one) for one in again.trainer.optimizers] == [torch.optim.Adam, torch.optim.AdamW]
 
 

@@ -77,7 +77,7 @@ def train(folder: Path, environ: dict[str, str], *words: str, launcher: tuple[st
         [sys.executable, *launcher, "train.py", "--order", order, *words],
         cwd=folder, env=environ, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert (folder / "run" / "checkpoints").is_dir(), done.stderr
+    assert (folder / "run" / "logs" / "version_0" / "checkpoints").is_dir(), done.stderr
     return folder / "run"
 
 
@@ -112,7 +112,7 @@ def test_replaying_a_bad_step_names_its_sample_and_parameters(
     assert done.returncode == 0, done.stderr
     lines = done.stdout
     assert "train.py" in done.stderr
-    assert f"{BAD_STEP} (epoch 0, batch {BAD_STEP - 1}), from run/checkpoints/epoch=0-step=125" in lines
+    assert f"{BAD_STEP} (epoch 0, batch {BAD_STEP - 1}), from run/logs/version_0/checkpoints/epoch=0-step=125" in lines
     assert re.search(r"^loss +(nan|inf)$", lines, re.M)
     samples = ", ".join(map(str, ORDER[(BAD_STEP - 1) * 8 : BAD_STEP * 8]))
     assert f"samples    {samples}\n" in lines
@@ -151,8 +151,9 @@ def test_an_impossible_replay_is_refused_with_the_reason(
     done = invoke("replay", folder / "run", "--step", 25)
     assert done.returncode == 2 and "no valid checkpoint before step 25, only of step 25, 50" in (done.stderr)
     done = invoke("replay", folder / "nothing", "--step", 25)
-    assert "is not a folder. Give the run's default_root_dir" in done.stderr
-    done = invoke("replay", folder, "--step", 25)
+    assert "is not a folder. Give the run's folder" in done.stderr
+    (folder / "empty").mkdir()
+    done = invoke("replay", folder / "empty", "--step", 25)
     assert "holds no checkpoint from which a run can continue" in done.stderr
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
     done = invoke("replay", folder / "run", "--step", 26)

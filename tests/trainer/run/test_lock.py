@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Line
+from models import SAVED, Line
+from programs import run_in_fork
 from ranks.world import run_world
 
 from leyden import Callback, LeydenError, Trainer
@@ -46,18 +47,6 @@ def lock(tmp_path: Path) -> Iterator[FolderLock]:
     folder_lock = FolderLock(tmp_path)
     yield folder_lock
     folder_lock.release()
-
-
-def run_in_fork(work: Callable[[], Any]) -> int:
-    """Runs a function in a forked process; returns its exit code."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # the lock file --------------------------------------------------------------------------------------------------------
@@ -282,39 +271,42 @@ class InSecondStep(Callback):
 
 
 def test_auto_resume_locks_the_folder_until_the_run_ends(tmp_path: Path) -> None:
-    folder, seen = tmp_path / "checkpoints", []
+    folder, seen = tmp_path / SAVED, []
 
     def second() -> None:
         seen.append(owner_of(folder).pid)
-        for arguments in ({}, {"resume": None}):
-            module = Line()
+        module, saved = Line(), str(next(folder.glob("epoch=*")))
+        for ckpt_path in ("auto", saved):
+            trainer = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=ModelCheckpoint())
             with pytest.raises(LeydenError, match="belongs to a run that is under way: this very process"):
-                fit(tmp_path, **arguments)
+                trainer.fit(module, [torch.ones(1, 2)] * 4, ckpt_path=ckpt_path)
+        # A new run has a folder of its own, without a lock unless it resumes automatically.
+        fit(tmp_path, resume=None)
         # Another folder, a fit that writes nothing and an evaluation need no lock.
         fit(tmp_path / "other")
         fit(tmp_path, fast_dev_run=True)
         fit(tmp_path, resume=None, enable_checkpointing=False)
         Trainer(**QUIET, default_root_dir=tmp_path).predict(module, [torch.ones(1, 2)])
 
-    fit(tmp_path, InSecondStep(second))
+    fit(tmp_path, InSecondStep(second), ModelCheckpoint(every_n_train_steps=1))
     assert seen == [os.getpid()]
     assert not (folder / NAME).exists()
     # The lock is also released after an error.
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path / "error", InSecondStep(lambda: 1 / 0))
-    assert not (tmp_path / "error" / "checkpoints" / NAME).exists()
+    assert not (tmp_path / "error" / SAVED / NAME).exists()
 
 
 def test_runs_without_auto_resume_share_a_folder_unlocked(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     def second() -> None:
-        seen.append((tmp_path / "checkpoints" / NAME).exists())
-        fit(tmp_path, resume=None)
+        seen.append((tmp_path / "shared" / NAME).exists())
+        fit(tmp_path, ModelCheckpoint(tmp_path / "shared"), resume=None)
 
-    fit(tmp_path, InSecondStep(second), resume=None)
+    fit(tmp_path, InSecondStep(second), ModelCheckpoint(tmp_path / "shared"), resume=None)
     assert seen == [False]
-    assert len(all_checkpoints(tmp_path / "checkpoints")) == 2
+    assert len(all_checkpoints(tmp_path / "shared")) == 2
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
@@ -322,13 +314,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) ->
         run_in_fork(lambda: fit(tmp_path, InSecondStep(lambda: os.kill(os.getpid(), signal.SIGKILL))))
         == -signal.SIGKILL
     )
-    assert (tmp_path / "checkpoints" / NAME).exists()
-    assert fit(tmp_path).global_step == 4
-    assert not (tmp_path / "checkpoints" / NAME).exists()
+    assert (tmp_path / SAVED / NAME).exists()
+    trainer = fit(tmp_path)
+    assert (trainer.global_step, trainer.run_folder) == (4, str(tmp_path / "version_1"))
+    assert not (tmp_path / "version_1" / "checkpoints" / NAME).exists()
 
 
 def test_a_run_whose_lock_was_taken_over_stops_saving(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / SAVED
     with pytest.raises(LeydenError, match=r"was taken over by process \d+ of ada on gpu7.*saves no more"):
         fit(tmp_path, InSecondStep(lambda: write(folder)), ModelCheckpoint(every_n_train_steps=1, save_top_k=-1))
     assert [path.name for path in all_checkpoints(folder)] == ["epoch=0-step=1"]
@@ -338,12 +331,12 @@ def test_a_run_whose_lock_was_taken_over_stops_saving(tmp_path: Path) -> None:
 
 def on_two_ranks(folder: Path) -> None:
     pids: list[int] = []
-    record = InSecondStep(lambda: pids.append(owner_of(folder / "checkpoints").pid))
+    record = InSecondStep(lambda: pids.append(owner_of(folder / SAVED).pid))
     trainer = fit(folder, record, strategy="ddp")
     assert trainer.strategy.ranks.broadcast(os.getpid()) == pids[0]
-    assert not trainer.strategy.ranks.broadcast((folder / "checkpoints" / NAME).exists())
+    assert not trainer.strategy.ranks.broadcast((folder / SAVED / NAME).exists())
     if RANK == 0:
-        write(folder / "checkpoints", place=Owner.here().place)
+        write(folder / SAVED, place=Owner.here().place)
     trainer.strategy.ranks.barrier()
     fit(folder, strategy="ddp")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Regression
+from models import SAVED, Regression
 from programs import run_program
 from ranks.world import run_world
 from same import same_weights
@@ -125,7 +125,10 @@ def test_repeated_preemptions_keep_only_one_preemption_checkpoint(tmp_path: Path
         assert code == 75
     assert steps == list(range(12))
     # The first epoch's checkpoint and the last preemption's; those of earlier preemptions are gone.
-    assert sorted(path.name for path in all_checkpoints(tmp_path / "checkpoints")) == ["epoch=0-step=10", "preempted"]
+    assert sorted(path.name for path in all_checkpoints(tmp_path / SAVED)) == [
+        "epoch=0-step=10",
+        "preempted",
+    ]
     net, _, code = start(tmp_path)
     assert code is None and same_weights(net, uninterrupted)
 
@@ -135,16 +138,16 @@ def test_an_already_saved_step_is_not_saved_again(tmp_path: Path) -> None:
         tmp_path, ModelCheckpoint(save_last=True), At("on_train_batch_start", 4, raising(signal.SIGTERM))
     )
     assert code == 75
-    assert [path.name for path in all_checkpoints(tmp_path / "checkpoints")] == ["epoch=0-step=4"]
-    assert trainer.last_checkpoint == tmp_path / "checkpoints" / "epoch=0-step=4"
+    assert [path.name for path in all_checkpoints(tmp_path / SAVED)] == ["epoch=0-step=4"]
+    assert trainer.last_checkpoint == tmp_path / SAVED / "epoch=0-step=4"
     every = ModelCheckpoint(every_n_train_steps=1)
     _, _, code = start(tmp_path / "each step", every, At("on_train_batch_end", 3, raising(signal.SIGTERM)))
-    assert [path.name for path in all_checkpoints(tmp_path / "each step" / "checkpoints")] == ["epoch=0-step=3"]
+    assert [path.name for path in all_checkpoints(tmp_path / "each step" / SAVED)] == ["epoch=0-step=3"]
 
 
 def test_preemption_saves_before_other_hooks_and_without_other_checkpoints(tmp_path: Path) -> None:
     seen: list[bool] = []
-    record = At("on_train_end", 1, lambda: seen.append((tmp_path / "checkpoints" / "preempted").is_dir()))
+    record = At("on_train_end", 1, lambda: seen.append((tmp_path / SAVED / "preempted").is_dir()))
     stop = At("on_train_batch_start", 2, raising(signal.SIGTERM))
     assert start(tmp_path, record, stop, enable_checkpointing=False)[2] == 75
     assert seen == [True]
@@ -154,7 +157,8 @@ def test_another_runs_preemption_checkpoint_is_kept(tmp_path: Path) -> None:
     stop = ("on_train_batch_start", 2, raising(signal.SIGTERM))
     for name in ("preempted", "preempted-v1"):
         # Each starts from scratch, unaware of the run before.
-        _, trainer, _ = start(tmp_path, At(*stop), resume=None, preemption=True)
+        shared = ModelCheckpoint(tmp_path / "shared")
+        _, trainer, _ = start(tmp_path, At(*stop), shared, resume=None, preemption=True)
         assert trainer.last_checkpoint is not None and trainer.last_checkpoint.name == name
 
 
@@ -172,7 +176,7 @@ def test_without_preemption_signals_keep_their_usual_effect(tmp_path: Path) -> N
 def test_ctrl_c_interrupts_without_saving(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, At("on_train_batch_start", 4, raising(signal.SIGINT)))
-    assert all_checkpoints(tmp_path / "checkpoints") == []
+    assert all_checkpoints(tmp_path / SAVED) == []
 
 
 def test_custom_signals_and_exit_code(tmp_path: Path, uninterrupted: Net) -> None:
@@ -225,7 +229,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     requests, folder = tmp_path / "requests.txt", tmp_path / "bin"
     folder.mkdir()
     program = folder / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@ $(ls {tmp_path}/run/checkpoints)" >> {requests}\nexit ${{REFUSES:-0}}\n')
+    saved = tmp_path / "run" / SAVED
+    program.write_text(f'#!/bin/sh\necho "$@ $(ls {saved})" >> {requests}\nexit ${{REFUSES:-0}}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
@@ -310,7 +315,7 @@ def train_in_signaled_group(folder: Path, method: str) -> None:
         trainer.fit(net, loader)
     # The run stops right after the signaled step, so the workers survived the signal.
     assert trainer.global_step == 2
-    assert len(all_checkpoints(folder / "checkpoints")) == 1
+    assert len(all_checkpoints(folder / SAVED)) == 1
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, Squares
+from models import QUIET, SAVED, Squares
 from torch import nn
 
 from leyden import Trainer
@@ -32,7 +32,7 @@ def bytes_read() -> int:
 def test_resuming_reads_optimizer_state_once_and_weights_twice(tmp_path: Path) -> None:
     trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1})
     trainer.fit(Wide())
-    path = tmp_path / "checkpoints" / "one"
+    path = tmp_path / SAVED / "one"
     trainer.save_checkpoint(path)
     saved = trainer.optimizers[0].state_dict()["state"][0]["exp_avg"]
     size = sum(file.stat().st_size for file in path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from leyden import ConfigurationError, DataModule, Trainer
+from leyden.callbacks import ModelCheckpoint
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.run.saved.identity import Identity, plain
@@ -52,10 +54,11 @@ class Data(DataModule):
         return [torch.ones(self.hparams.size, 2)] * 3
 
 
-def fitted(folder: Path, module: Net, ckpt_path: Any = "auto", epochs: int = 1, **fit: Any) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, default_root_dir=folder
-    )
+def fitted(
+    folder: Path, module: Net, ckpt_path: Any = "auto", epochs: int = 1, shared: Path | None = None, **fit: Any
+) -> Trainer:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    trainer = Trainer(**quiet, max_epochs=epochs, default_root_dir=folder, callbacks=ModelCheckpoint(shared))
     trainer.fit(module, datamodule=fit.pop("datamodule", None) or Data(), ckpt_path=ckpt_path, **fit)
     return trainer
 
@@ -102,24 +105,48 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_auto_does_not_resume_a_different_run(case: str, tmp_path: Path) -> None:
     first, second, text = DIFFERENT[case]
-    fitted(tmp_path, first)
-    with pytest.raises(ConfigurationError, match=f"saved by another run.*{text}.*its own folder.*same_run=True"):
-        fitted(tmp_path, second, epochs=2)
+    fitted(tmp_path, first, shared=tmp_path / "shared")
+    with pytest.raises(ConfigurationError, match=f"saved by another run.*{text}.*a folder.*same_run=True"):
+        fitted(tmp_path, second, epochs=2, shared=tmp_path / "shared")
     assert second.steps == 0
+
+
+@pytest.mark.parametrize("case", [case for case in DIFFERENT if "optimizer" not in case and "groups" not in case])
+def test_a_different_run_in_the_same_place_gets_the_next_folder(case: str, tmp_path: Path) -> None:
+    first, second, text = DIFFERENT[case]
+    of_first = fitted(tmp_path, copy.deepcopy(first)).last_checkpoint
+    second, kept = copy.deepcopy(second), CheckpointReader(of_first).manifest
+    if case == "a learning rate":
+        # What configure_optimizers returns is known only when the weights are loaded.
+        with pytest.raises(ConfigurationError, match=f"saved by another run.*{text}.*run_identity"):
+            fitted(tmp_path, second, epochs=2)
+        return
+    trainer = fitted(tmp_path, second, epochs=2)
+    assert (trainer.run_folder, second.steps) == (str(tmp_path / "version_1"), 6)
+    # Each goes on in its own folder.
+    for module, version in ((first, 0), (second, 1)):
+        again = copy.deepcopy(module)
+        trainer = fitted(tmp_path, again, epochs=3)
+        assert trainer.run_folder == str(tmp_path / f"version_{version}")
+        assert (trainer.global_step, again.steps - module.steps) == (9, 6 if version == 0 else 3)
+    assert kept.progress["global_step"] == 3
 
 
 def test_auto_does_not_resume_with_a_different_data_module(tmp_path: Path) -> None:
     fitted(tmp_path, Net(), datamodule=Data(1))
+    assert fitted(tmp_path, Net(), epochs=2, datamodule=Data(2)).run_folder == str(tmp_path / "version_1")
+    shared = tmp_path / "shared"
+    fitted(tmp_path, Net(), datamodule=Data(1), shared=shared)
     with pytest.raises(ConfigurationError, match="the DataModule's hyperparameter size was 1 and is 2"):
-        fitted(tmp_path, Net(), epochs=2, datamodule=Data(2))
+        fitted(tmp_path, Net(), epochs=2, datamodule=Data(2), shared=shared)
 
 
 def test_hyperparameters_are_compared_before_anything_is_loaded(tmp_path: Path) -> None:
-    fitted(tmp_path, Net(rate=0.1))
+    fitted(tmp_path, Net(rate=0.1), shared=tmp_path / "shared")
     second = Net(rate=0.2)
     before = second.layer.weight.detach().clone()
     with pytest.raises(ConfigurationError, match="another run"):
-        fitted(tmp_path, second)
+        fitted(tmp_path, second, shared=tmp_path / "shared")
     assert torch.equal(second.layer.weight, before)
 
 
@@ -186,11 +213,12 @@ def test_resuming_a_different_run_warns(ckpt_path: str, tmp_path: Path) -> None:
 
 
 def test_restoring_only_weights_accepts_any_run(tmp_path: Path) -> None:
-    fitted(tmp_path, Net(rate=1))
+    path = fitted(tmp_path, Net(rate=1)).last_checkpoint
     module = Net(with_sgd(lr=0.001), rate=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fitted(tmp_path, module, restore="weights")
+    assert (trainer.ckpt_path, trainer.run_folder) == (str(path), str(tmp_path / "version_1"))
     assert [w for w in caught if "differed" in str(w.message)] == []
     assert module.steps == 3 and trainer.optimizers[0].param_groups[0]["lr"] == 0.001
 
@@ -205,8 +233,7 @@ def test_run_identity_of_a_module_decides_which_runs_are_the_same(tmp_path: Path
     again = Named(with_sgd(lr=0.2), trial=1, rate=0.2)
     fitted(tmp_path, again, epochs=2)
     assert again.steps == 3
-    with pytest.raises(ConfigurationError, match=r"run_identity\(\)\['trial'\] was 1 and is 2"):
-        fitted(tmp_path, Named(trial=2, rate=0.1), epochs=3)
+    assert fitted(tmp_path, Named(trial=2, rate=0.1), epochs=3).run_folder == str(tmp_path / "version_1")
 
 
 def test_a_checkpoint_without_an_identity_resumes_with_a_warning(tmp_path: Path) -> None:
@@ -271,8 +298,10 @@ def test_resume_auto_starts_a_run_and_then_continues_it(tmp_path: Path) -> None:
     assert (trainer.global_step, second.steps) == (9, 6)
     resumed(tmp_path, third, 3)
     assert third.steps == 0
-    with pytest.raises(ConfigurationError, match="saved by another run"):
-        resumed(tmp_path, Net(rate=1), 3)
+    # Other training goes to another folder, also when the same Trainer fits it.
+    other = Net(rate=1)
+    trainer.fit(other, [torch.ones(1, 2)] * 3, max_epochs=1)
+    assert (trainer.run_folder, other.steps) == (str(tmp_path / "version_1"), 3)
 
 
 def test_ckpt_path_takes_precedence_over_the_trainers_resume(tmp_path: Path) -> None:

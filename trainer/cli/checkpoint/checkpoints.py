@@ -17,6 +17,7 @@ from leyden.trainer.format.errors import CheckpointError, NoCheckpointError, bla
 from leyden.trainer.format.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.format.staging import set_aside
 from leyden.trainer.format.text import aligned, size_of
+from leyden.trainer.run.saved.checkpoint_folders import CHECKPOINTS
 
 
 @click.group("checkpoint")
@@ -25,23 +26,26 @@ def command() -> None:
 
 
 @command.command("ls")
-@click.argument("folder", default="checkpoints")
+@click.argument("folder", default=".")
 def ls(folder: str) -> int:
-    """List the checkpoints in FOLDER (default: checkpoints), oldest first, and mark damaged ones.
+    """List the checkpoints in FOLDER, oldest first, and mark damaged ones.
 
-    This checks manifests and file sizes; `verify` compares every byte.
+    FOLDER holds the checkpoints, or one or more runs (version_N). It is the current folder by default. This checks
+    manifests and file sizes; `verify` compares every byte.
     """
-    rows = []
-    for path in _found_in(folder):
+    rows, paths = [], _found_in(folder)
+    homes = {path.parent for path in paths}
+    for path in paths:
+        name = path.name if len(homes) == 1 else str(path.relative_to(folder))
         try:
             reader = CheckpointReader(path)
             reader.verify_sizes()
         except CheckpointError as error:
-            rows.append(((1, 0), (path.name, "", "", "", "", "", f"damaged: {error}")))
+            rows.append(((1, "", 0), (name, "", "", "", "", "", f"damaged: {error}")))
             continue
         manifest = reader.manifest
         row = (
-            path.name,
+            name,
             str(manifest.progress.get("epoch", "")),
             str(manifest.progress.get("global_step", "")),
             manifest.saved_at[:19].replace("T", " "),
@@ -49,7 +53,7 @@ def ls(folder: str) -> int:
             f"{manifest.world_size} × {manifest.strategy}",
             "whole" if reader.has(OPTIMIZERS) else "whole, weights only",
         )
-        rows.append(((0, manifest.save_counter), row))
+        rows.append(((0, str(path.parent), manifest.save_counter), row))
     if not rows:
         click.echo(f"{folder} holds no checkpoints")
         return 0
@@ -61,7 +65,7 @@ def ls(folder: str) -> int:
 @command.command("verify")
 @click.argument("paths", nargs=-1, required=True)
 def verify(paths: tuple[str, ...]) -> int:
-    """Compare every byte of checkpoints with their checksums. A folder of checkpoints stands for all of them.
+    """Compare every byte of checkpoints with their checksums. A folder of checkpoints or runs stands for all of them.
 
     The exit status is 1 if one of them is damaged, or is no checkpoint.
     """
@@ -152,14 +156,22 @@ def _is_one(path: str | Path) -> bool:
 
 
 def _found_in(folder: str | Path) -> list[Path]:
+    """Returns the checkpoints in a folder, or else those in the folders of the runs in it."""
+    root = Path(local_path(folder, "FOLDER"))
+    if not root.is_dir():
+        raise CheckpointError(root, "is not a folder: give the one that holds the checkpoints, or a run's.")
+    if _is_one(root):
+        return []
+    homes = [root / CHECKPOINTS, *sorted(root.glob(f"**/version_*/{CHECKPOINTS}"))]
+    return _directly_in(root) or [path for home in homes if home.is_dir() for path in _directly_in(home)]
+
+
+def _directly_in(root: Path) -> list[Path]:
     """Returns the checkpoints in a folder by name, damaged ones included; those that a killed overwrite set aside come
     first.
 
     Links such as "last" are left out: the checkpoints they point at are listed.
     """
-    root = Path(local_path(folder, "FOLDER"))
-    if not root.is_dir():
-        raise CheckpointError(root, "is not a folder: give the one that holds the checkpoints.")
     aside = [path for path, _ in set_aside(root)]
     return aside + [
         path

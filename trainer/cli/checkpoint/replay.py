@@ -25,6 +25,7 @@ from leyden.trainer.format.digests import read_digests
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import aligned, listed
 from leyden.trainer.run.reporting.command import Command, printable
+from leyden.trainer.run.saved.checkpoint_folders import CHECKPOINTS
 from leyden.trainer.run.saved.identity import Identity
 from leyden.trainer.run.saved.resuming import progress_of
 
@@ -41,8 +42,9 @@ SHOWN = 20
 def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[str, ...]) -> int:
     """Repeat step N of RUN, and report its samples, loss, gradients and weights.
 
-    RUN is the folder of the run (its default_root_dir), its folder of checkpoints, or a checkpoint. The run continues
-    from its last valid checkpoint before the step and ends after the step. It is started with COMMAND, or else with the
+    RUN is the folder of the run (version_N), or one above it that holds several, of which the newest is taken; or a
+    folder of checkpoints, or a checkpoint. The run continues from its last valid checkpoint before the step and ends
+    after the step. It is started with COMMAND, or else with the
     command that originally started it, which is shown first. A replay changes nothing in the run's folder: loggers are
     off, and no checkpoint is written.
 
@@ -77,7 +79,7 @@ def checkpoint_before(run: Path, step: int) -> CheckpointReader:
     """
     if not run.is_dir():
         raise ConfigurationError(
-            f"{run} is not a folder. Give the run's default_root_dir, or its folder of checkpoints."
+            f"{run} is not a folder. Give the run's folder, such as logs/version_0, or its folder of checkpoints."
         )
     found = _resumable(run)
     if not found:
@@ -104,9 +106,17 @@ def _checkpoints(run: Path) -> Iterator[Path]:
     if is_checkpoint(run):
         yield run
         return
-    home = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    home = _home(run)
     for folder in (home, *sorted(path for path in home.iterdir() if path.is_dir() and not is_checkpoint(path))):
         yield from all_checkpoints(folder)
+
+
+def _home(run: Path) -> Path:
+    """Returns a run's folder of checkpoints; that of the run that saved last, for a folder of several runs."""
+    if (run / CHECKPOINTS).is_dir():
+        return run / CHECKPOINTS
+    homes = [path for path in run.glob(f"**/version_*/{CHECKPOINTS}") if all_checkpoints(path)]
+    return max(homes, key=lambda home: CheckpointReader(all_checkpoints(home)[-1]).manifest.saved_at, default=run)
 
 
 def _step_of(reader: CheckpointReader) -> int:

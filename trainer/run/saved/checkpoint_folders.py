@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run's folder."""
+
 
 def checkpoint_callbacks(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
     """Returns the ModelCheckpoints among a run's callbacks."""
@@ -19,45 +22,34 @@ def checkpoint_callbacks(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]
 
 
 def folder_of_last(callbacks: Iterable[Callback], root: str) -> Path:
-    """Returns the folder in which "last" is searched for: that of the first ModelCheckpoint.
+    """Returns the folder that is locked, and that holds checkpoints of preempted runs: the first ModelCheckpoint's.
 
     Args:
         callbacks: the run's callbacks.
-        root: the run's `default_root_dir`.
+        root: the run's folder.
     """
-    own = next((callback.dirpath for callback in checkpoint_callbacks(callbacks)), None)
-    return Path(own) if own else Path(root) / "checkpoints"
+    first = next(iter(checkpoint_callbacks(callbacks)), None)
+    return Path(root, CHECKPOINTS) if first is None else Path(first.folder_below(root))
+
+
+def places_of(callbacks: Iterable[Callback], root: str | None) -> list[tuple[Path, int]]:
+    """Returns the folders in which "last" is searched for, each with the number of subfolder levels in names.
+
+    Args:
+        callbacks: the run's callbacks.
+        root: the run's folder; None for only the folders that the user named.
+    """
+    own = checkpoint_callbacks(callbacks)
+    if not own:
+        return [] if root is None else [(Path(root, CHECKPOINTS), 0)]
+    depths: dict[str, int] = {}
+    for callback in own:
+        if root is not None or not callback.uses_run_folder:
+            folder = callback.folder_below(root or "")
+            depths[folder] = max(depths.get(folder, 0), callback.depth)
+    return [(Path(folder), depth) for folder, depth in depths.items()]
 
 
 def are_on_each_node(callbacks: Iterable[Callback]) -> bool:
     """Returns True if every machine keeps its own checkpoints, because the machines share no folder."""
     return any(callback.saves_on_each_node for callback in checkpoint_callbacks(callbacks))
-
-
-def depth_of(callbacks: Iterable[Callback], root: str, folder: str) -> int:
-    """Returns the number of subfolder levels that the names of checkpoints create below a folder.
-
-    Args:
-        callbacks: the run's callbacks.
-        root: the run's `default_root_dir`.
-        folder: the folder of the checkpoints.
-    """
-    own = (callback for callback in checkpoint_callbacks(callbacks) if callback.folder_below(root) == folder)
-    return max((callback.depth for callback in own), default=0)
-
-
-def home_of(callbacks: Iterable[Callback], root: str, path: Path) -> tuple[Path, int] | None:
-    """Returns the ModelCheckpoint folder above a path, and the subfolder levels below it.
-
-    None if no ModelCheckpoint with subfolders saves there.
-
-    Args:
-        callbacks: the run's callbacks.
-        root: the run's `default_root_dir`.
-        path: the path of a checkpoint.
-    """
-    for callback in checkpoint_callbacks(callbacks):
-        folder = callback.folder_below(root)
-        if callback.depth and path.parent.is_relative_to(folder):
-            return Path(folder), max(depth_of(callbacks, root, folder), len(path.parent.relative_to(folder).parts))
-    return None

@@ -29,9 +29,15 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import MANIFEST, PROGRESS
-from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, depth_of, folder_of_last
+from leyden.trainer.run.saved.checkpoint_folders import (
+    are_on_each_node,
+    checkpoint_callbacks,
+    folder_of_last,
+    places_of,
+)
 from leyden.trainer.run.saved.identity import FILE as IDENTITY
 from leyden.trainer.run.saved.identity import Difference, Identity
+from leyden.trainer.run.saved.run_folder import accepts, root_of
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -141,8 +147,13 @@ def with_best_path(callbacks: Iterable[Callback], goal: Goal) -> Goal:
     return dataclasses.replace(goal, path=best)
 
 
-def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
+def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None, str]:
     """Opens and verifies the checkpoint that a run resumes, before any state of the run has changed.
+
+    Args:
+        run: the run.
+        goal: the checkpoint to resume, and the parts to restore.
+        folder: the run folder in which "last" and "auto" search, if there is one.
 
     Returns:
         The reader, or None to start from scratch; and a description of the starting point, for the user.
@@ -151,8 +162,7 @@ def open_reader(run: Run, goal: Goal) -> tuple[Reader | None, str]:
         return None, "from scratch"
     if goal.continues:
         return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
-    folder = folder_of_last(run.callbacks, run.arguments.default_root_dir)
-    ranks = CheckpointRanks(run.strategy, folder, are_on_each_node(run.callbacks))
+    ranks = CheckpointRanks(run.strategy, folder or root_of(run), are_on_each_node(run.callbacks))
     plugin = run.checkpoint_io
     if plugin is not None and not _is_folder(goal.path):
         name = os.path.expanduser(os.fspath(goal.path))
@@ -265,7 +275,8 @@ def detect_shared_folders(run: Run) -> None:
     if run.strategy.ranks.num_nodes == 1:
         return
     for callback in checkpoint_callbacks(run.callbacks):
-        folder = callback.folder_below(run.arguments.default_root_dir)
+        # The versions of a run lie in one file system.
+        folder = run.arguments.default_root_dir if callback.uses_run_folder else callback.folder_below("")
         callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(run.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
             raise ConfigurationError(
@@ -276,13 +287,17 @@ def detect_shared_folders(run: Run) -> None:
 
 
 def _newest(
-    run: Run, folder: Path, goal: Goal, ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None
+    run: Run, folder: str | None, goal: Goal, ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None
 ) -> CheckpointReader | None:
-    depth = depth_of(run.callbacks, run.arguments.default_root_dir, str(folder))
-    found = newest_reader(folder, depth, goal.path == "auto", ranks, ahead)
+    own: Sequence[Callback] = checkpoint_callbacks(run.callbacks)
+    if goal.parts != {"weights"}:
+        own = [callback for callback in checkpoint_callbacks(run.callbacks) if not callback.save_weights_only] or own
+    places = places_of(own, folder)
+    found = newest_reader(places, goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
     if found is None and goal.path == "last":
         raise CheckpointError(
-            folder, "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch."
+            places[0][0] if places else root_of(run),
+            "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
         )
     return found
 
@@ -299,11 +314,13 @@ def _path_of(goal: Goal) -> Path:
 
 def lock_of(run: Run) -> FolderLock | None:
     """Returns the lock of the folder that a fit saves into; None if it saves nothing."""
-    detect_shared_folders(run)
     saves = bool(checkpoint_callbacks(run.callbacks)) or run.arguments.preemption is not None
     if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
         return None
-    return FolderLock(folder_of_last(run.callbacks, run.arguments.default_root_dir))
+    first = next(iter(checkpoint_callbacks(run.callbacks)), None)
+    if run.folder is None and (first is None or first.uses_run_folder):
+        return None
+    return FolderLock(folder_of_last(run.callbacks, run.folder or ""))
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
@@ -382,8 +399,9 @@ def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bo
     if refuses and any(difference.counts for difference in found):
         raise ConfigurationError(
             f"{reader.path} was saved by another run, and ckpt_path='auto' only continues its own: {_listed(found)}. "
-            "Give each run its own folder, with Trainer(default_root_dir=…) or ModelCheckpoint(dirpath=…). To continue "
-            f"this checkpoint anyway, pass fit(ckpt_path={str(reader.path)!r}) or fit(ckpt_path='auto', "
+            "Give each run a folder, with Trainer(default_root_dir=…) or ModelCheckpoint(dirpath=…). Or name "
+            "what differs in save_hyperparameters or TrainModule.run_identity: 'auto' then tells them apart. To "
+            f"continue this checkpoint anyway, pass fit(ckpt_path={str(reader.path)!r}) or fit(ckpt_path='auto', "
             "same_run=True); to load only its weights, add restore='weights'."
         )
     if found and not at_start and warns:

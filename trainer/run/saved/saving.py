@@ -23,10 +23,11 @@ from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.plugins import wait_for
 from leyden.trainer.run.reporting.command import FILE as COMMAND
 from leyden.trainer.run.reporting.command import Command
-from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, home_of
+from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, places_of
 from leyden.trainer.run.saved.identity import FILE as IDENTITY
 from leyden.trainer.run.saved.resuming import ROLLBACK_PATHS
 from leyden.trainer.run.saved.rolling_back import check_reaches_all_ranks, rollback_paths
+from leyden.trainer.run.saved.run_folder import RECORD, record_of
 from leyden.trainer.run.saved.run_states import rank_owners, step_states_of
 from leyden.trainer.run.saved.user_states import UserStates
 from leyden.trainer.run.starting.build import saves_asynchronously
@@ -98,7 +99,7 @@ def save(
     ranks = CheckpointRanks(strategy, path, are_on_each_node(run.callbacks))
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
-    home = home_of(run.callbacks, run.arguments.default_root_dir, Path(os.path.abspath(path)))
+    places = places_of(run.callbacks, run.folder)
     is_scheduled = _is_scheduled(run)
     record = run.note_save if is_scheduled and not weights_only else run.note_weights
     optimizers, copies = stepping_optimizers(run.engine), None
@@ -109,7 +110,9 @@ def save(
         run.saves.wait()
     with ExitStack() as stack:
         writer = stack.enter_context(
-            CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home, plans=run.shard_plans, copies=copies)
+            CheckpointWriter(
+                path, overwrite=overwrite, ranks=ranks, places=places, plans=run.shard_plans, copies=copies
+            )
         )
         # The loop first, because it sends the row of the last step to the loggers before they are saved.
         progress = run.progress if loop is None else loop.progress_to_save()
@@ -120,7 +123,7 @@ def save(
         if weights_only:
             strategy.save(writer, run.module, None)
         else:
-            _save_states(run, users, loop, writer, ranks)
+            _save_states(run, users, loop, writer, ranks, path)
             if not is_scheduled:
                 writer.json(ROLLBACK_PATHS, _relative(rollback_paths(run), Path(os.path.realpath(path.parent))))
         if hparams := users.hparams():
@@ -214,7 +217,7 @@ def _relative(places: Iterable[Path], folder: Path) -> list[str]:
 
 
 def _save_states(
-    run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks
+    run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks, path: Path
 ) -> None:
     """Writes the weights and all other states of the run."""
     composed = users.compose(run.progress)
@@ -227,6 +230,9 @@ def _save_states(
     command = Command.here()
     if command is not None:
         writer.json(COMMAND, command.to_dict())
+    folder = record_of(run.folder, path)
+    if folder is not None:
+        writer.json(RECORD, folder)
     states = {**users.own(composed), **rank_state(run, loop, ranks)}
     write_rank(writer, run.engine.strategy, states)
 

@@ -99,6 +99,7 @@ def final_state(run: Run, callbacks: Iterable[Callback], result: Any, last_check
         "attributes": _plain_attributes(run.module),
         "last_checkpoint": last_checkpoint,
         "should_stop": run.should_stop,
+        "folder": run.folder,
     }
     return map_tensors(found, lambda tensor: tensor.detach().cpu())
 
