@@ -35,9 +35,9 @@ import xxhash
 from torch import nn
 from torch.optim import AdamW
 
-from leyden.trainer.accelerator.accelerator import Accelerator
-from leyden.trainer.format.safefile import memory_of
-from leyden.trainer.format.text import size_of
+from leyden.accelerator.accelerator import Accelerator
+from leyden.checkpoint.format.safefile import memory_of
+from leyden.core.text import size_of
 
 WIDTH = 1024
 """A block of two Linear layers, WIDTH to 4 * WIDTH and back, has 32 MiB of weights."""

@@ -42,15 +42,15 @@ from torch import Tensor, nn
 
 from leyden import Trainer, TrainModule, seed_everything
 from leyden.callbacks import CSVLogger, ModelCheckpoint
+from leyden.checkpoint.folder import all_checkpoints, newest
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.manifest import read_manifest
+from leyden.checkpoint.owners import rank_file, saved_data_ranks
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.writer import CheckpointWriter
+from leyden.launch import functions
+from leyden.launch.processes import started
 from leyden.strategies import DDPStrategy, FSDPStrategy
-from leyden.strategies.launch import functions
-from leyden.strategies.launch.processes import started
-from leyden.trainer.checkpoint.folder import all_checkpoints, newest
-from leyden.trainer.checkpoint.owners import rank_file, saved_data_ranks
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.format import staging
-from leyden.trainer.format.manifest import read_manifest
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "single": lambda: "auto",

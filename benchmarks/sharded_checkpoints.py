@@ -45,8 +45,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from leyden.trainer.accelerator.accelerator import Accelerator
-from leyden.trainer.format.safefile import memory_of
+from leyden.accelerator.accelerator import Accelerator
+from leyden.checkpoint.format.safefile import memory_of
 
 
 class ShardedLeyden(Leyden):

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.shard_plan import ShardPlans
+from leyden.checkpoint.shards import plan
+from leyden.core.text import size_of
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.simulated import simulated
-from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.shard_plan import ShardPlans
-from leyden.trainer.checkpoint.shards import plan
-from leyden.trainer.format.text import size_of
 
 TP = 8
 T = TypeVar("T")

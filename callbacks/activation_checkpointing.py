@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.checks import check_flags, check_whole
+from leyden.core.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.policy import modules_of_classes
 from leyden.strategies.recomputing import keep, recompute
-from leyden.trainer.arguments.checks import check_flags, check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

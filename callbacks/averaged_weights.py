@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from leyden.callbacks.base import Callback
+from leyden.checkpoint.shards import copy_part
+from leyden.core.errors import ConfigurationError, StateError
+from leyden.core.saved_state import SavedState, brief
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.local_weights import LocalWeights, local_part, sharded_like
-from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.checkpoint.shards import copy_part
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.arguments.checks import check_whole
+from leyden.core.checks import check_whole
+from leyden.core.errors import ConfigurationError
 
 
 class BatchSizeScheduler(GradientAccumulation):

@@ -9,7 +9,7 @@ import torch
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import check_has_logger, is_logged, log_to_all
-from leyden.strategies.errors import ConfigurationError, needs
+from leyden.core.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

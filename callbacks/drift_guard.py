@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.arguments.checks import check_choice, check_whole
-from leyden.trainer.checkpoint.digests import DigestReader, combined, merged
+from leyden.checkpoint.digests import DigestReader, combined, merged
+from leyden.core.checks import check_choice, check_whole
+from leyden.core.errors import ConfigurationError, LeydenError
+from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

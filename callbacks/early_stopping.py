@@ -11,11 +11,11 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.saved_ranking import tensor_of
-from leyden.strategies.errors import ConfigurationError, StateError, nearest
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.arguments.checks import check_choice
-from leyden.trainer.arguments.given import checks_names
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError, StateError, nearest
+from leyden.core.given import checks_names
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState, brief
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

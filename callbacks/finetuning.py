@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

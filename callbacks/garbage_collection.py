@@ -9,8 +9,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.arguments.checks import check_whole
+from leyden.core.checks import check_whole
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import is_logged
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.local_weights import local_part
-from leyden.trainer.arguments.checks import check_choice
 from leyden.trainer.engine.engine import needs_closure
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_choice, check_flags, check_whole
+from leyden.core.checks import check_choice, check_flags, check_whole
+from leyden.core.errors import ConfigurationError
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.core.errors import ConfigurationError, kind_of, nearest
 
 HOOKS = tuple(
     name

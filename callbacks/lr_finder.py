@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.tuning.learning_rate import LRFinder, RateSearch
 from leyden.trainer.tuning.trial import Subject
 from leyden.trainer.tuning.tuner import find_rate

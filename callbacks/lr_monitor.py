@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import check_has_logger, is_logged, log_to_all
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.arguments.checks import check_choice
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.averaged_weights import ExchangesWeights, fill_part
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, StateError, nearest
+from leyden.core.errors import ConfigurationError, StateError, nearest
+from leyden.core.rank_zero import rank_zero_info
+from leyden.core.saved_state import SavedState
 from leyden.strategies.local_weights import is_dtensor, local_part, sharded_like
-from leyden.strategies.rank_zero import rank_zero_info
-from leyden.strategies.saved_state import SavedState
 from leyden.trainer.engine.engine import needs_closure
 
 if TYPE_CHECKING:

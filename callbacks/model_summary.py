@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.format.text import aligned, size_of
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.core.text import aligned, size_of
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -200,8 +200,8 @@ def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
     Yields:
         The inputs on the module's device, with floats in the dtype of its parameters.
     """
-    from leyden.strategies.batch import convert_floats, move_to_device
-    from leyden.trainer.data.rng import isolated_rng
+    from leyden.core.tree import convert_floats, move_to_device
+    from leyden.data.rng import isolated_rng
 
     modes = [(layer, layer.training) for layer in module.modules()]
     first = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), None)

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback, refusal
 from leyden.callbacks.replayed_step import ReplayedStep
-from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_choice
-from leyden.trainer.format.text import listed
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError, LeydenError, StateError
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState
+from leyden.core.text import listed
 from leyden.trainer.logging.values import are_finite
 
 if TYPE_CHECKING:

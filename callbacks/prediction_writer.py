@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.batch import move_to_device
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.arguments.checks import check_choice
-from leyden.trainer.data.combined import CombinedLoader, holds_loaders
-from leyden.trainer.data.sharding import block
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import move_to_device
+from leyden.data.combined import CombinedLoader, holds_loaders
+from leyden.data.sharding import block
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

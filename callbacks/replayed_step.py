@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
+from leyden.checkpoint.digests import DigestReader, merged
+from leyden.checkpoint.format.tensors import is_sharded
 from leyden.strategies.base import Strategy
 from leyden.strategies.local_weights import local_part
-from leyden.trainer.checkpoint.digests import DigestReader, merged
-from leyden.trainer.format.tensors import is_sharded
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

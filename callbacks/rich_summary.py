@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.model_summary import ModelSummary, Summary
-from leyden.strategies.errors import ConfigurationError, needs
+from leyden.core.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     from rich.console import Console

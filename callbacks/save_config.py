@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import folder_of
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.format import staging
-from leyden.trainer.format.secrets import OWNERS, is_marked, masked_values
+from leyden.checkpoint.format import staging
+from leyden.core.errors import ConfigurationError
+from leyden.core.secrets import OWNERS, is_marked, masked_values
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

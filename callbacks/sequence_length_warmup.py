@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.batch import map_children, map_tensors
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_whole
-from leyden.trainer.format.text import listed
+from leyden.core.checks import check_whole
+from leyden.core.errors import ConfigurationError, kind_of, nearest
+from leyden.core.saved_state import SavedState
+from leyden.core.text import listed
+from leyden.core.tree import map_children, map_tensors
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

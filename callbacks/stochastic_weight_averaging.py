@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from leyden.callbacks.averaged_weights import ExchangesWeights, parse_device
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_choice, check_whole
+from leyden.core.checks import check_choice, check_whole
+from leyden.core.errors import ConfigurationError
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -13,10 +13,10 @@ import torch
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import log_to_all
 from leyden.callbacks.peak_flops import peak_flops
-from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_whole
+from leyden.core.checks import check_whole
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

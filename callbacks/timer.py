@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, StateError, kind_of, nearest
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_choice
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError, StateError, kind_of, nearest
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

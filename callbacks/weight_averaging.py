@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from leyden.callbacks.averaged_weights import ExchangesWeights, parse_device
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.arguments.checks import check_whole
+from leyden.core.checks import check_whole
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.run_loggers import folder_of
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.arguments.checks import check_whole
-from leyden.trainer.checkpoint.digests import DigestReader, merged
-from leyden.trainer.format.digests import DigestFile, Place
-from leyden.trainer.format.tensors import is_sharded
+from leyden.checkpoint.digests import DigestReader, merged
+from leyden.checkpoint.format.digests import DigestFile, Place
+from leyden.checkpoint.format.tensors import is_sharded
+from leyden.core.checks import check_whole
+from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -1,9 +1,9 @@
 """Stand-in for `accelerate.data_loader`, so that scripts written for Accelerate only change the package name."""
 
-from leyden.trainer.accelerator.prepared.loader import skip_first_batches
-from leyden.trainer.accelerator.prepared.rank_loaders import SeedableRandomSampler
-from leyden.trainer.accelerator.standalone.absent import lacking
-from leyden.trainer.accelerator.standalone.world import synchronize_rng_states
+from leyden.accelerator.prepared.loader import skip_first_batches
+from leyden.accelerator.prepared.rank_loaders import SeedableRandomSampler
+from leyden.accelerator.standalone.absent import lacking
+from leyden.accelerator.standalone.world import synchronize_rng_states
 
 __all__ = ["SeedableRandomSampler", "skip_first_batches", "synchronize_rng_states"]
 __getattr__ = lacking(__name__)

@@ -1,13 +1,13 @@
 """Stand-in for `accelerate.tracking`, so that scripts written for Accelerate only change the package name."""
 
-from leyden.trainer.accelerator.records.service_trackers import (
+from leyden.accelerator.records.service_trackers import (
     AimTracker,
     ClearMLTracker,
     DVCLiveTracker,
     SwanLabTracker,
     TrackioTracker,
 )
-from leyden.trainer.accelerator.records.tracking import (
+from leyden.accelerator.records.tracking import (
     CometMLTracker,
     GeneralTracker,
     MLflowTracker,
@@ -15,7 +15,7 @@ from leyden.trainer.accelerator.records.tracking import (
     WandBTracker,
     on_main_process,
 )
-from leyden.trainer.accelerator.standalone.absent import lacking
+from leyden.accelerator.standalone.absent import lacking
 
 __all__ = [
     "AimTracker",

@@ -12,26 +12,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from leyden.core.devices import find_devices, parse_devices
+from leyden.core.environment import is_interactive, rank_environment
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.ported import ported
 from leyden.strategies.base import Strategy
-from leyden.strategies.devices import find_devices, parse_devices
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.environment import is_interactive, rank_environment
-from leyden.strategies.ported import ported
 from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
 from leyden.strategies.window import Window
 
 if TYPE_CHECKING:
+    from leyden.launch.cluster import ClusterEnvironment as ClusterEnvironment
+    from leyden.launch.cluster import KubeflowEnvironment as KubeflowEnvironment
+    from leyden.launch.cluster import LightningEnvironment as LightningEnvironment
+    from leyden.launch.cluster import LSFEnvironment as LSFEnvironment
+    from leyden.launch.cluster import MPIEnvironment as MPIEnvironment
+    from leyden.launch.cluster import SLURMEnvironment as SLURMEnvironment
+    from leyden.launch.cluster import TorchElasticEnvironment as TorchElasticEnvironment
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
-    from leyden.strategies.launch.cluster import ClusterEnvironment as ClusterEnvironment
-    from leyden.strategies.launch.cluster import KubeflowEnvironment as KubeflowEnvironment
-    from leyden.strategies.launch.cluster import LightningEnvironment as LightningEnvironment
-    from leyden.strategies.launch.cluster import LSFEnvironment as LSFEnvironment
-    from leyden.strategies.launch.cluster import MPIEnvironment as MPIEnvironment
-    from leyden.strategies.launch.cluster import SLURMEnvironment as SLURMEnvironment
-    from leyden.strategies.launch.cluster import TorchElasticEnvironment as TorchElasticEnvironment
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from leyden.strategies.mesh.strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.precision.transformer_engine import (
@@ -47,7 +47,7 @@ _HOMES = {
             *("ClusterEnvironment", "KubeflowEnvironment", "LSFEnvironment", "LightningEnvironment", "MPIEnvironment"),
             *("SLURMEnvironment", "TorchElasticEnvironment"),
         ),
-        "leyden.strategies.launch.cluster",
+        "leyden.launch.cluster",
     ),
     "DDPStrategy": "leyden.strategies.ddp",
     "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",

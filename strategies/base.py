@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.batch import move_to_device, widest_float
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import move_to_device, widest_float
 from leyden.strategies.empty_init import EmptyInit
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.master_weights import MasterWeights, parameters_of
 from leyden.strategies.outputs import StepOutputs

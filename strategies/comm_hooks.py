@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.core.errors import ConfigurationError, nearest
 
 NAMES = ("fp16", "bf16", "powersgd")
 

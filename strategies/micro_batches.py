@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from leyden.strategies.batch import PLAIN, batch_size_of, map_children
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.tree import PLAIN, batch_size_of, map_children
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _check_lists(batch: Any) -> None:
 
 
 class _Rows:
-    """Selects a range of samples from a nested structure. An object for the reason given in `strategies/batch.py`."""
+    """Selects a range of samples from a nested structure. An object for the reason given in `leyden/core/tree.py`."""
 
     __slots__ = ("begin", "end", "rows")
 

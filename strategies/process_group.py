@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from leyden.core.devices import find_devices, parse_devices
+from leyden.core.environment import CUDA_IN_USE, RankEnvironment, rank_environment
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.tree import map_tensors
+from leyden.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
+from leyden.launch.meeting import meet
 from leyden.strategies.base import Strategy
-from leyden.strategies.batch import map_tensors
 from leyden.strategies.buckets import broadcast_all
-from leyden.strategies.devices import find_devices, parse_devices
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.environment import CUDA_IN_USE, RankEnvironment, rank_environment
-from leyden.strategies.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
-from leyden.strategies.launch.meeting import meet
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
 from leyden.strategies.settings import RunSettings

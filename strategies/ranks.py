@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from leyden.strategies.launch.environment import RankEnvironment
+    from leyden.core.environment import RankEnvironment
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from leyden.core.errors import ConfigurationError, nearest
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
 

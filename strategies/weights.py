@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
 
 
 class StateWriter(Protocol):

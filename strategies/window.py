@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
 
 StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Callback, DataModule, TrainModule
-from leyden.trainer.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau, instantiate_class
+from leyden.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau, instantiate_class
 
 
 class Bare(TrainModule):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from leyden.trainer.format.manifest import MANIFEST, read_manifest
-from leyden.trainer.format.safefile import write_file
+from leyden.checkpoint.format.manifest import MANIFEST, read_manifest
+from leyden.checkpoint.format.safefile import write_file
 
 
 class Bomb:

@@ -35,8 +35,8 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
 from leyden.callbacks.loggers.csv_logger import CSVLogger
-from leyden.strategies.errors import LeydenError
-from leyden.trainer.format.manifest import MANIFEST
+from leyden.checkpoint.format.manifest import MANIFEST
+from leyden.core.errors import LeydenError
 
 SECONDS = 30
 MEMORY = 64 * 2**20

@@ -38,9 +38,9 @@ from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.csv_logger import CSVLogger
+from leyden.checkpoint.writer import CheckpointWriter
 from leyden.strategies.precision.amp import MixedPrecision
-from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.run.saved import saving
+from leyden.trainer.saved import saving
 
 SIZE, BATCH = 38, 4
 

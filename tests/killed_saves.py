@@ -22,7 +22,7 @@ from torch import Tensor
 from leyden import Trainer, seed_everything
 from leyden.callbacks import ModelCheckpoint
 from leyden.callbacks.checkpointing import checkpoint_commit
-from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.checkpoint.writer import CheckpointWriter
 
 VALUES = [0.5, 0.3, 0.9, 0.2]
 KINDS: dict[str, dict[str, Any]] = {

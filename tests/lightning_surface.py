@@ -16,7 +16,7 @@ SECTIONS = {text.split("`")[1]: text for text in PAGE.split("\n## ")[1:]}
 """The section of the page about each class."""
 NAMES = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule", "LightningCLI": "LeydenCLI"}
 NAMES |= {"LightningArgumentParser": "LeydenArgumentParser"}
-PLACES = ("leyden", "leyden.callbacks", "leyden.strategies", "leyden.trainer.profilers", "leyden.trainer.cli")
+PLACES = ("leyden", "leyden.callbacks", "leyden.strategies", "leyden.trainer.profilers", "leyden.cli")
 # Arguments of hooks, which are called by position.
 RENAMED = {"pl_module": "module", "lightning_module": "module", "state_dict": "state", "model": "module"}
 RENAMED |= {"lightning_class": "leyden_class"}

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.run.saved import saving
+from leyden.checkpoint.folder import newest
+from leyden.checkpoint.writer import CheckpointWriter
+from leyden.trainer.saved import saving
 
 STEPS = 3
 

@@ -21,30 +21,30 @@ ROOMS = ("trainer", "callbacks", "strategies")
 FLOORS: tuple[tuple[str, ...], ...] = (
     # The base class of callbacks imports nothing. It is on the ground floor because `events` calls its hooks.
     ("leyden.strategies", "leyden.callbacks.base"),
-    ("leyden.trainer.format",),
-    ("leyden.trainer.data",),
+    ("leyden.checkpoint.format",),
+    ("leyden.data",),
     ("leyden.trainer.events",),
     ("leyden.trainer.logging",),
     ("leyden.trainer.engine",),
-    ("leyden.trainer.checkpoint",),
+    ("leyden.checkpoint",),
     # Callbacks check arguments and suggest similar names, too; the rest of `arguments` imports callbacks.
     (
         *("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.exporting"),
-        *("leyden.trainer.arguments.given", "leyden.trainer.arguments.checks"),
+        *("leyden.core.given", "leyden.core.checks"),
     ),
     ("leyden.trainer.tuning",),
     ("leyden.callbacks",),
     ("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.plugins", "leyden.trainer.profilers"),
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),
-    ("leyden.trainer.accelerator.settings", "leyden.trainer.accelerator.ranks"),
-    ("leyden.trainer.accelerator.loop", "leyden.trainer.accelerator.prepared"),
+    ("leyden.accelerator.settings", "leyden.accelerator.ranks"),
+    ("leyden.accelerator.loop", "leyden.accelerator.prepared"),
     # The Accelerator, and its rooms `records` and `standalone`.
-    ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.trainer.accelerator"),
-    ("leyden.trainer.cli.settings", "leyden.trainer.cli.models"),
-    tuple(f"leyden.trainer.cli.{room}" for room in ("checkpoint", "configuration", "estimate", "migrate")),
-    ("leyden.trainer.cli.launch",),
-    ("leyden.trainer.cli",),
+    ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.accelerator"),
+    ("leyden.cli.settings", "leyden.cli.models"),
+    tuple(f"leyden.cli.{room}" for room in ("checkpoint", "configuration", "estimate", "migrate")),
+    ("leyden.cli.launch",),
+    ("leyden.cli",),
 )
 # Base classes of user code and arguments of hooks, which annotations may name anywhere.
 NAMED_ANYWHERE = {"TrainModule", "DataModule", "Callback", "Trainer"}
@@ -78,13 +78,13 @@ LAZY = {
 }
 # Modules that are imported only when a command runs or layers are converted, so their library may load with them.
 OWNERS = {
-    "leyden.trainer.cli": "click",
-    "leyden.trainer.cli.configuration.argument_parser": "jsonargparse",
+    "leyden.cli": "click",
+    "leyden.cli.configuration.argument_parser": "jsonargparse",
     "leyden.strategies.precision.float8_linear": "torchao",
 }
 # Loading their files can run code. Checkpoints of other trainers are pickles, and need `trust=True`.
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
+MAY_UNPICKLE = {"leyden.checkpoint.foreign"}
 # One public class is one file, whatever its length up to here: a lower cap once led to classes cut in two and to code
 # packed to fit.
 MAX_LINES = 1200

@@ -28,9 +28,9 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.checkpointing.on_exception_checkpoint import OnExceptionCheckpoint
 from leyden.callbacks.loggers.csv_logger import CSVLogger
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.format.errors import CheckpointError
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.core.errors import ConfigurationError
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")
 

@@ -22,9 +22,9 @@ from leyden.callbacks import (
     TensorBoardLogger,
     WandbLogger,
 )
+from leyden.checkpoint.merge import merge
+from leyden.cli.main import main
 from leyden.strategies import DeepSpeedStrategy
-from leyden.trainer.checkpoint.merge import merge
-from leyden.trainer.cli.main import main
 from leyden.trainer.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from leyden.utils import ProfileKwargs, ProjectConfiguration
 

@@ -29,23 +29,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Accelerator": "leyden.trainer.accelerator.accelerator",
+    "Accelerator": "leyden.accelerator.accelerator",
     "AsyncCheckpointIO": "leyden.trainer.plugins",
-    "CheckpointIO": "leyden.trainer.checkpoint.checkpoint_io",
-    "CombinedLoader": "leyden.trainer.data.combined",
+    "CheckpointIO": "leyden.checkpoint.checkpoint_io",
+    "CombinedLoader": "leyden.data.combined",
     "DataModule": "leyden.trainer.datamodule",
     "Preemption": "leyden.trainer.events.preemption",
     "TrainModule": "leyden.trainer.module",
     "Trainer": "leyden.trainer.trainer",
     "Tuner": "leyden.trainer.tuning.tuner",
-    "seed_everything": "leyden.trainer.data.rng",
+    "seed_everything": "leyden.data.rng",
 }
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
-    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
-    from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
-    from leyden.trainer.data.rng import seed_everything as seed_everything
+    from leyden.accelerator.accelerator import Accelerator as Accelerator
+    from leyden.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
+    from leyden.data.combined import CombinedLoader as CombinedLoader
+    from leyden.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.events.preemption import Preemption as Preemption
     from leyden.trainer.module import TrainModule as TrainModule

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.data.combined import CombinedLoader
+from leyden.core.errors import ConfigurationError
+from leyden.data.combined import CombinedLoader
 from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class DataModule(Hyperparameters):
             ConfigurationError: if an argument of `__init__` was not saved, or the method is called on an instance,
                 which it cannot change.
         """
-        from leyden.trainer.checkpoint.module import load_datamodule
+        from leyden.checkpoint.module import load_datamodule
 
         return load_datamodule(cls, checkpoint_path, hparams_file, trust, weights_only, kwargs, arguments_for)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.paths import local_path
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.arguments.checks import check_choice
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError
+from leyden.core.paths import local_path
+from leyden.core.rank_zero import warn
+from leyden.core.tree import map_tensors
 from leyden.trainer.engine.toggling import keeping_modes
 
 METHODS = ("script", "trace")

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.format.codec import check_encodable
-from leyden.trainer.format.configs import config_of, entries_of, is_config
-from leyden.trainer.format.secrets import masked_names, masked_values
+from leyden.checkpoint.format.codec import check_encodable
+from leyden.checkpoint.format.configs import config_of, entries_of, is_config
+from leyden.core.errors import ConfigurationError, kind_of, nearest
+from leyden.core.rank_zero import warn
+from leyden.core.secrets import masked_names, masked_values
 
 if TYPE_CHECKING:
-    from leyden.trainer.checkpoint.module import SavedArguments
+    from leyden.checkpoint.module import SavedArguments
 
     class_only = classmethod
 else:

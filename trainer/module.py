@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
@@ -561,7 +561,7 @@ class TrainModule(Hyperparameters, nn.Module):
             ConfigurationError: if the weights do not match, an argument of `__init__` was not saved, or the method is
                 called on an instance, which it cannot change.
         """
-        from leyden.trainer.checkpoint.module import load_module
+        from leyden.checkpoint.module import load_module
 
         return load_module(
             cls, checkpoint_path, map_location, hparams_file, strict, trust, weights_only, kwargs, arguments_for

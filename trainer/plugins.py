@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.strategies.launch.cluster import ClusterEnvironment
+from leyden.checkpoint.checkpoint_io import CheckpointIO, is_checkpoint_io
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.launch.cluster import ClusterEnvironment
 from leyden.strategies.precision import Precision
-from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO, is_checkpoint_io
 
 Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment | str
 """The types that a Trainer accepts in `plugins`."""

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.paths import local_path
-from leyden.strategies.ported import ported
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.arguments.checks import check_choice
-from leyden.trainer.format import staging
-from leyden.trainer.format.text import aligned
+from leyden.checkpoint.format import staging
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.paths import local_path
+from leyden.core.ported import ported
+from leyden.core.rank_zero import warn
+from leyden.core.text import aligned
 
 T = TypeVar("T")
 

@@ -13,14 +13,14 @@ from torch import nn
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
+from leyden.core.environment import rank_environment
+from leyden.core.errors import ConfigurationError, LeydenError
+from leyden.core.given import leaves_open, refuse
+from leyden.core.paths import local_path
+from leyden.launch.heartbeat import Phase
+from leyden.launch.watchdog import watched
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.environment import rank_environment
-from leyden.strategies.launch.heartbeat import Phase
-from leyden.strategies.launch.watchdog import watched
-from leyden.strategies.paths import local_path
 from leyden.trainer.arguments.arguments import for_trial, resolve
-from leyden.trainer.arguments.given import leaves_open, refuse
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import Hooks
@@ -34,17 +34,16 @@ from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keepin
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
-from leyden.trainer.run import ending
-from leyden.trainer.run.reporting import summary
-from leyden.trainer.run.saved import resuming, saving
-from leyden.trainer.run.saved.restoring import Restorer
-from leyden.trainer.run.saved.rolling_back import roll_back
-from leyden.trainer.run.starting import build
-from leyden.trainer.run.starting.callback_list import CallbackList
-from leyden.trainer.run.starting.fit_limits import FitLimits
-from leyden.trainer.run.starting.loaders import Loaders as RunLoaders
-from leyden.trainer.run.starting.start_ranks import final_state, start_ranks, take_over
-from leyden.trainer.run.state import Run
+from leyden.trainer.reporting import summary
+from leyden.trainer.run import Run, ending
+from leyden.trainer.saved import resuming, saving
+from leyden.trainer.saved.restoring import Restorer
+from leyden.trainer.saved.rolling_back import roll_back
+from leyden.trainer.starting import build
+from leyden.trainer.starting.callback_list import CallbackList
+from leyden.trainer.starting.fit_limits import FitLimits
+from leyden.trainer.starting.loaders import Loaders as RunLoaders
+from leyden.trainer.starting.start_ranks import final_state, start_ranks, take_over
 from leyden.trainer.view import TrainerView
 
 if TYPE_CHECKING:

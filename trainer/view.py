@@ -11,25 +11,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
+from leyden.core.errors import LeydenError
+from leyden.core.text import html_table
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
-from leyden.trainer.format.text import html_table
 from leyden.trainer.logging.values import read_back
 from leyden.trainer.profilers import PassThroughProfiler, Profiler
-from leyden.trainer.run.reporting.samples import sample_indices
-from leyden.trainer.run.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
-from leyden.trainer.run.starting.build import loggers_of, with_loggers
+from leyden.trainer.reporting.samples import sample_indices
+from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
+from leyden.trainer.starting.build import loggers_of, with_loggers
 
 if TYPE_CHECKING:
     from leyden.callbacks.bars.progress_bar import ProgressBar
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.loggers.logger import Logger
+    from leyden.checkpoint.background import PendingSave
+    from leyden.checkpoint.checkpoint_io import CheckpointIO
     from leyden.strategies.precision.base import Precision
     from leyden.trainer.arguments.arguments import Arguments
-    from leyden.trainer.checkpoint.background import PendingSave
-    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
-    from leyden.trainer.run.starting.fit_limits import FitLimits
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
+    from leyden.trainer.starting.fit_limits import FitLimits
 
 
 class TrainerView:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.bars.progress_bar import format_number
-from leyden.trainer.format.text import aligned, html_table
+from leyden.core.text import aligned, html_table
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.bars.epoch_table import EpochTable
 from leyden.callbacks.bars.progress_bar import ProgressBar, format_metrics
-from leyden.trainer.arguments.checks import check_whole
+from leyden.core.checks import check_whole
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

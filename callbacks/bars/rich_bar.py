@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.callbacks.bars import above_bars
 from leyden.callbacks.bars.paced_bar import PacedProgressBar
 from leyden.callbacks.bars.progress_bar import format_number
-from leyden.strategies.errors import ConfigurationError, kind_of, needs
+from leyden.core.errors import ConfigurationError, kind_of, needs
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

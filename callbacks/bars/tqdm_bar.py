@@ -12,8 +12,8 @@ from leyden.callbacks.bars import above_bars
 from leyden.callbacks.bars.notebook_bar import notebook_bar
 from leyden.callbacks.bars.paced_bar import PacedProgressBar, in_notebook
 from leyden.callbacks.bars.progress_bar import format_metrics
-from leyden.strategies.errors import needs
-from leyden.trainer.arguments.checks import check_whole
+from leyden.core.checks import check_whole
+from leyden.core.errors import needs
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer

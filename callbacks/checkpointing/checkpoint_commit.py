@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.checkpoint.folder import delete, identity
-from leyden.trainer.format import staging
-from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.format.manifest import read_manifest
+from leyden.checkpoint.folder import delete, identity
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import read_manifest
+from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-    from leyden.trainer.checkpoint.background import PendingSave
-    from leyden.trainer.checkpoint.checkpoint_io import CheckpointIO
+    from leyden.checkpoint.background import PendingSave
+    from leyden.checkpoint.checkpoint_io import CheckpointIO
     from leyden.trainer.trainer import Trainer
 
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.format import staging
+from leyden.checkpoint.format import staging
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.rank_zero import warn
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 COUNTERS = ("epoch", "step")

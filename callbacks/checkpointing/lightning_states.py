@@ -18,7 +18,7 @@ from leyden.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from leyden.callbacks.timer import STAGES, Timer
 from leyden.callbacks.weight_averaging import WeightAveraging
-from leyden.strategies.saved_state import SavedState
+from leyden.core.saved_state import SavedState
 
 REASONS = ("not_stopped", "stopping_threshold", "divergence_threshold", "patience_exhausted", "non_finite_metric")
 """Lightning's `EarlyStoppingReason`, by number."""

@@ -39,12 +39,12 @@ from leyden.callbacks.checkpointing.saved_ranking import (
     write_scores,
 )
 from leyden.callbacks.early_stopping import missing_metric, validates
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.paths import local_path
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.arguments.given import checks_names
-from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.format.errors import CheckpointError
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.core.errors import ConfigurationError
+from leyden.core.given import checks_names
+from leyden.core.paths import local_path
+from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

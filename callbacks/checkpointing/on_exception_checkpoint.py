@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.paths import local_path
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.format import staging
-from leyden.trainer.format.errors import CheckpointError
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.core.errors import ConfigurationError
+from leyden.core.paths import local_path
+from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import StateError
-from leyden.strategies.saved_state import SavedState
+from leyden.core.errors import StateError
+from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

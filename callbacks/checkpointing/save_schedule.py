@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.early_stopping import MODES, validates_at_epoch_end
 from leyden.callbacks.timer import parse_duration
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.arguments.checks import check_choice
+from leyden.core.checks import check_choice
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError, StateError
-from leyden.strategies.paths import local_path
-from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.format import staging
+from leyden.checkpoint.format import staging
+from leyden.core.errors import ConfigurationError, StateError
+from leyden.core.paths import local_path
+from leyden.core.saved_state import SavedState, brief
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from leyden.strategies.errors import LeydenError
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.format import staging
+from leyden.checkpoint.format import staging
+from leyden.core.errors import LeydenError
+from leyden.core.rank_zero import warn
 
 
 def _nothing() -> None: ...

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.loggers.plain import json_value
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.folder import identity
-from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.format.manifest import read_manifest
+from leyden.checkpoint.folder import identity
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import read_manifest
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint

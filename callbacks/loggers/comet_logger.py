@@ -8,7 +8,7 @@ from typing import Any
 
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
-from leyden.strategies.errors import needs
+from leyden.core.errors import needs
 
 
 class CometLogger(ServiceLogger):

@@ -11,11 +11,11 @@ from typing import Any, TextIO
 
 from leyden.callbacks.loggers.logger import FolderLogger
 from leyden.callbacks.loggers.plain import plain_numbers
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.format import staging
-from leyden.trainer.format.plain_files import check_plain, opener
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.plain_files import check_plain, opener
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState
 
 METRICS_FILE = "metrics.csv"
 STEP = "step"

@@ -16,12 +16,12 @@ from torch import nn
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.plain import STARTS, HParams, as_dict, json_text, json_value, run_files
-from leyden.strategies.errors import StateError
-from leyden.strategies.paths import local_path
-from leyden.strategies.saved_state import SavedState
-from leyden.trainer.format import staging
-from leyden.trainer.format.plain_files import check_plain
-from leyden.trainer.format.secrets import OWNERS, is_marked
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.plain_files import check_plain
+from leyden.core.errors import StateError
+from leyden.core.paths import local_path
+from leyden.core.saved_state import SavedState
+from leyden.core.secrets import OWNERS, is_marked
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
 
 GAP = 2
 """Pixels between two images of a grid."""

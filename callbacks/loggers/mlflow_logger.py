@@ -13,8 +13,8 @@ from leyden.callbacks.loggers.background_uploads import BackgroundUploads, Linke
 from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Upload
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
-from leyden.strategies.errors import ConfigurationError, needs
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import ConfigurationError, needs
+from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint

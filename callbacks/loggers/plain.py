@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.trainer.format.configs import is_config, resolved
-from leyden.trainer.format.secrets import masked_values
+from leyden.checkpoint.format.configs import is_config, resolved
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.secrets import masked_values
 from leyden.trainer.hparams import mapping_of
 
 STARTS = "starts"

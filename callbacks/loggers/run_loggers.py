@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback

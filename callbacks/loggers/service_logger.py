@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from leyden.callbacks.loggers.logger import SavingLogger
 from leyden.callbacks.loggers.silent import Silent
-from leyden.strategies.saved_state import SavedState
+from leyden.core.saved_state import SavedState
 
 
 class ServiceLogger(SavingLogger):

@@ -20,12 +20,12 @@ from leyden.callbacks.loggers.media import as_grid, as_markdown, as_pixels, for_
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbers
 from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
-from leyden.strategies.errors import ConfigurationError, StateError, needs
-from leyden.strategies.paths import local_path
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.format import staging
-from leyden.trainer.format.plain_files import check_plain
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.plain_files import check_plain
+from leyden.core.errors import ConfigurationError, StateError, needs
+from leyden.core.paths import local_path
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState, brief
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

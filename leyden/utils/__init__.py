@@ -1,25 +1,24 @@
 """Stand-in for `accelerate.utils`, so that scripts written for Accelerate only change the package name."""
 
-from leyden.strategies.batch import batch_size_of as find_batch_size
-from leyden.trainer.accelerator.ranks import DistributedType
-from leyden.trainer.accelerator.settings.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from leyden.trainer.accelerator.settings.fp8_recipes import (
+from leyden.accelerator.ranks import DistributedType
+from leyden.accelerator.settings.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from leyden.accelerator.settings.fp8_recipes import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
-from leyden.trainer.accelerator.settings.megatron import (
+from leyden.accelerator.settings.megatron import (
     MegatronLMDummyScheduler,
     MegatronLMPlugin,
     avg_losses_across_data_parallel_group,
 )
-from leyden.trainer.accelerator.settings.parallel import (
+from leyden.accelerator.settings.parallel import (
     ParallelismConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from leyden.trainer.accelerator.settings.plugins import (
+from leyden.accelerator.settings.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -37,9 +36,9 @@ from leyden.trainer.accelerator.settings.plugins import (
     RNGType,
     TorchDynamoPlugin,
 )
-from leyden.trainer.accelerator.standalone.absent import lacking
-from leyden.trainer.accelerator.standalone.memory import find_executable_batch_size, release_memory
-from leyden.trainer.accelerator.standalone.world import (
+from leyden.accelerator.standalone.absent import lacking
+from leyden.accelerator.standalone.memory import find_executable_batch_size, release_memory
+from leyden.accelerator.standalone.world import (
     broadcast,
     broadcast_object_list,
     convert_to_fp32,
@@ -55,6 +54,7 @@ from leyden.trainer.accelerator.standalone.world import (
     tqdm,
     wait_for_everyone,
 )
+from leyden.core.tree import batch_size_of as find_batch_size
 
 __all__ = [
     "AORecipeKwargs",

@@ -1,6 +1,6 @@
 """Stand-in for `accelerate.utils.constants`: importing one of its names raises an error that names the alternative."""
 
-from leyden.trainer.accelerator.standalone.absent import lacking
+from leyden.accelerator.standalone.absent import lacking
 
 __all__ = []
 __getattr__ = lacking(__name__)

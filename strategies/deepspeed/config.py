@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
-from leyden.strategies.paths import local_path
+from leyden.core.errors import ConfigurationError, kind_of, nearest
+from leyden.core.paths import local_path
 from leyden.strategies.settings import RunSettings
 
 if TYPE_CHECKING:

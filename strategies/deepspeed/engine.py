@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.deepspeed.engine_state import Piece, pieces_of
 from leyden.strategies.deepspeed.initialize import (
@@ -20,7 +21,6 @@ from leyden.strategies.deepspeed.initialize import (
     import_deepspeed,
     make_engine,
 )
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.settings import RunSettings
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest, needs
-from leyden.strategies.launch.environment import with_variables
+from leyden.core.environment import with_variables
+from leyden.core.errors import ConfigurationError, MissingExtraError, nearest, needs
 from leyden.strategies.window import read_loss
 
 ACCELERATOR = "DS_ACCELERATOR"

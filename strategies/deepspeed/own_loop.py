@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.deepspeed.engine import ZeroEngine
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.settings import RunSettings
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leyden.core.errors import ConfigurationError, LeydenError, nearest
+from leyden.core.rank_zero import warn
 from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items
 from leyden.strategies.buckets import broadcast_all
 from leyden.strategies.deepspeed.config import ARGUMENTS, OFFLOADS, ZeroConfig
@@ -26,10 +28,8 @@ from leyden.strategies.deepspeed.initialize import (
 )
 from leyden.strategies.deepspeed.master_weights import ZeroMasterWeights
 from leyden.strategies.deepspeed.own_loop import ZeroLoop
-from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.precision import HalfPrecision
 from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
-from leyden.strategies.rank_zero import warn
 from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window, zeroed

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, with_article
+from leyden.core.errors import ConfigurationError, with_article
 from leyden.strategies.fsdp.policy import Groups, modules_of_classes
 from leyden.strategies.recomputing import recompute
 

@@ -20,8 +20,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.empty_init import IS_META
-from leyden.strategies.errors import ConfigurationError
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)

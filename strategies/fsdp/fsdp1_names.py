@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.core.errors import ConfigurationError, nearest
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """In the order of Accelerate's numbers for them, which start at 1."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.fsdp.sharding import local, whole
 
 UNSHARDABLE = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from leyden.strategies.errors import LeydenError
+from leyden.core.errors import LeydenError
 
 INSTEAD = (
     "On every rank, call state = accelerator.get_state_dict(model) or accelerator.save_model(model, folder) with an "

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.core.errors import ConfigurationError, kind_of, nearest
 
 Classes: TypeAlias = "Iterable[type[nn.Module] | str]"
 WrapPolicy: TypeAlias = "Literal['auto'] | int | type[nn.Module] | Classes | Callable[..., bool] | None"

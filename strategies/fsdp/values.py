@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.deferred import Deferred, Recipe
 
 Slot: TypeAlias = "tuple[nn.Module, str]"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
 
 BASE, FIRST, SECOND = "base_layer", "lora_A", "lora_B"
 """Names in peft: the wrapped layer, and the containers of the two matrices of each adapter."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import map_tensors
 from leyden.strategies.local_weights import digest_of
 from leyden.strategies.process_group import GroupRanks
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.core.errors import ConfigurationError, kind_of, nearest
+from leyden.core.tree import map_tensors
 from leyden.strategies.mesh.styles import Style
 
 GATE_AND_UP = 2

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from leyden.strategies.errors import kind_of
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import kind_of
+from leyden.core.rank_zero import warn
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 LATER = {"cp": "context"}
 """Dimensions that are reserved for a later version."""

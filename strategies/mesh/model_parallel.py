@@ -9,15 +9,15 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.core.tree import map_tensors
 from leyden.strategies.base import Strategy
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.filling import fill
 from leyden.strategies.mesh.plan import Plan, is_split
 from leyden.strategies.mesh.strategy import MeshStrategy
-from leyden.strategies.rank_zero import warn
 from leyden.strategies.window import BackwardHooks, Window
 
 

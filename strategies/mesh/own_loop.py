@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from leyden.strategies.batch import map_tensors
+from leyden.core.tree import map_tensors
 from leyden.strategies.mesh.styles import gathered
 
 

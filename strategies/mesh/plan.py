@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.rank_zero import rank_zero_warn
 from leyden.strategies.mesh.adapters import with_adapters
 from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole, pattern_of
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
@@ -32,7 +33,6 @@ from leyden.strategies.mesh.styles import (
     grad_placement,
     placed,
 )
-from leyden.strategies.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from leyden.strategies.fsdp.values import Slot

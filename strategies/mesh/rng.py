@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 
 class TensorParallelRNG:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.environment import RankEnvironment
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.fsdp.sharding import unsharded
 from leyden.strategies.fsdp.values import Slot, Values, replace
-from leyden.strategies.launch.environment import RankEnvironment
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.plan import Plan, PlanLike
 from leyden.strategies.mesh.strategy import MeshStrategy

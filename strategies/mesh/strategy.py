@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
+from leyden.core.errors import ConfigurationError
+from leyden.core.saved_state import SavedState
+from leyden.core.tree import map_tensors
 from leyden.strategies.base import ClipAlgorithm, Refused
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.options import offload_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import whole
@@ -35,7 +36,6 @@ from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
 from leyden.strategies.mesh.pipeline.state import StageWeights, load_targets, state_to_save, whole_state
 from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
-from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.fsdp.sharding import whole
 
 SEQUENCE = -2

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from leyden.strategies.batch import map_tensors
+from leyden.core.tree import map_tensors
 from leyden.strategies.fsdp.restart import parameter_groups
 from leyden.strategies.mesh.simulated import SimulatedMesh
 from leyden.strategies.window import Window

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.ported import ported
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.ported import ported
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.strategies.precision.base import Precision
 from leyden.strategies.precision.fp8 import Float8Precision

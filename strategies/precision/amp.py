@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.core.errors import ConfigurationError, LeydenError
+from leyden.core.saved_state import SavedState
 from leyden.strategies.precision.base import Precision
-from leyden.strategies.saved_state import SavedState
 
 SKIPS_IN_A_ROW = 40
 """Limit of consecutive skipped steps. From the default scale 2^16, 40 halvings end at 2^-24; more would not help."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
+from leyden.core.errors import ConfigurationError, MissingExtraError, nearest
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.strategies.precision.base import restore_layers
 from leyden.strategies.precision.fp8_layers import Filter, Layers

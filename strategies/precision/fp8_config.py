@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.core.errors import ConfigurationError, nearest
 from leyden.strategies.precision.base import Precision
 from leyden.strategies.precision.fp8 import Float8Precision
 

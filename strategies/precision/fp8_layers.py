@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.rank_zero import warn
 
 Filter: TypeAlias = "Callable[[nn.Module, str], bool]"
 MULTIPLE = 16

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from leyden.strategies.batch import convert_floats
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import convert_floats
 from leyden.strategies.precision.base import DefaultDtype, Precision, restore_layers
 
 T = TypeVar("T")

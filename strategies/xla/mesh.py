@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.core.errors import ConfigurationError, nearest
 
 Spec: TypeAlias = "tuple[str | tuple[str, ...] | None, ...]"
 DATA, FSDP = "data", "fsdp"

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import map_tensors
 
 T = TypeVar("T")
 

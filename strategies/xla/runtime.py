@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from leyden.strategies.devices import parse_devices
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.devices import parse_devices
+from leyden.core.errors import ConfigurationError
 
 _last_state: int | None = None
 """XLA's random state when Leyden last read or set it."""

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from leyden.core.devices import parse_devices
+from leyden.core.environment import rank_environment
+from leyden.core.errors import ConfigurationError, MissingExtraError
+from leyden.core.tree import map_tensors
 from leyden.strategies.base import Refused, Strategy
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.devices import parse_devices
 from leyden.strategies.empty_init import EmptyInit
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
-from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from leyden.callbacks.loggers.background_uploads import BackgroundUploads, LinkedCopy, Task
-from leyden.strategies.errors import LeydenError
-from leyden.trainer.format.staging import is_staging
+from leyden.checkpoint.format.staging import is_staging
+from leyden.core.errors import LeydenError
 
 
 def test_tasks_run_in_order_in_the_background() -> None:

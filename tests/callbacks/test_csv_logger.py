@@ -15,7 +15,7 @@ from logged import set_up
 from programs import run_program
 
 from leyden.callbacks.loggers.csv_logger import CSVLogger
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 
 def rows(logger: CSVLogger) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from models import QUIET, Squares
 from leyden.callbacks import DeviceStatsMonitor
 from leyden.callbacks.device_stats_monitor import device_statistics
 from leyden.callbacks.loggers.logger import Logger
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.trainer.trainer import Trainer
 
 NAMES = {"cpu_percent", "cpu_vm_percent", "cpu_swap_percent"}

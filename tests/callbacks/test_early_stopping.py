@@ -16,7 +16,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 NAN, INF = math.nan, math.inf

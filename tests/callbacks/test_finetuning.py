@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader
 from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import BackboneFinetuning, BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint
 from leyden.callbacks.finetuning import multiplicative
-from leyden.strategies.errors import StateError
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import OPTIMIZERS
+from leyden.core.errors import StateError
 from leyden.strategies.fsdp.sharding import whole
-from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.format.manifest import OPTIMIZERS
 
 Scheduled = Callable[[Optimizer], Any]
 EPOCHS, AT, SAMPLES = 4, 2, 16

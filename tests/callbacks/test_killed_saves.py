@@ -16,8 +16,8 @@ from programs import run_program
 
 from leyden.callbacks import ModelCheckpoint
 from leyden.callbacks.checkpointing import checkpoint_commit
-from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.format.manifest import MANIFEST, read_manifest
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import MANIFEST, read_manifest
 
 
 def names(folder: Path) -> list[str]:

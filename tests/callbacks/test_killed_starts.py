@@ -13,7 +13,7 @@ from programs import run_program
 
 from leyden.callbacks import CSVLogger, TensorBoardLogger
 from leyden.callbacks.loggers.logger import FolderLogger
-from leyden.trainer.format import staging
+from leyden.checkpoint.format import staging
 
 KILLED = """
 import os, signal, sys

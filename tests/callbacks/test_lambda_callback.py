@@ -10,7 +10,7 @@ from models import QUIET, Line
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.lambda_callback import HOOKS, LambdaCallback
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 

@@ -29,7 +29,7 @@ from leyden.callbacks.loggers.logger import Logger, claim_version
 from leyden.callbacks.loggers.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.loggers.silent import DummyLogger
 from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from leyden.callbacks.loggers.logger import Logger
 from leyden.callbacks.lr_monitor import LearningRateMonitor
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 

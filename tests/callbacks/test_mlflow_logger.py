@@ -15,7 +15,7 @@ from models import QUIET
 
 from leyden import Trainer
 from leyden.callbacks import LambdaCallback, MLFlowLogger, ModelCheckpoint
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.core.errors import ConfigurationError, LeydenError
 
 
 def fit(logger: MLFlowLogger, folder: Path, callbacks: Any = (), **arguments: Any) -> Trainer:

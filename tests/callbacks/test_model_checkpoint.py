@@ -23,10 +23,10 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing import checkpoint_commit
 from leyden.callbacks.checkpointing.checkpoint_name import format_name
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.folder import delete
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
+from leyden.checkpoint.folder import delete
+from leyden.checkpoint.format.errors import CheckpointError, UnsupportedStateError
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 

@@ -13,7 +13,7 @@ from same import same_weights
 from torch import Tensor, nn
 
 from leyden.callbacks.model_summary import ModelSummary, Summary, summarize
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 

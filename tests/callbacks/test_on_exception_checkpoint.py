@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.checkpointing.on_exception_checkpoint import OnExceptionCheckpoint
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 DATA = numbered(6, size=2)

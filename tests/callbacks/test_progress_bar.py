@@ -24,7 +24,7 @@ from leyden.callbacks import CSVLogger, ProgressBar, RichProgressBar, TQDMProgre
 from leyden.callbacks.bars import paced_bar
 from leyden.callbacks.bars.progress_bar import format_number
 from leyden.callbacks.bars.tqdm_bar import draw, is_interactive
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 STREAM = Stream([torch.ones(2)] * 6)

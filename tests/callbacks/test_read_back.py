@@ -27,7 +27,7 @@ from leyden.callbacks import (
     ThroughputMonitor,
     WandbLogger,
 )
-from leyden.trainer.cli.main import COMMANDS
+from leyden.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 Rows = dict[tuple[str, int], float]

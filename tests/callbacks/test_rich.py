@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger, ModelSummary, RichModelSummary, RichProgressBar, RichProgressBarTheme
-from leyden.strategies.errors import MissingExtraError
+from leyden.core.errors import MissingExtraError
 
 NO_THEME: Any = {"time": "red"}
 

@@ -35,10 +35,10 @@ from leyden.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from leyden.checkpoint.format.digests import read_digests
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.cli.checkpoint.replay import _report, passed_over_after
 from leyden.trainer.arguments.replay import Replay
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.cli.checkpoint.replay import _report, passed_over_after
-from leyden.trainer.format.digests import read_digests
 
 SIZE = 40
 """The number of samples: 20 batches of two per epoch."""

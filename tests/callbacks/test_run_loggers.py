@@ -10,7 +10,7 @@ from samples import numbered
 
 from leyden import Callback, Trainer
 from leyden.callbacks import CSVLogger, DeviceStatsMonitor, GradNormMonitor, LearningRateMonitor, ThroughputMonitor
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 MONITORS = (LearningRateMonitor, DeviceStatsMonitor, GradNormMonitor, lambda: ThroughputMonitor(len))
 

@@ -174,8 +174,8 @@ def test_accumulation_windows_need_no_lookups_during_training(schedule: Any, mon
     class CountsLookups(Line):
         def on_train_start(self) -> None:
             # Lookups count from here on.
-            monkeypatch.setattr("leyden.trainer.run.state.accumulation_of", searches.append)
-            monkeypatch.setattr("leyden.trainer.run.starting.loaders.batch_sizes", searches.append)
+            monkeypatch.setattr("leyden.trainer.run.accumulation_of", searches.append)
+            monkeypatch.setattr("leyden.trainer.starting.loaders.batch_sizes", searches.append)
 
     trainer = Trainer(**QUIET, max_epochs=1, callbacks=schedule)
     trainer.fit(CountsLookups(), DataLoader(torch.ones(40, 2), 2))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import ModelCheckpoint, SpikeDetection, TrainingSpikeException
-from leyden.strategies.errors import StateError
+from leyden.core.errors import StateError
 
 FALLING = [1 / number for number in range(1, 13)]
 

@@ -31,7 +31,7 @@ from leyden.callbacks import (
     WeightDigests,
 )
 from leyden.callbacks.checkpointing.preemption_checkpoint import PreemptionCheckpoint
-from leyden.strategies.errors import StateError
+from leyden.core.errors import StateError
 
 CALLBACKS: dict[str, Callable[[Path], Callback]] = {
     "AutoAccumulation": lambda folder: AutoAccumulation(),

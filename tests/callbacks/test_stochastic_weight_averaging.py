@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
-from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.folder import newest
+from leyden.checkpoint.reader import CheckpointReader
 
 EPOCHS, START = 6, 3
 

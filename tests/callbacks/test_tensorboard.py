@@ -24,7 +24,7 @@ from same import same_weights
 from torch import Tensor, nn
 
 from leyden.callbacks.loggers.tensorboard import TensorBoardLogger
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from leyden import Trainer
 from leyden.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor, measure_flops, throughput_monitor
 from leyden.callbacks.peak_flops import peak_of
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 BATCHES = [torch.ones(3, 4)] * 6
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.timer import Timer, parse_duration
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
 

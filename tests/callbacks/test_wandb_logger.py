@@ -24,7 +24,7 @@ from wandb_files import config, files, history, records
 from leyden import Trainer
 from leyden.callbacks import ModelCheckpoint
 from leyden.callbacks.loggers.wandb_logger import WandbLogger
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 wandb = pytest.importorskip("wandb")
 

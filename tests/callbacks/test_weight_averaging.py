@@ -25,8 +25,8 @@ from leyden.callbacks import (
     WeightAveraging,
 )
 from leyden.callbacks.averaged_weights import AveragedWeights
+from leyden.checkpoint.reader import CheckpointReader
 from leyden.strategies import DeepSpeedStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, XLAStrategy
-from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 class Net(Squares):

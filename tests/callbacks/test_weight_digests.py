@@ -18,8 +18,8 @@ from xxhash import xxh3_64_hexdigest
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger, ModelCheckpoint, WeightDigests
+from leyden.checkpoint.format.digests import DigestsError, read_digests
 from leyden.strategies import MeshStrategy
-from leyden.trainer.format.digests import DigestsError, read_digests
 
 NAMES = ["scale", "seen", "layer.weight", "layer.bias"]
 

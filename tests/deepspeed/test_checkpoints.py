@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-from leyden.trainer.checkpoint.merge import merge
-from leyden.trainer.checkpoint.optimizers import from_named
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.merge import merge
+from leyden.checkpoint.optimizers import from_named
+from leyden.checkpoint.reader import CheckpointReader
 
 # For the runs that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)

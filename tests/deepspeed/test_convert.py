@@ -12,7 +12,7 @@ import torch
 from ranks.world import run_world
 from torch import nn
 
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.reader import CheckpointReader
 
 
 def save(folder: str) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.folder import newest
+from leyden.checkpoint.reader import CheckpointReader
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lm.py"
 SMALL = ("--width", "16", "--depth", "2", "--length", "64", "--batch-size", "64", "--epochs", "1", "--save-every", "2")

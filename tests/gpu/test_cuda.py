@@ -18,9 +18,9 @@ from xxhash import xxh3_64_hexdigest
 
 from leyden import Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, TQDMProgressBar
+from leyden.checkpoint.format.digests import read_digests
 from leyden.strategies.precision import MixedPrecision
 from leyden.strategies.recomputing import recompute
-from leyden.trainer.format.digests import read_digests
 from leyden.trainer.logging.values import read_back
 
 # cuBLAS reads it when it allocates its first workspace, possibly in another test.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from leyden.trainer.checkpoint.background import PendingSave
-from leyden.trainer.checkpoint.copies import Copies
+from leyden.checkpoint.background import PendingSave
+from leyden.checkpoint.copies import Copies
 
 THREAD = "leyden-save"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leyden.trainer.format import safefile
+from leyden.checkpoint.format import safefile
 
 
 class Peak(TorchDispatchMode):

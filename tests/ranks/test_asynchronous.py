@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.callbacks import Callback, Logger, ModelCheckpoint
+from leyden.checkpoint.folder import newest
+from leyden.checkpoint.format.staging import is_staging
 from leyden.strategies import FSDPStrategy, MeshStrategy
-from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.format.staging import is_staging
 
 ARGUMENTS: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -150,7 +150,7 @@ def test_a_preempted_run_commits_its_pending_save(tmp_path: Path) -> None:
 
 def fail(folder: Path) -> None:
     """Rank 1 cannot write its shard of the second checkpoint."""
-    from leyden.trainer.checkpoint import contents
+    from leyden.checkpoint import contents
 
     write = contents.write_tensors
 

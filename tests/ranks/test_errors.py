@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks import EarlyStopping
-from leyden.trainer.checkpoint.folder import newest
+from leyden.checkpoint.folder import newest
 
 DEADLINE = 15.0
 """Seconds after which no process may be left; only a hang takes that long."""

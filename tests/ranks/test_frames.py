@@ -11,7 +11,7 @@ from models import QUIET, Squares, finish_step
 from ranks.world import run_world
 
 from leyden import Trainer
-from leyden.strategies.user_code import LEYDEN
+from leyden.core.user_code import LEYDEN
 
 
 class FrameRecorder(Squares):

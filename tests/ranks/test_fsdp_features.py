@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.strategies.errors import LeydenError
+from leyden.core.errors import LeydenError
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.precision import MixedPrecision

@@ -19,7 +19,7 @@ from ranks.test_errors import DEADLINE, READS_PROC, in_full, processes
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback
-from leyden.strategies.launch.heartbeat import HEARTBEATS
+from leyden.launch.heartbeat import HEARTBEATS
 
 SCRIPT = """
 import os, signal, subprocess, sys, threading, time

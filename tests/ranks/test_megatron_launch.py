@@ -12,10 +12,10 @@ from ranks.world import run_world
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.launch.plan import ElasticOptions, LaunchPlan, resolve
-from leyden.trainer.cli.settings.machine import Machine
-from leyden.trainer.cli.settings.settings import parse
+from leyden.cli.launch.plan import ElasticOptions, LaunchPlan, resolve
+from leyden.cli.settings.machine import Machine
+from leyden.cli.settings.settings import parse
+from leyden.core.errors import ConfigurationError
 
 
 class Planned(GPT):

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset
 
 from leyden import Accelerator, DataLoaderConfiguration, Trainer
+from leyden.cli.launch.plan import ElasticOptions, resolve
+from leyden.cli.settings.machine import Machine
+from leyden.cli.settings.settings import parse
 from leyden.strategies import MeshStrategy
-from leyden.trainer.cli.launch.plan import ElasticOptions, resolve
-from leyden.trainer.cli.settings.machine import Machine
-from leyden.trainer.cli.settings.settings import parse
 from leyden.utils import ParallelismConfig
 
 GLOBAL_BATCH = 4

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+from leyden.checkpoint.folder import newest
+from leyden.checkpoint.format.tensors import local_part
+from leyden.checkpoint.reader import CheckpointReader
 from leyden.strategies import FSDPStrategy, MeshStrategy, Strategy
-from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.format.tensors import local_part
 
 # Sizes of each mesh, and ranks of each layout. The global batch is always 8 samples.
 MESHES = {

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from leyden import Trainer
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import Float8Precision, MeshStrategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.consistency import is_sampled
 
 Mistake = Callable[[GPT], MeshStrategy]

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
+from leyden.checkpoint.hugging_face import HuggingFaceFolder
+from leyden.checkpoint.merge import merge
 from leyden.strategies import MeshStrategy
 from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.simulated import simulated
-from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
-from leyden.trainer.checkpoint.merge import merge
 
 pytest.importorskip("transformers", minversion="5")
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, GradientAccumulationPlugin
+from leyden.cli.launch.plan import ElasticOptions, resolve
+from leyden.cli.settings.machine import Machine
+from leyden.cli.settings.settings import parse
 from leyden.strategies import MeshStrategy
-from leyden.trainer.cli.launch.plan import ElasticOptions, resolve
-from leyden.trainer.cli.settings.machine import Machine
-from leyden.trainer.cli.settings.settings import parse
 from leyden.utils import MegatronLMDummyScheduler, MegatronLMPlugin, avg_losses_across_data_parallel_group
 
 GLOBAL_BATCH = 4

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from leyden import Trainer
 from leyden.callbacks import grad_norm
 from leyden.callbacks.replayed_step import _non_finite_weights
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.absent import check_optimizers, placeholder_of
 
 

@@ -18,8 +18,8 @@ from torchmetrics import MeanMetric, SumMetric
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks import ModelCheckpoint
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.rng import may_draw
 from leyden.strategies.micro_batches import cut
 

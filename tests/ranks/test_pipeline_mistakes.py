@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.window import Window
 
 Mistake = Callable[[GPT], MeshStrategy]

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.callbacks import Callback
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import MeshStrategy
-from leyden.strategies.errors import ConfigurationError
 
 OUTSIDE = "was run outside of a step, and this rank holds only some stages of its pipeline"
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.reader import CheckpointReader
 
 
 class Net(TrainModule):

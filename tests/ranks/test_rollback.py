@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Callback, LeydenError, Trainer, seed_everything
 from leyden.callbacks import ModelCheckpoint, NonFiniteGuard, SpikeDetection
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.reader import CheckpointReader
 
 
 class Net(Squares):

@@ -8,8 +8,8 @@ import pytest
 import table
 
 from leyden import Trainer
+from leyden.core.errors import MissingExtraError
 from leyden.strategies import NAMES, XLA_NAMES
-from leyden.strategies.errors import MissingExtraError
 from leyden.strategies.precision import NAMES as PRECISIONS
 
 SIZES = {

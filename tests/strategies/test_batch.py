@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from leyden.strategies.batch import batch_size_of, convert_floats, map_tensors, move_to_device
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import batch_size_of, convert_floats, map_tensors, move_to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "left right")

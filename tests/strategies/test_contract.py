@@ -17,9 +17,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from leyden import Trainer
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import SingleDeviceStrategy, Strategy
 from leyden.strategies.base import ClipAlgorithm
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leyden import ConfigurationError, Trainer
+from leyden.core.devices import find_devices
 from leyden.strategies import SingleDeviceStrategy, find_strategy
 from leyden.strategies.ddp import DDPStrategy
-from leyden.strategies.devices import find_devices
 from leyden.strategies.precision import MixedPrecision
 from leyden.strategies.precision.true import DoublePrecision
 from leyden.strategies.process_group import Travelling, travelling

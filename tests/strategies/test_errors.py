@@ -10,7 +10,7 @@ import torch
 from models import QUIET, Line
 
 from leyden import Trainer
-from leyden.strategies.errors import is_out_of_memory
+from leyden.core.errors import is_out_of_memory
 
 
 class TwoArguments(RuntimeError):

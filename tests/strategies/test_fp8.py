@@ -19,7 +19,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 import leyden.strategies.precision
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
-from leyden.strategies.errors import MissingExtraError
+from leyden.core.errors import MissingExtraError
 from leyden.strategies.precision import Float8Precision, find_precision, fp8
 from leyden.strategies.precision.fp8_config import precision_of_config, without_effect
 

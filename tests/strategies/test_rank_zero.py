@@ -11,7 +11,7 @@ import pytest
 from ranks.world import run_world
 
 from leyden import rank_zero_debug, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
-from leyden.strategies.rank_zero import warn
+from leyden.core.rank_zero import warn
 
 
 @pytest.fixture(params=[0, 1])

@@ -12,8 +12,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from leyden import Trainer
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import SingleDeviceStrategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.settings import RunSettings
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leyden.strategies.user_code import is_users, users_frame
+from leyden.core.user_code import is_users, users_frame
 from leyden.trainer import trainer
 
 FILES = {
@@ -58,7 +58,7 @@ def test_a_script_in_the_folder_of_its_environment_is_the_code_of_the_run(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys; sys.prefix = {str(tmp_path)!r}\n"
-        "from leyden.trainer.run.reporting.record import _folder_of_code; print(_folder_of_code())\n"
+        "from leyden.trainer.reporting.record import _folder_of_code; print(_folder_of_code())\n"
     )
     done = subprocess.run([sys.executable, script], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tmp_path)

@@ -10,8 +10,8 @@ import pytest
 from models import QUIET
 
 from leyden import Trainer, TrainModule
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.writer import CheckpointWriter
 
 Fit = Callable[..., Trainer]
 

@@ -14,8 +14,8 @@ from bad_input.ground import QUIET, Module, loader
 
 import leyden
 from leyden import Trainer
-from leyden.strategies.errors import UnknownArgumentError
-from leyden.strategies.ported import OURS
+from leyden.core.errors import UnknownArgumentError
+from leyden.core.ported import OURS
 from leyden.trainer.arguments.arguments import NONE_MEANS_SOMETHING, Arguments
 
 

@@ -15,8 +15,8 @@ import torch
 
 from leyden import CheckpointError, ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import CSVLogger
-from leyden.trainer.format.codec import decode
-from leyden.trainer.format.tensors import TensorCollector
+from leyden.checkpoint.format.codec import decode
+from leyden.checkpoint.format.tensors import TensorCollector
 from leyden.trainer.hparams import Hyperparameters
 
 

@@ -13,12 +13,12 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
 from leyden.callbacks.loggers.silent import DummyLogger
+from leyden.core.devices import parse_devices
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.given import UNSET
+from leyden.core.paths import local_path
+from leyden.launch.watchdog import hang_limit
 from leyden.strategies.base import Strategy
-from leyden.strategies.devices import parse_devices
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.watchdog import hang_limit
-from leyden.strategies.paths import local_path
-from leyden.trainer.arguments.given import UNSET
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.events.preemption import preemption_from
 from leyden.trainer.launched import filled_by_launch

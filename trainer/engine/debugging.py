@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from leyden.core.errors import LeydenError
+from leyden.core.tree import in_one_line
+from leyden.core.user_code import users_frame
+from leyden.data.limits import length_of
 from leyden.strategies.base import Strategy
-from leyden.strategies.batch import in_one_line
-from leyden.strategies.errors import LeydenError
-from leyden.strategies.user_code import users_frame
-from leyden.trainer.data.limits import length_of
 
 if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine

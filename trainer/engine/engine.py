@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.core.tree import map_tensors
 from leyden.strategies import Strategy, Window, find_strategy
 from leyden.strategies.base import mean_items
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision, find_precision
-from leyden.strategies.rank_zero import warn
 from leyden.strategies.readers import Readers
 from leyden.strategies.window import zeroed
 from leyden.trainer.engine.gathering import check_gathered, warn_of_rest
@@ -24,8 +24,8 @@ from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.engine.toggling import Toggles
 
 if TYPE_CHECKING:
+    from leyden.data.sharding import Share
     from leyden.strategies.window import BackwardHooks
-    from leyden.trainer.data.sharding import Share
     from leyden.trainer.engine.debugging import Checker
 
 T = TypeVar("T")

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from leyden.strategies.batch import map_tensors, shape_and_dtype
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.core.tree import map_tensors, shape_and_dtype
 
 if TYPE_CHECKING:
+    from leyden.data.sharding import Share
     from leyden.strategies.base import Strategy
-    from leyden.trainer.data.sharding import Share
 
 FIX = (
     "Use Trainer(even_batches=True) to fill the last global batch of the training data, or drop_last=True in a loader "

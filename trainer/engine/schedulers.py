@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
 )
 
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.format.text import listed
+from leyden.core.errors import ConfigurationError, kind_of, nearest
+from leyden.core.rank_zero import warn
+from leyden.core.text import listed
 from leyden.trainer.logging.values import Value
 
 FORMS = (

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from leyden.strategies.launch.leaving import note_exit
-from leyden.strategies.rank_zero import warn
+from leyden.core.rank_zero import warn
+from leyden.launch.leaving import note_exit
 
 if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 # Windows has no SIGUSR1.
 DEFAULT_SIGNALS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from leyden.strategies.saved_state import SavedState
+from leyden.core.saved_state import SavedState
 
 Phase: TypeAlias = Literal["epoch_start", "stepped", "validated", "settled", "paused", "epoch_end"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError, StateError, nearest
-from leyden.strategies.saved_state import SavedState, brief
+from leyden.core.errors import ConfigurationError, StateError, nearest
+from leyden.core.saved_state import SavedState, brief
 from leyden.trainer.logging.values import (
     REDUCTIONS,
     Value,

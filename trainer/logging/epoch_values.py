@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.outputs import SharedNumbers
-from leyden.strategies.rank_zero import warn
 from leyden.trainer.logging import metrics
 from leyden.trainer.logging.entries import Reduced
 from leyden.trainer.logging.values import Value, as_number, in_turns, read_back

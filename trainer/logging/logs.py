@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from leyden.strategies.batch import batch_size_of
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.saved_state import SavedState
+from leyden.core.tree import batch_size_of
 from leyden.strategies.outputs import SharedNumbers
-from leyden.strategies.saved_state import SavedState
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, restored_entries
 from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme, readable_losses

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from leyden.strategies.errors import StateError
-from leyden.strategies.rank_zero import warn
-from leyden.strategies.saved_state import SavedState, brief
+from leyden.core.errors import StateError
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState, brief
 from leyden.trainer.logging.metrics import PartState, merged_value
 from leyden.trainer.logging.values import in_turns
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from leyden.checkpoint.format.codec import decode, encode
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import map_tensors
 from leyden.strategies.base import Strategy
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.readers import Readers
-from leyden.trainer.format.codec import decode, encode
 from leyden.trainer.logging.values import in_turns
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from leyden.strategies.batch import widest_float
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.rank_zero import warn
+from leyden.core.tree import widest_float
 from leyden.strategies.local_weights import local_part
-from leyden.strategies.rank_zero import warn
 
 K = TypeVar("K")
 Value: TypeAlias = "Tensor | float"

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.loops.clock import Clock
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 Exchange = Callable[[], list[bool]]
 

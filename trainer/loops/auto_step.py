@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from leyden.strategies.errors import ConfigurationError, LeydenError, is_out_of_memory
+from leyden.core.errors import ConfigurationError, LeydenError, is_out_of_memory
+from leyden.core.rank_zero import warn
+from leyden.data.rng import isolated_rng
+from leyden.data.sharding import is_indexed
 from leyden.strategies.micro_batches import MicroBatch, cut, rows_of, together
-from leyden.strategies.rank_zero import warn
 from leyden.strategies.window import Window
-from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.sharding import is_indexed
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.loops.batches import takes_iterator
 from leyden.trainer.loops.largest_batch import largest_batch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import AutoAccumulation
     from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.loops.schedulers import Schedulers
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 SMALL_BUFFER = 2**20
 """Size in bytes up to which a buffer is always copied before a batch; larger ones only if they are known to change."""

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.heartbeat import EVALUATED, Phase
-from leyden.trainer.data.cursor import LoaderCursor
-from leyden.trainer.data.limits import apart
-from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.sharding import NO_SAMPLES
+from leyden.core.errors import ConfigurationError
+from leyden.data.cursor import LoaderCursor
+from leyden.data.limits import apart
+from leyden.data.rng import isolated_rng
+from leyden.data.sharding import NO_SAMPLES
+from leyden.launch.heartbeat import EVALUATED, Phase
 from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 
 if TYPE_CHECKING:
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 
 @torch.no_grad()

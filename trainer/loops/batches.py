@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.batch import batch_size_of
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.heartbeat import BATCHES, STEP, Phase
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.core.tree import batch_size_of
+from leyden.launch.heartbeat import BATCHES, STEP, Phase
 
 if TYPE_CHECKING:
-    from leyden.strategies.launch.heartbeat import Heartbeat
+    from leyden.launch.heartbeat import Heartbeat
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.events.progress import Progress
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 
 class BatchCounter:

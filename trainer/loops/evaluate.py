@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from leyden.strategies.batch import move_to_device
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.heartbeat import EVALUATED, Phase
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import move_to_device
+from leyden.data.cursor import LoaderCursor
+from leyden.data.rng import rng_state, undoing
+from leyden.data.sharding import NO_SAMPLES
+from leyden.launch.heartbeat import EVALUATED, Phase
 from leyden.strategies.readers import Readers
-from leyden.trainer.data.cursor import LoaderCursor
-from leyden.trainer.data.rng import rng_state, undoing
-from leyden.trainer.data.sharding import NO_SAMPLES
 from leyden.trainer.engine.toggling import keeping_modes
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
@@ -25,10 +25,10 @@ from leyden.trainer.loops.batches import takes_iterator
 from leyden.trainer.loops.micro_batches import MicroBatches
 from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
-from leyden.trainer.run.reporting.rows import StepRows
+from leyden.trainer.reporting.rows import StepRows
 
 if TYPE_CHECKING:
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 Stage = Literal["validation", "test", "predict"]
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.data.cursor import LoaderCursor, lookahead
-from leyden.trainer.data.sharding import NO_SAMPLES, Share
+from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import warn
+from leyden.data.cursor import LoaderCursor, lookahead
+from leyden.data.sharding import NO_SAMPLES, Share
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
@@ -25,15 +25,15 @@ from leyden.trainer.loops.schedulers import Schedulers
 from leyden.trainer.loops.step import Step, detached, make_step
 from leyden.trainer.loops.validation import Validation
 from leyden.trainer.module import TrainModule
-from leyden.trainer.run.reporting.summary import settings_of
-from leyden.trainer.run.saved.saving import check_composable, finish_saves
-from leyden.trainer.run.starting.build import seconds_of
-from leyden.trainer.run.starting.differences import check_batches
+from leyden.trainer.reporting.summary import settings_of
+from leyden.trainer.saved.saving import check_composable, finish_saves
+from leyden.trainer.starting.build import seconds_of
+from leyden.trainer.starting.differences import check_batches
 
 if TYPE_CHECKING:
-    from leyden.trainer.checkpoint.owners import Unclaimed
+    from leyden.checkpoint.owners import Unclaimed
     from leyden.trainer.events.progress import Progress
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 
 class FitLoop:

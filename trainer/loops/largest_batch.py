@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from leyden.strategies.batch import map_tensors
-from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.seekable_shuffle import SeekableShuffle
-from leyden.trainer.data.sharding import RankBatches, is_indexed
+from leyden.core.tree import map_tensors
+from leyden.data.rng import isolated_rng
+from leyden.data.seekable_shuffle import SeekableShuffle
+from leyden.data.sharding import RankBatches, is_indexed
 
 MAX_CANDIDATES = 8
 """Candidate batches to build if batches differ in size."""

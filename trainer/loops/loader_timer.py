@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.data.combined import CombinedLoader
-from leyden.trainer.data.sources import Composite
+from leyden.core.rank_zero import warn
+from leyden.data.combined import CombinedLoader
+from leyden.data.sources import Composite
 
 if TYPE_CHECKING:
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 WARM_UP_BATCHES = 5
 """First batches of an epoch, which are not timed: workers are starting and filling their queues."""

@@ -9,7 +9,7 @@ from leyden.strategies.window import BackwardHooks, Window
 from leyden.trainer.loops.user_step import without_side_effects
 
 if TYPE_CHECKING:
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 
 class MicroBatches:

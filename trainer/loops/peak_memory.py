@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from leyden.trainer.format.text import size_of
+from leyden.core.text import size_of
 
 
 class PeakMemory:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leyden.callbacks.gradient_accumulation import AutoAccumulation
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
@@ -23,7 +23,7 @@ from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
     from leyden.trainer.loops.schedulers import Schedulers
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 
 class Step(ABC):

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from leyden.strategies.errors import LeydenError
-from leyden.trainer.data.rng import undoing
+from leyden.core.errors import LeydenError
+from leyden.data.rng import undoing
 from leyden.trainer.logging.metric_states import MetricStates
 
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.data.rng import isolated_rng
+from leyden.core.errors import ConfigurationError
+from leyden.data.rng import isolated_rng
 from leyden.trainer.logging.values import read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
-from leyden.trainer.run.starting.uncalled_hooks import warn_of_unlogged_monitors
+from leyden.trainer.starting.uncalled_hooks import warn_of_unlogged_monitors
 
 if TYPE_CHECKING:
     from leyden.trainer.loops.agreement import Agreement
     from leyden.trainer.loops.clock import Clock
-    from leyden.trainer.run.state import Run
+    from leyden.trainer.run import Run
 
 
 class Validation:

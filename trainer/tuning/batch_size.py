@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from leyden.strategies.errors import ConfigurationError, is_out_of_memory, nearest
+from leyden.core.errors import ConfigurationError, is_out_of_memory, nearest
 from leyden.trainer.tuning.trial import Subject, assign, owners_of
 
 MODES = ("power", "binsearch")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import CLOSING_ORDER, Callback
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.rank_zero import warn
-from leyden.trainer.data.sharding import NO_SAMPLES
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.rank_zero import warn
+from leyden.data.sharding import NO_SAMPLES
 from leyden.trainer.tuning.trial import Subject, owners_of
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.data.combined import CombinedLoader
-from leyden.trainer.data.rng import isolated_rng
+from leyden.core.errors import ConfigurationError
+from leyden.data.combined import CombinedLoader
+from leyden.data.rng import isolated_rng
 from leyden.trainer.datamodule import DataModule
 
 if TYPE_CHECKING:

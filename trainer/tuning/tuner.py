@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.rank_zero import warn
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.rank_zero import warn
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.tuning.batch_size import LIMITS, BatchSizeSearch
 from leyden.trainer.tuning.learning_rate import LRFinder, RateSearch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 NORMS = ("clip_grad_norm_", "grad_norm")
 """Functions of torch and Leyden that combine the gradients of all parameters into one number."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 
 BUILT_IN = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 """Attributes of every module."""

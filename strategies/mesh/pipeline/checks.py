@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
 
 PER_LAYER_OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")

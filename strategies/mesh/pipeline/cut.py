@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.core.errors import ConfigurationError, nearest
 from leyden.strategies.mesh.pipeline.absent import placeholder_of
 from leyden.strategies.mesh.pipeline.guard import Guard
 

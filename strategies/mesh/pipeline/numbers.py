@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leyden.strategies.batch import widest_float
+from leyden.core.tree import widest_float
 from leyden.strategies.outputs import SharedNumbers
 
 NUMBERS = 63

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.saved_state import brief
+from leyden.core.errors import ConfigurationError
+from leyden.core.saved_state import brief
 
 BOOK_SIZE = 256
 """Number of specs in a SpecBook, from which it starts over."""

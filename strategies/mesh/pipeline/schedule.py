@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.utils._pytree import tree_leaves
 
-from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, nearest
+from leyden.core.errors import ConfigurationError, LeydenError, add_note, nearest
 from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.payload import (
     PayloadSpec,

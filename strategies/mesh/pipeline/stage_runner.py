@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.attributes import AssignedAttributes
 from leyden.strategies.mesh.pipeline.checks import refuse_per_layer_outputs
 from leyden.strategies.mesh.pipeline.cut import Holdings

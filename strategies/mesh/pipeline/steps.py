@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from leyden.strategies.batch import widest_float
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
+from leyden.core.tree import widest_float
 from leyden.strategies.fsdp.gradients import clip_by, total_norm
 from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.pipeline.cross_stage_reads import check_cross_stage_reads

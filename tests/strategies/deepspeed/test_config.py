@@ -12,10 +12,10 @@ import torch
 from models import QUIET, Line
 
 from leyden import Trainer
+from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.strategies import find_strategy
 from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.settings import RunSettings
 
 SETTINGS = {**QUIET, "max_steps": 1}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leyden.core.errors import ConfigurationError
 from leyden.strategies import SingleDeviceStrategy
-from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.deferred import Deferred
 from leyden.strategies.fsdp.values import Values
 

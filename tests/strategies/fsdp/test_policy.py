@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.fsdp.blocks import compile_blocks
 from leyden.strategies.fsdp.policy import choose
 

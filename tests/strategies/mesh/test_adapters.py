@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.mesh.plan import Plan
 
 

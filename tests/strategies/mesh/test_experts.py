@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.mesh.experts import Experts, check_experts, check_split, split_of
 from leyden.strategies.mesh.plan import Plan, plan_of
 

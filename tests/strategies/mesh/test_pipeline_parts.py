@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.core.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
 from leyden.strategies.mesh.pipeline.payload import BOOK_SIZE, PayloadSpec, SpecBook, TensorSpec, enclosing, padded
 from leyden.strategies.mesh.pipeline.schedule import Schedule

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from leyden import Trainer
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.xla.mesh import XLALayout
 from leyden.strategies.xla.strategy import XLAFSDPStrategy, XLAStrategy
 

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks import AutoAccumulation, GradientAccumulation
+from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
-from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.loops.auto_step import waiting_part
 
 AUTO: dict[str, Any] = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": "auto"}

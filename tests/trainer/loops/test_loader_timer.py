@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from leyden import Trainer
-from leyden.trainer.data.combined import CombinedLoader
+from leyden.data.combined import CombinedLoader
 from leyden.trainer.loops import loader_timer
 
 

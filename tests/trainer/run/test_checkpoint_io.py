@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, LeydenError, Trainer
 from leyden.callbacks import EMAWeightAveraging, ModelCheckpoint
+from leyden.checkpoint.reader import CheckpointReader
 from leyden.trainer import AsyncCheckpointIO, CheckpointIO
-from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 class FileStore(CheckpointIO):
@@ -220,7 +220,7 @@ def test_two_fsdp_ranks_store_one_dict_and_resume_from_it(tmp_path: Path) -> Non
 
 
 def test_a_folder_unpacked_from_a_dict_verifies(tmp_path: Path) -> None:
-    from leyden.trainer.checkpoint.checkpoint_io import unpack
+    from leyden.checkpoint.checkpoint_io import unpack
 
     duck = Duck()
     trainer, _ = fit(duck, [], 1, default_root_dir=tmp_path)

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Accelerator, CheckpointError, Trainer
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpointing.saved_ranking import read_ranking
-from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.trainer.cli.main import main
-from leyden.trainer.format.manifest import MANIFEST, read_manifest
+from leyden.checkpoint.format.manifest import MANIFEST, read_manifest
+from leyden.cli.main import main
+from leyden.core.errors import ConfigurationError, LeydenError
 
 
 class Module(Squares):

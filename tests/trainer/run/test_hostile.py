@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, CheckpointError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
-from leyden.trainer.format import safefile
-from leyden.trainer.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from leyden.checkpoint.format import safefile
+from leyden.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 
 NAMES = [
     *(

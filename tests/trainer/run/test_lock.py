@@ -20,9 +20,9 @@ from ranks.world import run_world
 
 from leyden import Callback, LeydenError, Trainer
 from leyden.callbacks import ModelCheckpoint
-from leyden.trainer.checkpoint.folder import all_checkpoints
-from leyden.trainer.checkpoint.lock import NAME, FolderLock, Owner
-from leyden.trainer.format.errors import CheckpointError
+from leyden.checkpoint.folder import all_checkpoints
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.lock import NAME, FolderLock, Owner
 
 RANK = int(os.environ.get("RANK", "0"))
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}

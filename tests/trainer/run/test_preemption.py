@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer
 from leyden.callbacks import ModelCheckpoint, PreemptionCheckpoint
+from leyden.checkpoint.folder import all_checkpoints
+from leyden.checkpoint.format.errors import CheckpointError
 from leyden.trainer import Preemption
-from leyden.trainer.checkpoint.folder import all_checkpoints
-from leyden.trainer.format.errors import CheckpointError
 
 RANK = int(os.environ.get("RANK", "0"))
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}

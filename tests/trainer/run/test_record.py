@@ -16,10 +16,10 @@ from models import QUIET, Line
 
 from leyden import Trainer
 from leyden.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger, Timer
-from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.run.reporting import repository
-from leyden.trainer.run.reporting.record import start_of
-from leyden.trainer.run.reporting.repository import Repository
+from leyden.core.errors import ConfigurationError
+from leyden.trainer.reporting import repository
+from leyden.trainer.reporting.record import start_of
+from leyden.trainer.reporting.repository import Repository
 
 KEY = "hf_" + "a1b2c3d4" * 4
 

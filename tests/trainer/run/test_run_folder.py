@@ -20,8 +20,8 @@ from ranks.world import run_world
 
 from leyden import CheckpointError, Trainer
 from leyden.callbacks import Callback, CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
-from leyden.trainer.checkpoint.folder import all_checkpoints
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.folder import all_checkpoints
+from leyden.checkpoint.reader import CheckpointReader
 
 DATA = [torch.ones(1, 2)] * 4
 

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from leyden import ConfigurationError, DataModule, Trainer
 from leyden.callbacks import ModelCheckpoint
-from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.run.saved.identity import Identity, plain
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.trainer.saved.identity import Identity, plain
 
 Optimizers = Callable[["Net"], Any]
 

@@ -13,9 +13,9 @@ from models import QUIET, Line
 
 from leyden import DataModule, Trainer
 from leyden.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger, WandbLogger
-from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.run.saved import identity
+from leyden.checkpoint.folder import newest
+from leyden.core.errors import ConfigurationError, LeydenError
+from leyden.trainer.saved import identity
 
 SECRET = "hunter2-of-mine"
 

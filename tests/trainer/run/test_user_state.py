@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, DataModule, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from leyden.trainer.format.errors import UnsupportedStateError
+from leyden.checkpoint.format.errors import UnsupportedStateError
 
 
 class Color(enum.Enum):

@@ -1,0 +1,72 @@
+"""Heartbeat of a custom training loop, for the watchdog of `leyden launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from leyden.launch.heartbeat import BATCHES, MARKS, STEP, Heartbeat, Phase
+from leyden.launch.watchdog import watched
+from leyden.strategies.ranks import Ranks
+
+
+class LoopBeat:
+    """Records the loop's progress for the watchdog: each batch of a prepared loader, and each backward.
+
+    Without a limit there is no watchdog, and nothing reads these records.
+
+    Args:
+        ranks: the Accelerator's ranks.
+        limit: seconds allowed per batch, "auto", or "deadlocks"; None for no watchdog (see `watched`).
+        folder: folder for the watchdog's report.
+    """
+
+    def __init__(self, ranks: Ranks, limit: float | str | None, folder: str) -> None:
+        self._ranks, self._limit, self._folder = ranks, limit, folder
+        self._heartbeat = Heartbeat()
+        self._watch = ExitStack()
+        self._words = self._heartbeat.words
+
+    def begin(self) -> None:
+        """Starts the watchdog; later calls do nothing. Called once objects are prepared, when the ranks are known."""
+        limit, self._limit = self._limit, None
+        if limit is not None:
+            self._watch.enter_context(watched(self._heartbeat, self._ranks, limit, self._folder))
+            self._words = self._heartbeat.words
+            self._heartbeat.begin_fit(self._words[BATCHES])
+            self._heartbeat.mark(Phase.LOOP)
+
+    def end(self) -> None:
+        """Stops the watchdog; the loop has ended."""
+        self._limit = None
+        self._watch.close()
+        self._words = self._heartbeat.words
+
+    def begin_pass(self, epoch: int, batch: int, steps: int) -> None:
+        """Records the start of a pass over a loader.
+
+        Args:
+            epoch: number of the pass.
+            batch: batches of the pass that are already done.
+            steps: optimizer steps of the loop so far.
+        """
+        self._heartbeat.begin_epoch(epoch, batch, self._words[BATCHES], steps)
+
+    def batch(self, steps: int) -> None:
+        """Records a completed batch."""
+        self._words[BATCHES] += 1
+        self._words[STEP] = steps
+
+    def backward(self) -> None:
+        """Records progress in batches that no prepared loader has drawn."""
+        self._words[MARKS] += 1
+
+    def end_pass(self) -> None:
+        """Records that no loader is being iterated: until the next pass, no batches are expected."""
+        self._heartbeat.mark(Phase.LOOP)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Marks the block as saving a checkpoint."""
+        with self._heartbeat.during(Phase.SAVING):
+            yield

@@ -1,0 +1,298 @@
+"""ParallelismConfig: the number of ranks that replicate a model, shard it, split its layers and form its pipeline."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from leyden.accelerator.ranks import joined_strategy
+from leyden.accelerator.settings.plugins import FullyShardedDataParallelPlugin
+from leyden.core.errors import ConfigurationError
+from leyden.strategies.mesh.layout import ORDER, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from leyden.strategies.base import Strategy
+
+SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
+NOT_YET = {
+    "cp_size": "context parallelism is not part of this version. Leave it out.",
+    "sp_size": "DeepSpeed Ulysses is not part of this version. Leave it out; tp_size splits activations along the "
+    "sequence for modules with 'sequence' in the model's plan.",
+}
+FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_cp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard",),
+}
+"""Accelerate's names of flattened dimensions. This version has no `cp` dimension to include."""
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Tensor-parallel settings, for `ParallelismConfig(tp_handler=…)`.
+
+    Attributes:
+        enable_async_tp: refused: overlapping needs torch.compile and memory shared by GPUs.
+
+    Raises:
+        ConfigurationError: for `enable_async_tp`.
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            raise ConfigurationError(
+                "TorchTensorParallelConfig(enable_async_tp=True) is not supported: overlapping communication with a "
+                "layer's matmul needs torch.compile and memory shared by GPUs. Leave it out; the numbers are the same."
+            )
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Accelerate's predecessor of `ParallelismConfig(tp_size=…)`, for `Accelerator(torch_tp_plugin=…)`.
+
+    Attributes:
+        tp_size: ranks that split each layer.
+        torch_device_mesh: refused: the Accelerator creates its own mesh.
+
+    Raises:
+        ConfigurationError: for a `torch_device_mesh`.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.torch_device_mesh is not None:
+            raise ConfigurationError(
+                "TorchTensorParallelPlugin(torch_device_mesh=…) is not supported: the Accelerator creates the mesh. "
+                "Leave it out, and read accelerator.torch_device_mesh."
+            )
+
+    def config(self) -> ParallelismConfig:
+        """Returns the equivalent `ParallelismConfig`."""
+        return ParallelismConfig(tp_size=self.tp_size)
+
+
+@dataclass
+class ParallelismConfig:
+    """Sizes of the device mesh, for `Accelerator(parallelism_config=…)`.
+
+    A size of None takes the launcher's `PARALLELISM_CONFIG_<NAME>`, or 1. Under tensor parallelism the model brings its
+    plan (see `MeshStrategy`), or is loaded already split.
+
+    Attributes:
+        dp_replicate_size: replicas of the model; alone it means DDP.
+        dp_shard_size: ranks that shard one replica; alone it means FSDP, with replicas HSDP.
+        tp_size: ranks that split each layer and share their batches.
+        cp_size: ranks of context parallelism; 1 in this version.
+        sp_size: ranks of DeepSpeed Ulysses; 1 in this version.
+        cp_backend: "torch"; only read by libraries.
+        sp_backend: "deepspeed"; only read by libraries.
+        tp_handler: a `TorchTensorParallelConfig`.
+        cp_handler: no effect while cp_size is 1.
+        sp_handler: no effect while sp_size is 1.
+        pp_size: ranks of the pipeline, each with its stages (`Accelerator.pipeline_step`). Not in Accelerate.
+
+    Raises:
+        ConfigurationError: for a size below 1, and for sizes that this version does not support.
+
+    Example:
+        >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2)
+        >>> config.total_size, config.data_parallel_size, config.non_dp_dim_names
+        (16, 8, ['tp'])
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None
+    cp_backend: str = "torch"
+    sp_backend: str = "deepspeed"
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+    pp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            given = getattr(self, name)
+            text = str(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1) if given is None else given)
+            if not text.isdigit() or int(text) < 1:
+                raise ConfigurationError(f"ParallelismConfig({name}={text}): use an integer of at least 1.")
+            if name in NOT_YET and int(text) > 1:
+                raise ConfigurationError(f"ParallelismConfig({name}={text}): {NOT_YET[name]}")
+            setattr(self, name, int(text))
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes as a mesh layout."""
+        return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1, self.pp_size or 1)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the model: `dp_replicate_size`, or 1."""
+        return self.layout.dp_replicate
+
+    @property
+    def shards(self) -> int:
+        """Ranks that shard each replica: `dp_shard_size`, or 1."""
+        return self.layout.dp_shard
+
+    @property
+    def total_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return self.layout.size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks, or groups of ranks, that see different samples."""
+        return self.layout.data_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of ranks that share the same samples."""
+        return self.layout.tp * self.layout.pp
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self.layout.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self.layout.dp_shard > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.layout.tp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.layout.pp > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return False
+
+    @property
+    def sp_enabled(self) -> bool:
+        return False
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Names of the dimensions along which samples differ."""
+        sizes = {"dp_replicate": self.layout.dp_replicate, "dp_shard": self.layout.dp_shard}
+        return [name for name, size in sizes.items() if size > 1]
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Names of the dimensions along which samples are the same."""
+        return [name for name in ("pp", "tp") if getattr(self.layout, name) > 1]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Names of the dimensions along which a replica is sharded."""
+        return ["dp_shard"] if self.dp_shard_enabled else []
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Names of the dimensions along which losses are averaged."""
+        return self.dp_dim_names
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Names of FSDP's dimensions, including replicas."""
+        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Names of the dimensions with more than one rank."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of all ranks; None before the Accelerator has created it."""
+        return self._mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Returns `device_mesh`. If the Accelerator has not created it yet, and with a `device_type`, builds it."""
+        if self._mesh is None and device_type is not None:
+            self._mesh = self.build_device_mesh(device_type)
+        return self._mesh
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Builds a mesh of these sizes, for code that needs one before the Accelerator exists. All ranks must call it.
+
+        Args:
+            device_type: "cpu" or "cuda".
+
+        Returns:
+            The mesh, with Accelerate's names for its dimensions; None if all sizes are 1.
+        """
+        if self.total_size == 1:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.check(joined_strategy("cpu" if device_type == "cpu" else None).ranks.world_size)
+        names = tuple(name for name in ORDER if name in self.active_mesh_dims)
+        mesh = init_device_mesh(device_type, tuple(self.layout.sizes[name] for name in names), mesh_dim_names=names)
+        _name_jointly(mesh)
+        return mesh
+
+    def adopt(self, mesh: DeviceMesh | None) -> None:
+        """Adopts the strategy's mesh, and adds Accelerate's names for its dimensions. Every rank must call it.
+
+        Args:
+            mesh: the mesh of all ranks; None for a strategy without one.
+        """
+        self._mesh = mesh
+        if mesh is not None:
+            _name_jointly(mesh)
+
+    def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
+        """Builds the strategy.
+
+        Args:
+            fsdp_plugin: settings for the sharding.
+        """
+        if fsdp_plugin is not None and not self.dp_shard_enabled:
+            raise ConfigurationError(
+                "fsdp_plugin needs ranks to shard over, but ParallelismConfig has dp_shard_size=1. Set dp_shard_size."
+            )
+        layout = self.layout
+        if self.tp_enabled or self.pp_enabled:
+            from leyden.strategies.mesh.strategy import MeshStrategy
+
+            plugin = {} if fsdp_plugin is None else fsdp_plugin.arguments()
+            return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, **plugin)
+        if self.dp_shard_enabled:
+            mesh = (layout.dp_replicate, layout.dp_shard) if self.dp_replicate_enabled else None
+            built: Strategy = (fsdp_plugin or FullyShardedDataParallelPlugin()).build(mesh)
+            return built
+        return "ddp" if self.dp_replicate_enabled else "auto"
+
+    def check(self, ranks: int) -> None:
+        """Raises ConfigurationError unless the product of the sizes is the number of ranks, or 1."""
+        if self.total_size not in (1, ranks):
+            sizes = " × ".join(f"{name} {getattr(self, name)}" for name in SIZES if getattr(self, name) > 1)
+            raise ConfigurationError(
+                f"ParallelismConfig needs {self.total_size} ranks ({sizes}), but there are {ranks}. Choose sizes whose "
+                "product is the number of ranks."
+            )
+
+
+def _name_jointly(mesh: DeviceMesh) -> None:
+    """Adds Accelerate's names for a mesh's dimensions, and for several of them together."""
+    known = mesh.mesh_dim_names or ()
+    for name in set(known) & {"replicate", "shard"}:
+        mesh[name]._flatten(f"dp_{name}")
+    for flattened, names in FLATTENED.items():
+        own = tuple(name for name in known if name in names or f"dp_{name}" in names)
+        if own:
+            mesh[own]._flatten(flattened)

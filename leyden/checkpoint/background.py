@@ -1,0 +1,294 @@
+"""Checkpoints written in the background while training continues: one at a time, by a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from leyden.checkpoint.copies import Copies, HostMemory, Key, WrittenWhileCopied, addresses_of, calls_hooks
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.writer import CheckpointWriter
+from leyden.core.rank_zero import warn
+from leyden.strategies.base import Strategy
+from leyden.trainer.events.hooks import Hooks
+
+_ABANDONED = 5.0
+"""Seconds to wait for the thread of an abandoned save."""
+
+
+def is_possible(strategy: Strategy) -> bool:
+    """Returns False, with one warning, for a strategy that does not support saving in the background."""
+    reason = strategy.refusals.get("asynchronous")
+    if reason is not None and strategy.ranks.is_global_zero:
+        # Python shows identical warnings only once.
+        warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.")
+    return reason is None
+
+
+class PendingSave:
+    """A checkpoint that a background thread is writing.
+
+    Args:
+        writer: the checkpoint's writer, which has been given all state.
+        stack: the context that closes the writer.
+        copies: the snapshot, whose copies the thread makes first.
+        facts: arguments of the writer's `commit`.
+        holds_exit: keep the process alive until the save ends.
+        committed: called by the thread with the path of the committed checkpoint, unless it is None.
+
+    Attributes:
+        path: the planned path of the checkpoint; its actual path once it is committed.
+        error: the exception that ended the thread; None if there was none.
+    """
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        stack: ExitStack,
+        copies: Copies,
+        facts: Mapping[str, Any],
+        holds_exit: bool = False,
+        committed: Callable[[Path], None] | None = None,
+    ) -> None:
+        self.path = writer.planned
+        self.error: BaseException | None = None
+        self._writer, self._stack, self._copies, self._facts = writer, stack, copies, facts
+        self._committed = committed
+        self._follower: Callable[[Path], None] | None = None
+        self._commit_lock = threading.Lock()
+        """Orders `follow` before or after the commit."""
+        self._is_committed = False
+        self._thread = threading.Thread(target=self._run, name="leyden-save", daemon=not holds_exit)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """True once the thread has ended: the checkpoint is committed and `follow`'s function has run, or it failed."""
+        return not self._thread.is_alive()
+
+    @property
+    def is_committed(self) -> bool:
+        """True once the checkpoint is in place at `path`."""
+        return self._is_committed
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which writes the state that all ranks share."""
+        return self._writer.is_first
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end. With several ranks, every rank calls it."""
+        self._thread.join(timeout)
+
+    def follow(self, follower: Callable[[Path], None]) -> None:
+        """Schedules a call after the commit: in the thread, or immediately if the checkpoint is already committed.
+
+        Args:
+            follower: called with the checkpoint's path; for instance, it deletes old checkpoints.
+        """
+        with self._commit_lock:
+            if not self._is_committed:
+                self._follower = follower
+                return
+        follower(self.path)
+
+    def _run(self) -> None:
+        try:
+            with self._stack:
+                self._copies.run()
+                self._writer.write()
+                self._copies.confirm()
+                path = self._writer.commit(**self._facts)
+            with self._commit_lock:
+                self.path, self._is_committed = path, True
+            if self._committed is not None:
+                self._committed(path)
+            if self._follower is not None:
+                self._follower(path)
+        except BaseException as error:
+            self.error = error
+
+
+class BackgroundSaves:
+    """The background saves of a run.
+
+    From the start of a save until its result has been collected, every optimizer has a step pre-hook. It waits for the
+    copies, and raises the thread's error. So do the user's hooks that may change the weights. The first save's pre-hook
+    may stay until the next save, because it also finds tensors that something other than a step writes. A run that
+    saves nothing has no such hooks.
+
+    Args:
+        holds_exit: keep the process alive until the last save ends. False if something else waits for it, such as the
+            end of fit.
+    """
+
+    def __init__(self, holds_exit: bool = False) -> None:
+        self._holds_exit = holds_exit
+        self._memory: HostMemory | None = None
+        self._written: set[Key] | None = None
+        """Names of tensors that something other than a step writes; None until the first save has been compared."""
+        self._pending: PendingSave | None = None
+        self._copies: Copies | None = None
+        """The snapshot that may still be incomplete; None otherwise."""
+        self._handles: list[RemovableHandle] = []
+        self._hooks: Hooks | None = None
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """True once the run ends. From then on no save starts in the background."""
+        return self._is_over
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save whose result has not been collected; None if there is none."""
+        return self._pending
+
+    def take(self, optimizers: Iterable[Optimizer]) -> Copies:
+        """Starts a snapshot, after waiting for the previous save to end.
+
+        Args:
+            optimizers: the optimizers whose parameters and state are copied in the background; everything else is
+                copied eagerly.
+
+        Raises:
+            CheckpointError: if the previous save failed.
+        """
+        self.wait()
+        self._clear()
+        if self._memory is None:
+            self._memory = HostMemory()
+        stepped = addresses_of(optimizers)
+        return Copies(self._memory, stepped, self._written if stepped else ())
+
+    def start(
+        self,
+        writer: CheckpointWriter,
+        stack: ExitStack,
+        copies: Copies,
+        facts: Mapping[str, Any],
+        optimizers: Iterable[Optimizer],
+        hooks: Hooks | None,
+        committed: Callable[[Path], None] | None = None,
+    ) -> PendingSave:
+        """Starts the thread, after the writer has been given all state.
+
+        Args:
+            writer: the checkpoint's writer.
+            stack: the context that closes the writer.
+            copies: the snapshot from `take`.
+            facts: arguments of the writer's `commit`.
+            optimizers: the optimizers that wait before a step, if their step calls torch's pre-hooks.
+            hooks: the run's hooks, which wait too; None if there are none.
+            committed: as for `PendingSave`.
+        """
+        copies.begin()
+        self._copies, self._hooks = copies, hooks
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step) for optimizer in filter(calls_hooks, optimizers)
+        ]
+        if hooks is not None:
+            hooks.precede(self.finish_copies)
+        self._pending = PendingSave(writer, stack, copies, facts, self._holds_exit, committed)
+        return self._pending
+
+    def finish_copies(self) -> None:
+        """Waits until all tensors are copied, so that the caller may change them.
+
+        Raises:
+            CheckpointError: if something has already changed a tensor while it was being copied.
+        """
+        copies, pending = self._copies, self._pending
+        if copies is None or pending is None:
+            return
+        if self._hooks is not None:
+            self._hooks.precede(None)
+        try:
+            copies.finish()
+        except WrittenWhileCopied as error:
+            pending.join(_ABANDONED)
+            self._clear()
+            raise CheckpointError(pending.path, f"is not saved: {error}") from error
+        except BaseException:
+            # An interrupt, such as Ctrl-C: nothing will wait for the copies again, and the thread must end.
+            copies.abandon()
+            raise
+        finally:
+            if not copies.is_first:
+                self._copies = None
+
+    def wait(self) -> None:
+        """Waits until no save is pending.
+
+        Raises:
+            CheckpointError: if the save failed; its cause is the thread's exception.
+        """
+        self.finish_copies()
+        pending = self._pending
+        if pending is not None:
+            pending.join()
+            self._collect(pending)
+
+    def end(self) -> None:
+        """Marks the run as ending. Later checkpoints are saved synchronously."""
+        self._is_over = True
+
+    def release(self) -> None:
+        """Waits until no save is pending, and frees the host buffers."""
+        self.wait()
+        self._clear()
+        self._memory = self._written = None
+
+    def close(self) -> None:
+        """Ends the run's saves after an error. A save that cannot finish, because other ranks are gone, is dropped."""
+        pending, copies = self._pending, self._copies
+        if copies is not None:
+            copies.abandon()
+        self._clear()
+        self._memory = self._written = None
+        if pending is None:
+            return
+        pending.join(_ABANDONED)
+        if not pending.is_committed and pending.is_first:
+            warn(
+                f"{pending.path} was not saved: the run ended with an error first. Earlier checkpoints are whole.",
+            )
+
+    def _before_step(self, *args: object) -> None:
+        """Waits for the copies. After a first save, also finds the tensors that were written since."""
+        copies, pending = self._copies, self._pending
+        self.finish_copies()
+        if copies is not None and copies.is_first:
+            self._written, self._copies = copies.changed(), None
+        if pending is not None and pending.is_done and pending.error is not None:
+            self._collect(pending)
+
+    def _collect(self, pending: PendingSave) -> None:
+        """Forgets a save that has ended, and raises its error."""
+        if pending.error is None and self._copies is not None and self._copies.is_first:
+            # A first save ended before the next step. The step pre-hook stays, to compare the copies.
+            self._clear_pending()
+        else:
+            self._clear()
+        if pending.error is not None:
+            cause = f"{type(pending.error).__name__}: {pending.error}"
+            raise CheckpointError(
+                pending.path, f"was not saved, and earlier checkpoints are whole: {cause}"
+            ) from pending.error
+
+    def _clear(self) -> None:
+        self._clear_pending()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._copies = [], None
+
+    def _clear_pending(self) -> None:
+        if self._hooks is not None:
+            self._hooks.precede(None)
+        self._hooks = self._pending = None

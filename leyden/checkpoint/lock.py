@@ -1,0 +1,339 @@
+"""The lock on the folder of a run that resumes automatically, which keeps a second run out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import getpass
+import hashlib
+import json
+import os
+import platform
+import secrets
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.plain_files import opener
+from leyden.core.errors import LeydenError
+from leyden.core.rank_zero import warn
+from leyden.launch.processes import place, runs, started
+
+NAME = ".leyden-lock"
+BEAT = 10.0
+"""Seconds between two heartbeats of an owner."""
+SILENT = 60.0
+"""Seconds without a heartbeat after which an owner on another host counts as gone."""
+PAUSE = 0.1
+"""Seconds to wait while another process is taking over an abandoned lock."""
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that holds a folder.
+
+    Attributes:
+        token: a random string that is unique to each acquisition.
+        pid: the process ID.
+        start: the start time of the process, which tells a reused process ID apart.
+        place: an identifier of the booted host or the container, within which the process ID is unique.
+        host: the host's name.
+        user: the user's name.
+        script: the script that the process runs.
+        job: the process's SLURM job ID; "" outside of SLURM.
+        since: the time at which it took the folder.
+    """
+
+    token: str = ""
+    pid: int = 0
+    start: str = ""
+    place: str = ""
+    host: str = "?"
+    user: str = "?"
+    script: str = "?"
+    job: str = ""
+    since: str = "?"
+
+    @classmethod
+    def here(cls) -> Owner:
+        """Returns an owner for this process, with a new token."""
+        pid, user = os.getpid(), "?"
+        with contextlib.suppress(KeyError, OSError):
+            # In a container, the user ID may have no name.
+            user = getpass.getuser()
+        script, job = os.path.basename(sys.argv[0]) or "python", os.environ.get("SLURM_JOB_ID", "")
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        return cls(secrets.token_hex(8), pid, started(pid), place(), platform.node(), user, script, job, since)
+
+    @classmethod
+    def read(cls, content: bytes) -> Owner:
+        """Returns the owner that wrote a lock file. Partial or foreign content returns an owner without a place."""
+        try:
+            found = json.loads(content)
+            values = {field.name: found[field.name] for field in dataclasses.fields(cls)}
+        except (ValueError, KeyError, TypeError):
+            return cls()
+        is_valid = all(isinstance(value, int if name == "pid" else str) for name, value in values.items())
+        return cls(**values) if is_valid else cls()
+
+    @property
+    def is_here(self) -> bool:
+        """True if this process can check whether the owner is running."""
+        return self.place == place()
+
+    def __str__(self) -> str:
+        job = f", SLURM job {self.job}" if self.job else ""
+        return f"process {self.pid} of {self.user} on {self.host} ({self.script}{job}), since {self.since}"
+
+
+class FolderLock:
+    """The lock on a folder of checkpoints: a file that names its owner, which touches it every few seconds.
+
+    The file is created by a hard link, which is atomic on network file systems too, or with O_EXCL if the file system
+    has no links. An owner on this host is gone as soon as its process is. An owner on another host, or in another
+    container, is gone when it has not touched the file for `silent` seconds, by the file system's clock or while this
+    process watched.
+
+    Args:
+        folder: the folder, which is created if it does not exist.
+        beat: seconds between two heartbeats.
+        silent: seconds without a heartbeat after which an owner elsewhere counts as gone.
+        elsewhere: the arguments that give a run a folder of its own, for the error of a refused run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        beat: float = BEAT,
+        silent: float = SILENT,
+        elsewhere: str = "Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…)",
+    ) -> None:
+        self.path = Path(folder) / NAME
+        self._beat, self._silent, self._elsewhere = beat, silent, elsewhere
+        self._content: bytes | None = None
+        """The lock file's content while this process holds the folder; None otherwise."""
+        self._released = threading.Event()
+
+    # for a run --------------------------------------------------------------------------------------------------------
+    def acquire(self) -> None:
+        """Takes the folder. Waits up to `silent` seconds if only missing heartbeats can show that its owner is gone.
+
+        In a read-only folder, it warns and holds no lock.
+
+        Raises:
+            LeydenError: if another run holds the folder; names the owner. Also if the lock file is not a plain file.
+            CheckpointError: if the lock file cannot be written for another reason.
+        """
+        content = json.dumps(dataclasses.asdict(Owner.here())).encode()
+        try:
+            os.makedirs(self.path.parent, exist_ok=True)
+            while not self._create(self.path, content):
+                abandoned = self._await_owner_end()
+                if abandoned is not None and self._take_over(abandoned, content):
+                    break
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise CheckpointError(self.path, f"cannot be written: {error.strerror or error}.") from error
+            warn(
+                f"{self.path.parent} is not writable ({error.strerror}), so nothing keeps a second run out of it.",
+            )
+            return
+        self._content = content
+        threading.Thread(target=self._keep_alive, name="leyden-lock", daemon=True).start()
+
+    def check_free(self) -> None:
+        """Raises if another run holds the folder. Does not take the folder."""
+        self._await_owner_end()
+
+    def check_held(self) -> None:
+        """Raises if another run has taken the folder over, for instance while this process was suspended."""
+        found = None if self._content is None else self._read()
+        if found is not None and found != self._content:
+            raise LeydenError(
+                f"{self.path.parent} was taken over by {Owner.read(found)}, because this process gave no sign of life "
+                f"for {self._silent:g} s. That run continues from the last checkpoint, and this one saves no more. End "
+                "this run, or give it a folder of its own."
+            )
+
+    @property
+    def is_released(self) -> bool:
+        """True once `release` has been called: another run may hold the folder."""
+        return self._released.is_set()
+
+    def release(self) -> None:
+        """Releases the folder, if this process holds it."""
+        self._released.set()
+        self.drop()
+
+    def drop(self) -> None:
+        """Releases the folder from a finalizer, without waiting. The heartbeat's thread ends at its next beat."""
+        content, self._content = self._content, None
+        with contextlib.suppress(OSError, LeydenError):
+            if content is not None and self._read() == content:
+                self.path.unlink()
+
+    # the file ---------------------------------------------------------------------------------------------------------
+    def _create(self, path: Path, content: bytes) -> bool:
+        """Creates a file atomically with its content. Returns False if the file exists."""
+        if os.path.lexists(path):
+            return False
+        temporary = self._write_temporary(content)
+        try:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                pass
+            except OSError:
+                return self._create_without_link(path, content)
+            # NFS may lose the reply to a request that succeeded. The retry then fails with FileExistsError, so only the
+            # link count tells whether this process created the file.
+            return temporary.stat().st_nlink == 2
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def _create_without_link(self, path: Path, content: bytes) -> bool:
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with open(file, "wb") as stream:
+            stream.write(content)
+        return True
+
+    def _write_temporary(self, content: bytes) -> Path:
+        """Writes a temporary file. If this process is killed before removing it, a later save clears it."""
+        temporary = staging.sibling(self.path, "tmp")
+        temporary.write_bytes(content)
+        return temporary
+
+    def _take_over(self, abandoned: bytes, content: bytes) -> bool:
+        """Takes the lock file over from an owner that is gone. Returns False if another process was quicker.
+
+        A process must first create the claim file for the abandoned content. It may then replace the lock file, if that
+        still has the abandoned content.
+        """
+        claims = self._claim(abandoned, content)
+        if not claims:
+            time.sleep(PAUSE)
+            return False
+        # Claims of killed processes are removed only after the lock file is replaced. Before that, another process
+        # could create the first claim again.
+        removable = claims[-1:]
+        try:
+            if self._read() != abandoned:
+                return False
+            os.replace(self._write_temporary(content), self.path)
+            removable = claims
+            return True
+        finally:
+            for claim in removable:
+                with contextlib.suppress(OSError):
+                    claim.unlink()
+
+    def _claim(self, abandoned: bytes, content: bytes) -> list[Path]:
+        """Creates the claim file for the abandoned content.
+
+        A claim whose creator was killed is not removed here: two processes might do so at the same time, and the second
+        would remove the first one's new claim. Instead, a claim on the dead claim's content is created, and so on.
+
+        Returns:
+            The chain of claims, this process's own last. Empty if a live process holds a claim.
+        """
+        claims: list[Path] = []
+        claimed = abandoned
+        while True:
+            claims.append(self.path.with_name(f"{NAME}-{hashlib.sha256(claimed).hexdigest()[:16]}"))
+            if self._create(claims[-1], content):
+                return claims
+            try:
+                with open(claims[-1], "rb", opener=opener) as file:
+                    claimed, since = file.read(1 << 16), os.fstat(file.fileno()).st_mtime
+            except FileNotFoundError:
+                return []
+            claimant = Owner.read(claimed)
+            now = staging.clock_of(self.path.parent)
+            is_silent = now is not None and now - since >= self._silent
+            is_alive = runs(claimant.pid, claimant.start) if claimant.is_here else not is_silent
+            if is_alive:
+                return []
+
+    def _read(self) -> bytes | None:
+        found = self._read_with_time()
+        return None if found is None else found[0]
+
+    def _read_with_time(self) -> tuple[bytes, float] | None:
+        """Returns the lock file's content and modification time, or None without a file.
+
+        Both are as fresh as NFS allows, which revalidates a file on open.
+        """
+        try:
+            with open(self.path, "rb", opener=opener) as file:
+                return file.read(1 << 16), os.fstat(file.fileno()).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    # its owner --------------------------------------------------------------------------------------------------------
+    def _await_owner_end(self) -> bytes | None:
+        """Waits until the lock file's owner is known to be gone.
+
+        Returns:
+            The content that the owner left in the lock file, or None if there is no lock file.
+
+        Raises:
+            LeydenError: if the owner is alive.
+        """
+        first, began, announced = self._read_with_time(), time.monotonic(), False
+        while (found := self._read_with_time()) is not None and first is not None:
+            owner = Owner.read(found[0])
+            if owner.is_here:
+                if runs(owner.pid, owner.start):
+                    raise self._refusal(owner)
+                return found[0]
+            if found != first and owner.place:
+                raise self._refusal(owner)
+            now = staging.clock_of(self.path.parent)
+            silence = max(time.monotonic() - began, 0.0 if now is None else now - found[1])
+            if silence >= self._silent:
+                return found[0]
+            if not announced and owner.place:
+                announced = True
+                print(
+                    f"leyden: {self.path.parent} was left by {owner}, or is still in use. Waiting up to "
+                    f"{self._silent - silence:.0f} s to find out.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(min(1.0, self._silent / 10))
+        return None
+
+    def _refusal(self, owner: Owner) -> LeydenError:
+        mine = owner.pid == os.getpid() and owner.is_here
+        return LeydenError(
+            f"{self.path.parent} belongs to a run that is under way: {'this very process' if mine else owner}. A "
+            "second run would resume from the same checkpoints. Wait for the first run or stop it, or give this run a "
+            f"folder of its own: {self._elsewhere}."
+        )
+
+    def _keep_alive(self) -> None:
+        """Touches the lock file at every beat, until the folder is released or another process has taken it."""
+        while not self._released.wait(self._beat):
+            content = self._content
+            if content is None:
+                return
+            # A beat that fails now may succeed next time, and only other hosts depend on beats.
+            with contextlib.suppress(OSError, LeydenError):
+                found = self._read()
+                if found == content:
+                    os.utime(self.path)
+                elif found is None:
+                    # The lock file was deleted, so create it again.
+                    self._create(self.path, content)
+                else:
+                    return

@@ -1,0 +1,182 @@
+"""`leyden plan` prints where a mesh of ranks would place every parameter of a model. It needs no rank of that mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import click
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from leyden.cli.models import ARGS, DOWNLOAD, load_model, load_object, parse_arguments
+from leyden.core.errors import ConfigurationError, kind_of
+from leyden.core.text import aligned, size_of
+from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.plan import PlanLike
+
+SPLIT = (Shard, _StridedShard)
+"""If both tp and FSDP split a dimension, FSDP's shards are strided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A parameter on a mesh.
+
+    Attributes:
+        name: its full name.
+        shape: shape of the full parameter.
+        style: its style, or its module's, in the plan. Empty if the plan does not mention it.
+        placement: how each dimension of the mesh splits it, or the name of the parameter that it is tied to.
+        whole: bytes of the full parameter.
+        held: bytes of each rank's part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    style: str
+    placement: str
+    whole: int
+    held: int
+
+
+def placed(model: nn.Module, layout: Layout, plan: PlanLike | None = None) -> list[Placed]:
+    """Places a model on a mesh as a fit would, and returns its parameters. The model cannot be used afterwards.
+
+    Args:
+        model: the model, on any device, including meta.
+        layout: the sizes of the mesh, all of them set.
+        plan: the plan of split layers. Default: the model's own.
+
+    Raises:
+        ConfigurationError: if a fit would raise it.
+    """
+    from leyden.strategies.mesh.simulated import simulated
+
+    with simulated(layout, plan) as strategy:
+        styles = strategy.plan_for(model).matched(model) if layout.tp > 1 else {}
+        strategy.setup_modules([model])
+        first: dict[int, str] = {}
+        rows = []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            style = styles.get(name, styles.get(name.rpartition(".")[0], ""))
+            word = style if isinstance(style, str) else type(style).__name__
+            if id(parameter) in first:
+                rows.append(Placed(name, tuple(parameter.shape), word, f"is {first[id(parameter)]}", 0, 0))
+                continue
+            first[id(parameter)] = name
+            assert isinstance(parameter, DTensor)
+            whole, held = parameter.nbytes, parameter.to_local().nbytes
+            rows.append(Placed(name, tuple(parameter.shape), word, _placement(parameter), whole, held))
+        return rows
+
+
+def _placement(parameter: DTensor) -> str:
+    """Formats how each dimension of a DTensor's mesh splits the parameter, in torch's notation."""
+    mesh = parameter.device_mesh
+    pairs = zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return ", ".join(f"{name} {f'S({p.dim})' if isinstance(p, SPLIT) else 'R'}" for name, p in pairs)
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+@click.command("plan")
+@click.argument("model", metavar="SCRIPT")
+@click.option("--dp_replicate", default=1, show_default=True, help="Copies of the model.")
+@click.option("--dp_shard", default=-1, show_default=True, help="Ranks that shard each copy; -1 for all there are.")
+@click.option("--tp", default=1, show_default=True, help="Ranks over which layers are split.")
+@click.option("--ranks", type=int, help="The number of ranks; by default the product of the sizes.")
+@click.option(
+    "--plan", "plan", metavar="NAME", help="A plan in a script or module (train.py:PLAN); by default the model's."
+)
+@ARGS
+@click.option("--each", is_flag=True, help="One row for each parameter, where layers that repeat share one.")
+@DOWNLOAD
+def command(
+    model: str,
+    dp_replicate: int,
+    dp_shard: int,
+    tp: int,
+    ranks: int | None,
+    plan: str | None,
+    arguments: str,
+    each: bool,
+    download: bool,
+) -> None:
+    """Print where a mesh of ranks puts every parameter, and the bytes on each rank.
+
+    SCRIPT is train.py (its only TrainModule), train.py:NAME (a class, or a function that builds the model), an import
+    path (package.module:Class), a local Hugging Face folder, or a config.json. The model is built on the meta device,
+    which takes no memory, and no rank is started. Layouts that fit refuses are refused here with the same error.
+    """
+    layout = filled(Layout(dp_replicate, dp_shard, tp), ranks)
+    entries = load_plan(plan)
+    built, _ = load_model(model, parse_arguments(arguments), download)
+    rows = placed(built, layout, entries)
+    click.echo(table(rows if each else list(collapsed(rows))))
+    click.echo(f"\n{summary(rows, layout)}")
+
+
+def load_plan(name: str | None) -> PlanLike | None:
+    """Loads a plan from a script or module. Returns None without a name.
+
+    Raises:
+        ConfigurationError: if the name is not that of a plan.
+    """
+    found = None if name is None else load_object(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigurationError(f"--plan {name} is {kind_of(found)}, not a dict of pattern: style.")
+    return found
+
+
+def filled(layout: Layout, ranks: int | None) -> Layout:
+    """Fills the open sizes of a layout for a number of ranks. Without one, open sizes become 1."""
+    if ranks is not None and ranks < 1:
+        raise ConfigurationError(f"--ranks {ranks}: give a number of ranks from 1.")
+    if ranks is None:
+        layout = replace(layout, **dict.fromkeys(layout.open, 1))
+    return layout.filled(layout.size if ranks is None else ranks)
+
+
+def collapsed(rows: Iterable[Placed]) -> Iterable[Placed]:
+    """Joins the rows of repeated layers: parameters with the same placement share one row, named by their pattern."""
+    groups: dict[Placed, list[Placed]] = {}
+    for row in rows:
+        groups.setdefault(replace(row, name=_pattern(row.name), placement=_pattern(row.placement)), []).append(row)
+    for pattern, members in groups.items():
+        if len(members) == 1:
+            yield members[0]
+            continue
+        count = len(members)
+        yield replace(
+            pattern, name=f"{pattern.name} (× {count})", whole=count * pattern.whole, held=count * pattern.held
+        )
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def table(rows: Sequence[Placed]) -> str:
+    """Formats a row for each parameter."""
+    cells: list[tuple[str, ...]] = [("name", "shape", "style", "placement", "bytes per rank")]
+    for row in rows:
+        shape = " × ".join(map(str, row.shape)) or "1"
+        cells.append((row.name, shape, row.style or "-", row.placement, f"{row.held:,}" if row.whole else "0"))
+    return "\n".join(aligned(cells, right=[4]))
+
+
+def summary(rows: Sequence[Placed], layout: Layout) -> str:
+    """Summarizes a plan: the mesh, and how much of the model each rank holds."""
+    whole, held = sum(row.whole for row in rows), sum(row.held for row in rows)
+    everywhere = sum(row.held for row in rows if "S(" not in row.placement)
+    lines = [
+        ("mesh", f"{layout} of {layout.size} rank{'s'[: layout.size != 1]}"),
+        ("parameters", f"{size_of(whole)} as built"),
+        (
+            "per rank",
+            f"{size_of(held)}, {held / max(whole, 1):.2%} of them; {size_of(everywhere)} are whole everywhere",
+        ),
+        ("placement", "S(n): split along dimension n; R: the same on each rank"),
+    ]
+    return "\n".join(aligned(lines))

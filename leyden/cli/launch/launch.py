@@ -1,0 +1,303 @@
+"""`leyden launch` starts ranks from flags, the configuration file and defaults; `leyden test` runs a trial on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from typing import Any
+
+import click
+
+from leyden.cli.configuration import stages
+from leyden.cli.launch import agent, preflight
+from leyden.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
+from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey, read_section
+from leyden.cli.settings.machine import this_machine
+from leyden.cli.settings.settings import Settings, found_file, read_file
+from leyden.core.errors import ConfigurationError
+from leyden.core.secrets import masked_words
+from leyden.launch.processes import temporary
+
+KINDS = {
+    "multi_gpu": ("MULTI_GPU", "Use the GPUs of this machine."),
+    "use_fsdp": ("FSDP", "Shard the model with FSDP."),
+    "use_deepspeed": ("DEEPSPEED", "Shard with DeepSpeed."),
+    "use_megatron_lm": ("MEGATRON_LM", "Use Megatron-LM."),
+    "tpu": ("XLA", "Run on TPUs with XLA."),
+}
+"""Flags that set distributed_type, each with the value and its help."""
+
+
+class KeyType(click.ParamType):  # type: ignore[type-arg]
+    """Parses a flag's value in the same way as in the file: "False" is false."""
+
+    def __init__(self, key: ConfigKey) -> None:
+        self.key = key
+        self.name = "text"
+        if isinstance(key.kind, type):
+            self.name = {bool: "true|false", int: "number", float: "number"}.get(key.kind, "text")
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{'|'.join(self.key.kind)}]" if isinstance(self.key.kind, tuple) else self.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return read_section((self.key,), {self.key.name: value})[self.key.name]
+        except ConfigurationError as error:
+            self.fail(str(error).partition(": ")[2], param, ctx)
+
+
+class Flag(click.Option):
+    """The flag of a key of the file.
+
+    Args:
+        names: of the flag and of its parameter.
+        group: under which the help lists it.
+        **settings: of `click.Option`.
+    """
+
+    def __init__(self, names: list[str], group: str, **settings: Any) -> None:
+        super().__init__(names, **settings)
+        self.group = group
+
+
+class Launch(click.Command):
+    """A command whose help groups the flags by family."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                group = param.group if isinstance(param, Flag) else "Options"
+                groups.setdefault(group, []).append(record)
+        for name, rows in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+def _flags() -> list[Flag]:
+    """Creates the flags of all keys that have one."""
+    made = []
+    titles = {
+        "fsdp_config": "FSDP",
+        "deepspeed_config": "DeepSpeed",
+        "parallelism_config": "The mesh of ranks: replicas, FSDP and tensor parallel",
+        "megatron_lm_config": "Megatron-LM",
+        "fp8_config": "fp8",
+        "dynamo_config": "torch.compile",
+    }
+    for family, keys in (("", TOP), *FAMILIES.items()):
+        for key in keys:
+            if key.flag == "":
+                continue
+            title = "Without effect here" if key.without else titles.get(family, "The same keys as in the file")
+            made.append(_flag(key, title))
+    return made
+
+
+def _flag(key: ConfigKey, title: str) -> Flag:
+    name, help = key.flag or key.name, key.help or key.without
+    if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
+        return Flag([f"--{name}/--no_{name}", key.name], title, default=None, help=help)
+    older = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_"))]
+    return Flag([f"--{name}", *older, key.name], title, type=KeyType(key), help=help)
+
+
+def _switch(name: str, help: str) -> click.Option:
+    return click.Option([f"--{name}"], is_flag=True, default=False, help=help)
+
+
+OPTIONS: list[click.Parameter] = [
+    click.Option(
+        ["--config_file", "file"],
+        help="Read this file, Leyden's or Accelerate's; by default Leyden's default file, else Accelerate's.",
+    ),
+    _switch("dry_run", "Show the plan and start nothing."),
+    click.Option(["-q", "--quiet"], is_flag=True, help="Do not show the plan."),
+    click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is a module, as for python -m."),
+    _switch("no_python", "SCRIPT is an executable, not run by Python."),
+    *(_switch(name, help) for name, (_, help) in KINDS.items()),
+    _switch("use_parallelism_config", "Has no effect: the sizes of the axes decide."),
+    click.Option(
+        ["--rdzv_endpoint", "endpoint"], metavar="HOST:PORT", help="Where machines meet, instead of at a main machine."
+    ),
+    click.Option(["--rdzv_id"], help="Name of the rendezvous, if several jobs share an endpoint."),
+    click.Option(
+        ["--rdzv_conf"],
+        default="",
+        metavar="KEY=VALUE,…",
+        callback=lambda ctx, param, text: _pairs(text),
+        help="Further settings of the rendezvous.",
+    ),
+    click.Option(
+        ["--monitor_interval"],
+        type=click.FloatRange(0.01),
+        default=0.1,
+        show_default=True,
+        help="Seconds between two checks of the ranks.",
+    ),
+    click.Option(
+        ["--log_dir"], type=click.Path(file_okay=False), help="Also write the output of each rank to files here."
+    ),
+    click.Option(
+        ["--tee"],
+        metavar="[0|1|2|3]",
+        help="What is written there: 1 stdout, 2 stderr, 3 both, 0 only errors; or by local rank, such as 0:3,1:0.",
+    ),
+    click.Option(["--role"], default="default", help="Name of the ranks in the logs."),
+    click.Option(
+        ["--preflight_timeout"],
+        type=click.FloatRange(0),
+        default=300.0,
+        show_default=True,
+        help="Seconds to wait for the other machines before the start; 0 skips the check.",
+    ),
+    *_flags(),
+    click.Argument(["script"]),
+    click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
+]
+
+
+def run(
+    *,
+    script: str,
+    arguments: tuple[str, ...],
+    file: str | None,
+    dry_run: bool,
+    quiet: bool,
+    module: bool,
+    no_python: bool,
+    preflight_timeout: float,
+    **flags: Any,
+) -> int:
+    """Reads the settings, makes the plan, shows it and runs it."""
+    if module and no_python:
+        raise ConfigurationError(
+            "--module and --no_python exclude each other, since Python runs a module: give one of them."
+        )
+    elastic = _elastic(flags)
+    given = _given(flags)
+    below = _file(file, alone=bool(given.get("use_cpu", False)))
+    settings = given.over(below)
+    machine = this_machine()
+    if dry_run:
+        machine = planned_for(settings, machine)
+    plan = resolve(settings, elastic, machine, str(below.source or "flags"))
+    words = [*(["-m"] if module else []), script, *arguments]
+    # A script runs inside a small program of ours that records its errors.
+    command = words if no_python else [sys.executable, "-u", "-m", "leyden.cli.launch.rank", *words]
+    # Under srun, only the first task prints the plan.
+    if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
+        shown = words if no_python else ["python", *words]
+        click.echo(plan.lines(shlex.join(masked_words(shown)), reasons=dry_run))
+        sys.stdout.flush()
+    if dry_run:
+        return 0
+    # A folder or an archive with a __main__.py is a script too.
+    is_script = os.path.exists(script) and (not os.path.isdir(script) or os.path.isfile(f"{script}/__main__.py"))
+    if not no_python and not module and not is_script:
+        raise ConfigurationError(
+            f"there is no script {script}: give its path, -m for a module, or --no_python for a program."
+        )
+    if plan.machines == 1 and plan.rank is None:
+        plan = plan.started_by([sys.executable, *sys.orig_argv[1:]])
+    _preflight(plan, preflight_timeout)
+    return agent.start(plan, command)
+
+
+def _elastic(flags: dict[str, Any]) -> ElasticOptions:
+    """Removes the options of torch's elastic agent from the flags and returns them."""
+    return ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
+
+
+def _given(flags: dict[str, Any]) -> Settings:
+    """Returns the flags as the settings of a file."""
+    kinds = [name for name in KINDS if flags.pop(name)]
+    flags.pop("use_parallelism_config")
+    if len(kinds) > 1:
+        raise ConfigurationError(f"{' and '.join(f'--{name}' for name in kinds)} exclude each other: give one of them.")
+    sections = {
+        family: {key.name: flags[key.name] for key in keys if flags.get(key.name) is not None}
+        for family, keys in FAMILIES.items()
+    }
+    values = {key.name: flags.get(key.name) for key in TOP}
+    if kinds:
+        values["distributed_type"] = KINDS[kinds[0]][0]
+    return Settings(values, {name: section for name, section in sections.items() if section})
+
+
+def _file(file: str | None, *, alone: bool) -> Settings:
+    """Reads the named file, or the default one if it exists.
+
+    Args:
+        file: the file that was named.
+        alone: True under --cpu: Accelerate's default file describes this machine's GPUs, so it is ignored.
+    """
+    if file is not None:
+        return read_file(file)
+    path, why = found_file()
+    if path is None or (why and alone):
+        return Settings()
+    settings = read_file(path)
+    settings.origin = why
+    return settings
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals and name.strip() for name, equals, _ in pairs):
+        raise ConfigurationError(f"--rdzv_conf {text}: give KEY=VALUE, separated by commas.")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _preflight(plan: LaunchPlan, timeout: float) -> None:
+    if plan.machines == 1 or plan.rank is not None or not timeout or plan.backend not in ("static", "c10d"):
+        return
+    facts = preflight.facts_of(plan.machine_rank, plan.machines, plan.backend)
+    preflight.check(facts, plan.machines, plan.address, plan.port, timeout, _say)
+
+
+def _say(text: str) -> None:
+    click.echo(f"leyden launch: {text}", err=True)
+
+
+command = Launch(
+    "launch",
+    callback=run,
+    params=OPTIONS,
+    help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nFlags override the file, which "
+    "overrides the defaults. Words in a flag are joined by _ or -.",
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+)
+
+
+@click.command(
+    "test", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
+    """Test the ranks with a real training of a few steps, or test the module of a configuration.
+
+    Takes the flags of `leyden launch`, such as --config_file. It checks collectives, parity with a plain loop,
+    accumulation, the precision, and saving and resuming.
+
+    With --config, --model, --data, --trainer or --ckpt_path it runs Trainer.test on the module of a configuration:
+    `leyden test --config run.yaml --help` lists its options.
+    """
+    if stages.is_stage(["test", *flags]):
+        return stages.run(["test", *flags])
+    if flags[:1] in (("--help",), ("-h",)):
+        click.echo(ctx.get_help())
+        return 0
+    with temporary("test") as folder:
+        arguments = [*flags, "--module", "leyden.cli.launch.trial", str(folder)]
+        with command.make_context("test", arguments, parent=ctx.parent) as inner:
+            return command.invoke(inner)

@@ -1,0 +1,1 @@
+"""What exists because another library is named so."""

@@ -1,0 +1,82 @@
+"""Resolves `devices=` and `accelerator=` to devices of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from leyden.core.errors import ConfigurationError
+from leyden.strategies.single import find_device
+
+FORMS = "use a whole number from 1, a list of indices such as [0, 1] or '0,1', or 'auto'"
+
+
+def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch.device]:
+    """Returns the devices of this machine's ranks, one each.
+
+    Args:
+        accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for the best available.
+        devices: the number of devices; -1 or "auto" for all GPUs, or for one CPU; or a list of indices. Text with a
+            comma ("0,1") is a list of indices, other text a number. On the CPU only the length of a list matters.
+
+    Raises:
+        ConfigurationError: if the machine does not have these devices.
+
+    Example:
+        >>> find_devices("cpu", 2)
+        [device(type='cpu'), device(type='cpu')]
+    """
+    wanted = parse_devices(devices)
+    first = find_device(accelerator)
+    available = 1 if first.type != "cuda" else torch.cuda.device_count()
+    if wanted is None:
+        wanted = available
+    if first.type == "cpu":
+        return [first] * (wanted if isinstance(wanted, int) else len(wanted))
+    indices = list(range(wanted)) if isinstance(wanted, int) else wanted
+    missing = [index for index in indices if index >= available]
+    if missing and first.type == "mps":
+        raise ConfigurationError(f"devices={devices!r}: MPS has one device. Use accelerator='cpu' for several ranks.")
+    if missing:
+        raise ConfigurationError(
+            f"devices={devices!r}: there is no {first.type}:{missing[0]}, this machine has {available} "
+            f"GPU{'s' if available > 1 else ''}."
+        )
+    return [torch.device(first.type, index) for index in indices]
+
+
+def parse_devices(devices: Any) -> int | list[int] | None:
+    """Parses `devices=` into a number, a list of indices, or None for all devices. Does not look at the machine.
+
+    Raises:
+        ConfigurationError: if it is none of these.
+
+    Example:
+        >>> parse_devices("0,1"), parse_devices("2"), parse_devices(-1)
+        ([0, 1], 2, None)
+    """
+    invalid = ConfigurationError(f"devices={devices!r}: {FORMS}.")
+    if devices is None or (not isinstance(devices, (list, tuple)) and devices in ("auto", -1, "-1")):
+        return None
+    if isinstance(devices, str):
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        if not parts or not all(part.isdigit() for part in parts):
+            raise invalid
+        devices = [int(part) for part in parts] if "," in devices else int(parts[0])
+    if isinstance(devices, Sequence):
+        return _indices(devices)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise invalid
+    return devices
+
+
+def _indices(devices: Sequence[Any]) -> list[int]:
+    if not devices:
+        raise ConfigurationError("devices=[] names no device. Use devices=1, or 'auto'.")
+    if not all(type(index) is int and index >= 0 for index in devices):
+        raise ConfigurationError(f"devices={devices!r}: {FORMS}.")
+    if len(set(devices)) < len(devices):
+        raise ConfigurationError(f"devices={devices!r} names a device twice. List each device once.")
+    return list(devices)

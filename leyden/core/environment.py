@@ -1,0 +1,225 @@
+"""Reads this process's rank from the variables of torchrun, SLURM or Leyden's launchers."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from leyden.core.errors import ConfigurationError
+
+STARTER = "LEYDEN_STARTER"
+"""Set by Leyden's launchers to "script", "spawn" or "fork"."""
+CLUSTER = "LEYDEN_CLUSTER"
+"""Class name of the ClusterEnvironment that set torch's variables."""
+AGENT = "LEYDEN_AGENT"
+"""Process ID of the agent. A rank checks it to see whether its agent is still alive."""
+CUDA_IN_USE = (
+    "CUDA is already initialized in this process, so it cannot be forked. Restart the kernel and touch no GPU before "
+    "fit (no tensor.cuda(), no torch.cuda.is_available() or other device query), or use strategy='ddp_spawn'."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """A process's place among the ranks of a run.
+
+    Attributes:
+        rank: global rank, from 0 to `world_size` - 1.
+        local_rank: rank on this machine.
+        world_size: number of ranks on all machines.
+        local_world_size: number of ranks on this machine.
+        node_rank: index of this machine.
+        starter: launcher of the process: "torchrun", "slurm", "script", "spawn", "fork", the class name of a
+            ClusterEnvironment, or "hand" if only the four variables that torch itself needs are set.
+        address: host and port of rank 0. None if torch's own variables hold them.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int = 0
+    starter: str = "torchrun"
+    address: tuple[str, int] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines, assuming that each has as many ranks as this one."""
+        return max(1, self.world_size // self.local_world_size)
+
+    def variables(self) -> dict[str, str]:
+        """Returns torch's variables for this rank. A launcher that sets them also sets STARTER or CLUSTER."""
+        host, port = self.address or ("", 0)
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+
+
+def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """Reads this process's rank. Returns None if no launcher started it.
+
+    Args:
+        environ: the environment variables. Default: those of this process.
+
+    Raises:
+        ConfigurationError: if the variables are incomplete or contradict each other.
+
+    Example:
+        >>> rank_environment({}) is None
+        True
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _torch_environment(environ)
+    if "LOCAL_RANK" in environ and "WORLD_SIZE" in environ:
+        raise ConfigurationError(
+            "the environment sets LOCAL_RANK and WORLD_SIZE, but not RANK. Start ranks with torchrun."
+        )
+    return _slurm_environment(environ)
+
+
+def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if missing:
+        raise ConfigurationError(
+            f"the environment sets RANK={rank} and WORLD_SIZE={size}, but not {' or '.join(missing)}, so no launcher "
+            "started these ranks. Unset RANK and WORLD_SIZE, or start the script with torchrun."
+        )
+    started = "LOCAL_RANK" in environ
+    local_rank, local_size = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
+    # Without a launcher, each machine runs one rank.
+    node_rank = _number(environ, "GROUP_RANK", 0 if started else rank)
+    if rank >= size or local_rank >= local_size or local_size > size:
+        raise ConfigurationError(
+            f"the environment sets RANK={rank} of WORLD_SIZE={size} and LOCAL_RANK={local_rank} of "
+            f"LOCAL_WORLD_SIZE={local_size}, which is impossible. Unset them, or start the script with torchrun."
+        )
+    starter = environ.get(STARTER) or environ.get(CLUSTER) or ("torchrun" if started else "hand")
+    return RankEnvironment(rank, local_rank, size, local_size, node_rank, starter)
+
+
+def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """Reads the rank of an srun task. Batch scripts and shells are not ranks: they have no step, or one task."""
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
+    if size == 1:
+        return None
+    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0)
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
+    if rank >= size or size % nodes or local_rank >= size // nodes:
+        raise ConfigurationError(
+            f"srun started task {rank} of {size} (local {local_rank}) on {nodes} machines, but each machine must run "
+            "the same number of tasks. Set srun --ntasks-per-node."
+        )
+    host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    port = _number(environ, "MASTER_PORT", port_of(environ.get("SLURM_JOB_ID", "")))
+    return RankEnvironment(
+        *(rank, local_rank, size, size // nodes, _number(environ, "SLURM_NODEID", 0)), "slurm", (host, port)
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of SLURM's compressed host list.
+
+    Example:
+        >>> first_host("gpu[007-012,14],login2")
+        'gpu007'
+        >>> first_host("node3,node5")
+        'node3'
+    """
+    found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+    assert found is not None
+    return f"{found[1]}{found[2] or ''}{found[3]}"
+
+
+def port_of(job: str) -> int:
+    """Derives a port from a job's ID, the same on every rank and above the ports of common services.
+
+    Example:
+        >>> port_of("123456")
+        18456
+    """
+    return 15000 + int(re.sub(r"\D", "", job)[-9:] or 0) % 15000
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise ConfigurationError(
+            f"the environment variable {name}={text!r} is not a number. Start ranks with torchrun."
+        )
+    return int(text)
+
+
+def ranks_in_words(numbers: list[int]) -> str:
+    """Formats rank numbers for a message.
+
+    Example:
+        >>> ranks_in_words([1]), ranks_in_words([1, 2, 3, 7])
+        ('rank 1', 'ranks 1 to 3, 7')
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    words = [" to ".join(map(str, span)) for span in spans]
+    more = f" and {len(words) - 8} more" if len(words) > 8 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words[:8])}{more}"
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables during the block."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def is_running(process: int) -> bool:
+    """Returns True if a process with this ID exists, even one of another user."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def is_interactive() -> bool:
+    """Returns True in a REPL, in IPython and in a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
+
+
+def killed_in_words(rank: int, number: int) -> str:
+    """Returns the message for a rank that a signal killed.
+
+    Example:
+        >>> killed_in_words(2, 9)
+        'rank 2 was killed by signal 9 (SIGKILL); all ranks were terminated.'
+    """
+    name = signal.Signals(number).name if number in signal.valid_signals() else "?"
+    return f"rank {rank} was killed by signal {number} ({name}); all ranks were terminated."

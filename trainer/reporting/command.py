@@ -1,0 +1,93 @@
+"""The command that started a run, saved in its checkpoints for `leyden replay`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from leyden.checkpoint.format.errors import blame
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.core.environment import rank_environment
+from leyden.core.saved_state import SavedState
+from leyden.core.secrets import masked_words
+from leyden.trainer.launched import COMMAND
+
+FILE = "command"
+STARTED_IN = os.getcwd()
+"""The folder in which this process was started. Scripts import Leyden before they, or Hydra, change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line.
+
+    Attributes:
+        words: the program and its arguments, with secrets masked.
+        folder: the working directory of the command.
+    """
+
+    words: list[str]
+    folder: str
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] | None = None) -> Command | None:
+        """Returns the command of this process, or of the `leyden launch` that started it.
+
+        None if no command can start the run again: in a notebook, a REPL, or ranks started by another launcher.
+        """
+        environ = os.environ if environ is None else environ
+        words = None
+        if COMMAND in environ:
+            words = json.loads(environ[COMMAND])
+        else:
+            ranks = rank_environment(environ)
+            is_rank = ranks is not None and ranks.starter != "script"
+            if is_rank or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+                return None
+        return cls(words_here() if words is None else masked_words(words), STARTED_IN)
+
+    def __str__(self) -> str:
+        """Returns the command in shell syntax, with control characters escaped."""
+        return printable(shlex.join(self.words))
+
+    @property
+    def is_whole(self) -> bool:
+        """False if a secret in the command is masked."""
+        return not any("***" in word for word in self.words)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, reader: CheckpointReader) -> Command | None:
+        """Returns the command of the run that saved a checkpoint; None if the checkpoint has none.
+
+        Raises:
+            CheckpointError: if the file does not hold a command.
+        """
+        if not reader.has(FILE):
+            return None
+        with blame(reader.path / f"{FILE}.json"):
+            saved = SavedState(reader.json(FILE))
+            words = [SavedState({"word": word}, "words").text("word") for word in saved.items("words")]
+            return cls(words, saved.text("folder"))
+
+
+def words_here() -> list[str]:
+    """Returns the program and arguments of this process, with secrets masked."""
+    return masked_words([sys.executable, *sys.orig_argv[1:]])
+
+
+def printable(text: str) -> str:
+    r"""Escapes control characters, which could make a terminal hide parts of a text from a file.
+
+    Example:
+        >>> printable("rm -r x\x1b[2K")
+        'rm -r x\\x1b[2K'
+    """
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

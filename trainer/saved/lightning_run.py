@@ -1,0 +1,197 @@
+"""Continues a run of Lightning: converts the content of its `.ckpt`, except the weights, for the parts of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from leyden.callbacks.checkpointing.lightning_states import CURRENT, SWA_LEFT, LightningStates
+from leyden.callbacks.weight_averaging import WeightAveraging
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.foreign import ForeignWeights
+from leyden.checkpoint.format.errors import blame
+from leyden.checkpoint.gained import add_gained_groups
+from leyden.checkpoint.lightning import Position, named_optimizer, position_of
+from leyden.checkpoint.optimizers import parameter_names
+from leyden.checkpoint.owners import Unclaimed
+from leyden.core.rank_zero import warn
+from leyden.core.saved_state import SavedState
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.saved.run_states import rank_owners, step_states_of
+
+if TYPE_CHECKING:
+    from leyden.trainer.engine.schedulers import SchedulerConfig
+    from leyden.trainer.run import Run
+
+SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
+UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
+
+
+class LightningRun:
+    """The states in a `.ckpt` of Lightning, converted for the parts of a run.
+
+    Args:
+        file: the checkpoint.
+        run: the run that continues it, set up except for its optimizers.
+        parts: the parts to restore.
+
+    Attributes:
+        callbacks: the states of callbacks, by `state_key`.
+        progress: the progress of the Lightning run; None if that part is not restored.
+        rank: the states that the fit loop restores once its loaders exist.
+
+    Raises:
+        CheckpointError: if Lightning cannot have written an entry; names it.
+    """
+
+    def __init__(self, file: ForeignWeights, run: Run, parts: frozenset[str]) -> None:
+        self._file, self._run, self._parts = file, run, parts
+        self._states = LightningStates(file.loaded, file.path.name)
+        with blame(file.path):
+            if "callbacks" in parts:
+                self._states.match(run.callbacks)
+            self._position = position_of(file.loaded, self._window, self._steps)
+        self.callbacks = self._states.found
+        self.progress = self._timed(self._position.progress) if "progress" in parts else None
+        self._choose_weights()
+        owners = rank_owners(run, CheckpointRanks(run.strategy))
+        self.rank = Unclaimed(file.path, self._rank_states(self._position), owners)
+
+    # reading the file ------------------------------------------------------------------------------------------------
+    def _window(self, progress: Progress) -> int:
+        accumulation = self._run.accumulation
+        if accumulation is None or accumulation.counts_samples:
+            return 1
+        return accumulation.batches(accumulation.at(progress), self._run.loaders.samples_per_batch)
+
+    def _steps(self, counted: int, batches: int) -> int:
+        """Returns the number of windows stepped. In manual optimization Lightning counts every optimizer's steps."""
+        if self._run.module.automatic_optimization:
+            return counted
+        optimizers = len(self._file.loaded["optimizer_states"]) or 1
+        windows = counted // optimizers
+        return windows if counted % optimizers == 0 and windows <= batches else min(counted, batches)
+
+    def _timed(self, progress: Progress) -> Progress:
+        progress.add_time(self._states.seconds)
+        return progress
+
+    def _choose_weights(self) -> None:
+        """Selects the trained weights instead of the averaged ones, unless a WeightAveraging here restores both."""
+        averages = any(
+            isinstance(callback, WeightAveraging) and "current" in self.callbacks.get(callback.state_key, {})
+            for callback in self._run.callbacks
+        )
+        if CURRENT in self._file.loaded and not averages and "optimizers" in self._parts:
+            self._file.take_weights(CURRENT)
+            if "callbacks" in self._parts and int((self._file.entry("averaging_state") or {}).get("n_averaged", 0)):
+                self._states.left["the averaged weights"] = "this fit has no WeightAveraging"
+
+    def _rank_states(self, position: Position) -> dict[str, Any]:
+        progress = position.progress
+        loader: dict[str, Any] | None = None
+        if progress.is_inside and not progress.ended and {"loaders", "progress"} <= self._parts:
+            place = {"batches": progress.batch, "source": None, "loader": self._loader_state()}
+            loader = {"place": place, "rest": None, "validation": []}
+        found: dict[str, Any] = {"loader": loader}
+        if "progress" in self._parts:
+            values = {name: [value, False, False] for name, value in self._states.values.items()}
+            found |= {"logs": {"entries": [], "epoch_values": values}, "trained": self._trained()}
+            found |= {"window_start": position.window_start, "owes_plateau": position.owes_plateau or None}
+        return found
+
+    def _loader_state(self) -> Any:
+        """Returns the state of the training loader; None if it saved none."""
+        loop = SavedState(self._file.entry("loops") or {}, "loops").nested("fit_loop", {})
+        states = loop.nested("state_dict", {}).items("combined_loader", ())
+        return states[0] if len(states) == 1 else None
+
+    def _trained(self) -> dict[str, bool] | None:
+        """Returns the parameters and batch norms that a finetuning callback had unfrozen: those in an optimizer."""
+        names = {name for groups in self._states.groups.values() for group in groups for name in group}
+        module = self._run.module
+        known = {name: True for name in names if name in dict(module.named_parameters())}
+        norms = {f"{name.rpartition('.')[0]}.track_running_stats" for name in known}
+        return {**known, **dict.fromkeys(norms, True)} or None
+
+    # restoring the run ----------------------------------------------------------------------------------------------
+    def restore_steps(self) -> None:
+        """Restores optimizers, schedulers and scaler, once they exist."""
+        run, file = self._run, self._file
+        step_states, names = step_states_of(run), parameter_names(run.module)
+        parts = run.strategy.master_weights.parts(run.module) or {}
+        states, weights = file.loaded["optimizer_states"], file.model()
+        step_states.check(file.path, self._other_step_states(), len(states), UNLIKE)
+        found = []
+        for number, (state, form) in enumerate(zip(states, step_states.saved_forms, strict=True)):
+            with blame(file.path, f"optimizer_states[{number}]"):
+                groups = self._states.groups.get(number)
+                found.append(named_optimizer(state, form, names, weights, parts, groups))
+        for optimizer, own in zip(run.engine.optimizers, found, strict=True):
+            if len(own["param_groups"]) > len(optimizer.param_groups):
+                add_gained_groups(optimizer, own, len(optimizer.param_groups), run.module)
+        step_states.take(self._other_step_states(), found, file.path, file.path)
+
+    def _other_step_states(self) -> dict[str, Any]:
+        """Returns the states of schedulers, precision and strategy."""
+        schedulers = list(self._file.entry("lr_schedulers") or [])
+        if SWA_LEFT in self._states.left.values():
+            self._states.left["the state of schedulers"] = "StochasticWeightAveraging had replaced them by its own"
+            schedulers = [config.scheduler.state_dict() for config in self._run.schedulers]
+        scaler = next((self._file.entry(name) for name in SCALERS if self._file.entry(name)), None)
+        precision: Mapping[str, Any] = {}
+        if scaler is not None and "scaler" in self._run.strategy.precision.state_dict():
+            precision = {"scaler": scaler, "skips": 0}
+        elif scaler is not None:
+            self._states.left["the gradient scaler"] = "this fit's precision has none"
+        return {"schedulers": schedulers, "precision": precision, "strategy": {}}
+
+    def settle(self) -> None:
+        """Skips scheduler steps whose metric is missing, and warns of all states that cannot be restored."""
+        not_restored = dict(self._states.left)
+        if self.progress is not None:
+            skipped = self._skip_unmonitored(self.progress)
+            not_restored |= self._not_restored_of(self.progress, skipped)
+        not_restored["random numbers"] = "Lightning does not save them, so shuffling and dropout will differ"
+        if self._run.strategy.ranks.is_global_zero:
+            warn(
+                f"fit continues {self._file.path}, a Lightning checkpoint. Not restored: "
+                f"{'; '.join(f'{name} ({why})' for name, why in not_restored.items())}.",
+            )
+
+    def _skip_unmonitored(self, progress: Progress) -> list[SchedulerConfig]:
+        """Skips the pending steps of ReduceLROnPlateau schedulers whose metric is not in the file.
+
+        Returns:
+            The schedulers whose step was skipped.
+        """
+        unmonitored = [
+            config
+            for config in self._run.schedulers
+            if config.reduce_on_plateau and config.strict and config.monitor not in self._states.values
+        ]
+        at_end = self._position.owes_plateau or (progress.phase == "validated" and progress.ended)
+        by_epoch = [config for config in unmonitored if at_end and config.due("epoch", progress.epoch + 1)]
+        if by_epoch:
+            self.rank.drop("owes_plateau")
+            progress.end_epoch(complete=True)
+        is_validated = progress.phase == "validated"
+        by_step = [config for config in unmonitored if is_validated and config.due("step", progress.stepped)]
+        if by_step:
+            progress.settle()
+        return by_epoch + by_step
+
+    def _not_restored_of(self, progress: Progress, skipped: Sequence[SchedulerConfig]) -> dict[str, str]:
+        """Returns the parts of the run's position that cannot be restored, each with the reason."""
+        reasons = {
+            f"a step of {type(config.scheduler).__name__}": f"no callback has saved {config.monitor!r}"
+            for config in skipped
+        }
+        if not self._position.is_known:
+            reasons["the position in the epoch"] = "the file has no loops"
+        if self._position.begun:
+            batches = self._position.begun
+            reasons["the gradients of an open window"] = f"Lightning does not save them: {batches} batches run again"
+        if progress.is_inside and progress.batch:
+            reasons["the values logged so far in this epoch"] = "Lightning does not save their sums"
+        return reasons

@@ -1,0 +1,422 @@
+"""Resolves `ckpt_path` to a checkpoint, opens it, and checks that the same training saved it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from leyden.checkpoint.checkpoint_io import CheckpointIO, is_packed, unpack
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.folder import newest_reader
+from leyden.checkpoint.foreign import OPTIMIZERS, ForeignWeights
+from leyden.checkpoint.format import staging
+from leyden.checkpoint.format.errors import CheckpointError, blame
+from leyden.checkpoint.format.manifest import MANIFEST, PROGRESS
+from leyden.checkpoint.hugging_face import HuggingFaceFolder
+from leyden.checkpoint.lock import FolderLock
+from leyden.checkpoint.nodes import is_shared
+from leyden.checkpoint.owners import saved_data_ranks
+from leyden.checkpoint.reader import CheckpointReader, open_verified
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.paths import local_path
+from leyden.core.rank_zero import warn
+from leyden.trainer.arguments.replay import replay_of
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.saved.checkpoint_folders import (
+    are_on_each_node,
+    checkpoint_callbacks,
+    folder_of_last,
+    places_of,
+)
+from leyden.trainer.saved.identity import FILE as IDENTITY
+from leyden.trainer.saved.identity import Difference, Identity
+from leyden.trainer.saved.run_folder import accepts, root_of
+
+if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback
+    from leyden.trainer.arguments.arguments import Arguments
+    from leyden.trainer.run import Run
+
+PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
+ROLLBACK_PATHS = "goes_back"
+"""File in a checkpoint saved at the end of a run: earlier checkpoints to roll back to, relative to its folder."""
+WORDS = ("last", "best", "auto", "current")
+"""The values of `ckpt_path` that are not paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The checkpoint that a run resumes, and the parts to restore.
+
+    Attributes:
+        path: a path, "last", "best", "auto", "current", or None to start from scratch.
+        parts: the parts to restore.
+        trust: True to allow unpickling a file of another trainer.
+        same_run: True to treat the checkpoint as this run's own, whatever its record says.
+        weights_only: True to read pickle files of other trainers with torch's safe loader only, which needs no trust.
+            False to unpickle them in full if necessary, like `trust`.
+
+    Raises:
+        ConfigurationError: if `weights_only` is neither True, False nor None.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    parts: frozenset[str] = frozenset(PARTS)
+    trust: bool = False
+    same_run: bool = False
+    weights_only: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights_only not in (None, True, False):
+            raise ConfigurationError(f"weights_only={self.weights_only!r}: use True, False or None.")
+        if self.path is not None:
+            local_path(self.path, "ckpt_path")
+
+    @property
+    def continues(self) -> bool:
+        """True if the run continues the Trainer's last fit from memory."""
+        return self.path == "current"
+
+
+def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
+    """Returns the parts that the argument `restore` of fit names.
+
+    Raises:
+        ConfigurationError: if a part is unknown; suggests the closest name.
+    """
+    if restore == "all":
+        return frozenset(PARTS)
+    if isinstance(restore, str):
+        restore = (restore,)
+    elif not isinstance(restore, Iterable):
+        raise ConfigurationError(f"restore={restore!r}: use 'all', 'weights', or a set of {', '.join(PARTS)}.")
+    names = tuple(restore)
+    for name in names:
+        if name not in PARTS:
+            raise ConfigurationError(
+                f"restore={restore!r}: there is no part {name!r}. {nearest(name, ('all', *PARTS))}"
+            )
+    return frozenset(names)
+
+
+Reader: TypeAlias = CheckpointReader | ForeignWeights | HuggingFaceFolder
+
+
+def goal_of_fit(
+    arguments: Arguments,
+    ckpt_path: str | os.PathLike[str] | None,
+    restore: str | Sequence[str],
+    trust: bool,
+    same_run: bool,
+    weights_only: bool | None,
+) -> Goal:
+    """Returns the goal of a fit, from its own arguments and the Trainer's; see `Trainer.fit`."""
+    replay = replay_of(arguments)
+    if replay is not None:
+        return Goal(replay.checkpoint, frozenset(PARTS))
+    ckpt_path = arguments.resume if ckpt_path is None else ckpt_path
+    return Goal(ckpt_path, wanted_parts(restore), trust, same_run, weights_only)
+
+
+def goal_of_weights(ckpt_path: str | os.PathLike[str] | None, weights_only: bool | None, trust: bool) -> Goal:
+    """Returns the goal of an evaluation or prediction, which restores weights only."""
+    return Goal(ckpt_path, frozenset({"weights"}), trust, weights_only=weights_only)
+
+
+def with_best_path(callbacks: Iterable[Callback], goal: Goal) -> Goal:
+    """Returns the goal with "best" resolved to a path. Must be called before a new fit clears the ranking.
+
+    Raises:
+        ConfigurationError: if there is no best checkpoint yet.
+    """
+    if goal.path != "best":
+        return goal
+    best = next((callback.best_model_path for callback in checkpoint_callbacks(callbacks)), "")
+    if not best:
+        raise ConfigurationError(
+            "ckpt_path='best', but no ModelCheckpoint of this Trainer has saved a best checkpoint yet: pass a path, or "
+            "'last'."
+        )
+    return dataclasses.replace(goal, path=best)
+
+
+def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None, str]:
+    """Opens and verifies the checkpoint that a run resumes, before any state of the run has changed.
+
+    Args:
+        run: the run.
+        goal: the checkpoint to resume, and the parts to restore.
+        folder: the run folder in which "last" and "auto" search, if there is one.
+
+    Returns:
+        The reader, or None to start from scratch; and a description of the starting point, for the user.
+    """
+    if goal.path is None:
+        return None, "from scratch"
+    if goal.continues:
+        return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
+    ranks = CheckpointRanks(run.strategy, folder or root_of(run), are_on_each_node(run.callbacks))
+    plugin = run.checkpoint_io
+    if plugin is not None and not _is_folder(goal.path):
+        name = os.path.expanduser(os.fspath(goal.path))
+        if name in ("auto", "last"):
+            raise ConfigurationError(
+                f"ckpt_path={name!r}: {type(plugin).__name__} cannot list its checkpoints. Pass the path of one, such "
+                "as trainer.last_checkpoint."
+            )
+        found = _load_through(plugin, name, run, ranks)
+        if isinstance(found, ForeignWeights):
+            return found, _description_of_file(run, goal, found)
+        return found, _description(run, goal, found, Path(name))
+    # Reads optimizer states while it verifies them, into memory that the Restorer then uses without a copy.
+    ahead = CheckpointReader.read_ahead if _needs_whole_optimizers(run, goal) else None
+    if goal.path in ("last", "auto"):
+        newest = _newest(run, folder, goal, ranks, ahead)
+        return (None, "from scratch (there is no checkpoint yet)") if newest is None else _opened(run, goal, newest)
+    path = _path_of(goal)
+    if path.is_file():
+        weights = ForeignWeights(path, goal.trust, goal.weights_only)
+        return weights, _description_of_file(run, goal, weights)
+    if HuggingFaceFolder.is_one(path):
+        return HuggingFaceFolder(path), f"weights of {path}"
+    return _opened(run, goal, open_verified(path, ranks, ahead))
+
+
+def _opened(run: Run, goal: Goal, reader: CheckpointReader) -> tuple[CheckpointReader, str]:
+    if goal.weights_only and goal.parts != {"weights"}:
+        warn(
+            "weights_only=True only affects how pickle files of other trainers are read. "
+            f"{reader.path} is a Leyden checkpoint, which holds no pickle, and is resumed in full. To load only its "
+            "weights, pass restore='weights'.",
+        )
+    return reader, _description(run, goal, reader, reader.path)
+
+
+def _needs_whole_optimizers(run: Run, goal: Goal) -> bool:
+    """Returns True if every rank restores the full states of the optimizers."""
+    is_whole = run.strategy.replicates and not run.strategy.drives_one
+    return is_whole and run.state.stage == "fit" and "optimizers" in goal.parts
+
+
+def _description(run: Run, goal: Goal, reader: CheckpointReader, path: Path) -> str:
+    """Returns a description of a checkpoint, for the user."""
+    progress = progress_of(reader)
+    if goal.parts == {"weights"}:
+        return f"weights of {path}"
+    notes = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
+    readers = len(set(saved_data_ranks(reader)))
+    if "rng" in goal.parts and readers not in (0, run.strategy.data_size):
+        notes += f"; saved by {readers} rank(s): the random generators of ranks from 1 on are reseeded"
+    return f"{path} (epoch {progress.epoch}, step {progress.global_step}{notes})"
+
+
+def _description_of_file(run: Run, goal: Goal, weights: ForeignWeights) -> str:
+    """Returns a description of another trainer's file, for the user. Warns if the file holds only weights."""
+    path = weights.path
+    continues = run.state.stage == "fit" and goal.parts != {"weights"}
+    if continues and weights.holds_run:
+        return f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
+    if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
+        warn(
+            f"{path} has no {OPTIMIZERS}, like files of Lightning's ModelCheckpoint(save_weights_only=True): fit loads "
+            "its weights, and training starts from step 0. Pass restore='weights' to avoid this warning.",
+        )
+    return f"weights of {path}"
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    """Returns True for a checkpoint folder. A CheckpointIO plugin does not change how folders are read."""
+    return os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
+
+
+def _load_through(
+    plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks
+) -> CheckpointReader | ForeignWeights:
+    """Loads a checkpoint from a plugin. The first rank unpacks it into a temporary folder, which all ranks read."""
+    root = Path(run.arguments.default_root_dir)
+    loaded: list[dict[str, Any]] = []
+
+    def unpacked() -> str | None:
+        loaded.append(plugin.load_checkpoint(path))
+        if not is_packed(loaded[0]):
+            return None
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
+        return str(unpack(loaded.pop(), path, folder))
+
+    folder = ranks.first(unpacked)
+    if folder is None:
+        return ForeignWeights(Path(path), True, loaded=loaded[0] if loaded else plugin.load_checkpoint(path))
+    reader = open_verified(folder, ranks)
+    if ranks.rank == 0:
+        weakref.finalize(reader, shutil.rmtree, Path(folder).parent, ignore_errors=True)
+    return reader
+
+
+def progress_of(reader: CheckpointReader) -> Progress:
+    """Returns the progress of the run that saved a checkpoint."""
+    with blame(reader.path / PROGRESS):
+        return Progress.from_dict(reader.progress())
+
+
+def detect_shared_folders(run: Run) -> None:
+    """Determines for each ModelCheckpoint whether all machines share its folder.
+
+    Raises:
+        ConfigurationError: if fit would save into folders that are not shared, without `save_on_each_node`.
+    """
+    if run.strategy.ranks.num_nodes == 1:
+        return
+    for callback in checkpoint_callbacks(run.callbacks):
+        # The versions of a run lie in one file system.
+        folder = run.arguments.default_root_dir if callback.uses_run_folder else callback.folder_below("")
+        callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(run.strategy, folder))
+        if callback.saves_on_each_node and not callback.save_on_each_node and run.state.stage == "fit":
+            raise ConfigurationError(
+                f"{folder} is not shared by all machines. Save checkpoints to a shared file system (default_root_dir "
+                "or dirpath), or pass ModelCheckpoint(save_on_each_node=True): every machine then keeps complete "
+                "checkpoints of its own."
+            )
+
+
+def _newest(
+    run: Run, folder: str | None, goal: Goal, ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None
+) -> CheckpointReader | None:
+    own: Sequence[Callback] = checkpoint_callbacks(run.callbacks)
+    if goal.parts != {"weights"}:
+        own = [callback for callback in checkpoint_callbacks(run.callbacks) if not callback.save_weights_only] or own
+    places = places_of(own, folder)
+    found = newest_reader(places, goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
+    if found is None and goal.path == "last":
+        raise CheckpointError(
+            places[0][0] if places else root_of(run),
+            "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
+        )
+    return found
+
+
+def _path_of(goal: Goal) -> Path:
+    assert goal.path is not None
+    path = Path(os.path.expanduser(os.fspath(goal.path)))
+    if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
+        raise CheckpointError(
+            path, f"does not exist, and is not a special value of ckpt_path. {nearest(path.name, WORDS)}"
+        )
+    return path
+
+
+def lock_of(run: Run) -> FolderLock | None:
+    """Returns the lock of the folder that a fit saves into; None if it saves nothing."""
+    saves = bool(checkpoint_callbacks(run.callbacks)) or run.arguments.preemption is not None
+    if run.state.stage != "fit" or run.arguments.fast_dev_run or not saves:
+        return None
+    first = next(iter(checkpoint_callbacks(run.callbacks)), None)
+    if run.folder is None and (first is None or first.uses_run_folder):
+        return None
+    return FolderLock(folder_of_last(run.callbacks, run.folder or ""))
+
+
+def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
+    """Compares the run that saved a checkpoint with the one that resumes it.
+
+    Called twice: at the start, and again when the optimizers exist.
+
+    Args:
+        identity: the identity of this run; None in an evaluation.
+        reader: the reader of the checkpoint; None without one.
+        goal: the checkpoint to resume, and the parts to restore.
+        warns: True on the rank that warns of differences.
+
+    Raises:
+        ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the options.
+    """
+    resumes = bool(goal.parts & {"progress", "optimizers"})
+    if isinstance(reader, CheckpointReader) and identity is not None and resumes and reader.has("user"):
+        _compare(identity, reader, goal, warns)
+    elif isinstance(reader, ForeignWeights) and identity is not None and resumes and warns:
+        found = identity.differences(identity.as_in(reader)) if identity.optimizers is not None else []
+        if found:
+            warn(
+                f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. The run continues "
+                "with its own values.",
+            )
+
+
+def rollback_paths_after(path: Path, reader: Reader | None) -> list[Path]:
+    """Returns the checkpoints that a run may roll back to after resuming from one, the newest last.
+
+    Normally that checkpoint itself. If it was saved only because its run ended, the checkpoints saved before it: an
+    uninterrupted run would roll back to those.
+
+    Args:
+        path: the checkpoint that the run resumes.
+        reader: its reader.
+
+    Raises:
+        CheckpointError: if its list of earlier checkpoints is damaged.
+    """
+    if not isinstance(reader, CheckpointReader) or not reader.has(ROLLBACK_PATHS):
+        return [path]
+    found = reader.json(ROLLBACK_PATHS)
+    if not isinstance(found, list) or not all(isinstance(place, str) for place in found):
+        raise CheckpointError(reader.path / f"{ROLLBACK_PATHS}.json", "is not a list of earlier checkpoints.")
+    return [Path(os.path.realpath(os.path.realpath(path.parent) + os.sep + place)) for place in found]
+
+
+def continued_path(identity: Identity, reader: Reader | None, goal: Goal) -> Path | None:
+    """Returns the path of the checkpoint if the fit restores all parts of it and it is this run's own, else None.
+
+    A checkpoint is the run's own if "auto" would accept it, or if `same_run` is given.
+    """
+    if not isinstance(reader, CheckpointReader) or goal.parts != frozenset(PARTS):
+        return None
+    before = Identity.read(reader)
+    if before is None or any(difference.counts for difference in identity.differences(before)):
+        return reader.path if goal.same_run else None
+    return reader.path
+
+
+def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bool) -> None:
+    refuses = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
+    before, at_start = Identity.read(reader), identity.optimizers is None
+    if before is None:
+        if refuses and at_start and warns:
+            warn(
+                f"{reader.path} was saved by an earlier version, which did not record its run. ckpt_path='auto' "
+                "assumes that it was this run.",
+            )
+        return
+    with blame(reader.path / f"{IDENTITY}.json"):
+        differences = identity.differences(before)
+    found = [d for d in differences if not d.replaced or "optimizers" in goal.parts]
+    if refuses and any(difference.counts for difference in found):
+        raise ConfigurationError(
+            f"{reader.path} was saved by another run, and ckpt_path='auto' only continues its own: {_listed(found)}. "
+            "Give each run a folder, with Trainer(default_root_dir=…) or ModelCheckpoint(dirpath=…). Or name "
+            "what differs in save_hyperparameters or TrainModule.run_identity: 'auto' then tells them apart. To "
+            f"continue this checkpoint anyway, pass fit(ckpt_path={str(reader.path)!r}) or fit(ckpt_path='auto', "
+            "same_run=True); to load only its weights, add restore='weights'."
+        )
+    if found and not at_start and warns:
+        replaced = any(difference.replaced for difference in found)
+        effect = (
+            "The checkpoint's options replace those that configure_optimizers returned"
+            if replaced
+            else "The run continues with its own values"
+        )
+        warn(
+            f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. "
+            f"{effect}. To load only its weights, pass restore='weights'.",
+        )
+
+
+def _listed(found: Sequence[Difference]) -> str:
+    shown = [difference.text for difference in found[:12]]
+    return "; ".join(shown) + (f"; and {len(found) - 12} more" if len(found) > 12 else "")

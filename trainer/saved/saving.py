@@ -1,0 +1,313 @@
+"""Saves a run as a checkpoint, file by file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from leyden.checkpoint.background import is_possible
+from leyden.checkpoint.checkpoint_io import CheckpointIO, pack
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.format.codec import check_encodable
+from leyden.checkpoint.owners import collect_rank, write_rank
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.writer import CheckpointWriter
+from leyden.core.errors import ConfigurationError, LeydenError
+from leyden.trainer.arguments.replay import replay_of
+from leyden.trainer.plugins import wait_for
+from leyden.trainer.reporting.command import FILE as COMMAND
+from leyden.trainer.reporting.command import Command
+from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, places_of
+from leyden.trainer.saved.identity import FILE as IDENTITY
+from leyden.trainer.saved.resuming import ROLLBACK_PATHS
+from leyden.trainer.saved.rolling_back import check_reaches_all_ranks, rollback_paths
+from leyden.trainer.saved.run_folder import RECORD, record_of
+from leyden.trainer.saved.run_states import rank_owners, step_states_of
+from leyden.trainer.saved.user_states import UserStates
+from leyden.trainer.starting.build import saves_asynchronously
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.events.progress import Progress
+    from leyden.trainer.run import Run
+
+
+class SavedLoop(Protocol):
+    """The methods of `FitLoop` that saving calls."""
+
+    progress: Progress
+
+    def progress_to_save(self) -> Progress:
+        """Returns the progress to record in a checkpoint that is saved now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the loop on this rank."""
+
+
+def store(run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool) -> Path:
+    """Saves a checkpoint of the run as a folder, or through the run's CheckpointIO plugin; see `save_through`.
+
+    Raises:
+        ConfigurationError: if options are given, but there is no plugin to take them.
+    """
+    if run.checkpoint_io is not None:
+        return save_through(run.checkpoint_io, run, loop, path, options, **what)
+    if options is not None:
+        raise ConfigurationError(
+            f"storage_options={options!r} needs a CheckpointIO in Trainer(plugins=…), and there is none."
+        )
+    return save(run, loop, path, **what)
+
+
+def save(
+    run: Run,
+    loop: SavedLoop | None,
+    path: Path,
+    *,
+    weights_only: bool,
+    exact: bool,
+    overwrite: bool,
+    asynchronous: bool,
+) -> Path:
+    """Writes a checkpoint folder of the run; see `Trainer.save_checkpoint`.
+
+    Args:
+        run: the run to save.
+        loop: the current or last fit loop; None without one.
+        path: the path of the checkpoint.
+        weights_only: True to save only the weights.
+        exact: True to refuse saving inside an accumulation window.
+        overwrite: True to replace an existing checkpoint.
+        asynchronous: True to write it in a background thread.
+    """
+    if replay_of(run.arguments) is not None:
+        # A replay must not change the run's folder.
+        return path
+    _check_savable(run, exact)
+    if loop is not None and loop.progress is not run.progress:
+        # The loop belongs to an earlier fit: this fit has no loop yet.
+        loop = None
+    strategy = run.engine.strategy
+    ranks = CheckpointRanks(strategy, path, are_on_each_node(run.callbacks))
+    if run.lock is not None:
+        ranks.keep(run.lock.check_held)
+    places = places_of(run.callbacks, run.folder)
+    is_scheduled = _is_scheduled(run)
+    record = run.note_save if is_scheduled and not weights_only else run.note_weights
+    optimizers, copies = stepping_optimizers(run.engine), None
+    # One save at a time: both calls wait for a pending save.
+    if asynchronous:
+        copies = run.saves.take(optimizers)
+    else:
+        run.saves.wait()
+    with ExitStack() as stack:
+        writer = stack.enter_context(
+            CheckpointWriter(
+                path, overwrite=overwrite, ranks=ranks, places=places, plans=run.shard_plans, copies=copies
+            )
+        )
+        # The loop first, because it sends the row of the last step to the loggers before they are saved.
+        progress = run.progress if loop is None else loop.progress_to_save()
+        for logger in run.loggers:
+            logger.save()
+        users = UserStates(run)
+        writer.substitute(users.replaced_weights())
+        if weights_only:
+            strategy.save(writer, run.module, None)
+        else:
+            _save_states(run, users, loop, writer, ranks, path)
+            if not is_scheduled:
+                writer.json(ROLLBACK_PATHS, _relative(rollback_paths(run), Path(os.path.realpath(path.parent))))
+        if hparams := users.hparams():
+            writer.state("hparams", hparams)
+        facts: dict[str, Any] = {
+            "progress": progress.to_dict(),
+            "world_size": strategy.ranks.world_size,
+            "strategy": strategy.name or "custom",
+            "data_ranks": strategy.data_ranks,
+        }
+        if copies is None:
+            written = writer.commit(**facts)
+            record(written)
+            return written
+        writer.beside()
+        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, record).path
+
+
+def _check_savable(run: Run, exact: bool) -> None:
+    """Raises LeydenError if there is no module, if a rank does not save, or if `exact` and gradients would be lost."""
+    if run.module._trainer is None:
+        raise LeydenError("save_checkpoint has no module to save: call fit first.")
+    if run.engine.window.is_open and exact:
+        raise LeydenError(
+            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not save. "
+            "Call it after the window's step (in on_train_batch_end, if trainer.window.closes), or pass exact=False."
+        )
+    check_reaches_all_ranks(run, "save_checkpoint")
+
+
+def _is_scheduled(run: Run) -> bool:
+    """Returns False if the save is due to the end of the run.
+
+    A run that continues would not save at this point, so no rollback uses the checkpoint.
+    """
+    is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
+    return not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
+
+
+def save_through(
+    plugin: CheckpointIO, run: Run, loop: SavedLoop | None, path: Path, options: Any, **what: bool
+) -> Path:
+    """Stores a checkpoint of the run through a plugin, on the first rank; see `save` for the other arguments.
+
+    All ranks write a temporary folder. The first rank reads it back as a dict for the plugin, then deletes it.
+
+    Args:
+        plugin: the plugin.
+        run: the run to save.
+        loop: the current or last fit loop; None without one.
+        path: the path of the checkpoint.
+        options: the plugin's `storage_options`.
+        **what: the keyword arguments of `save`.
+    """
+    if replay_of(run.arguments) is not None:
+        return path
+    ranks = CheckpointRanks(run.engine.strategy, path)
+    if not what["overwrite"]:
+        path = ranks.first(lambda: _free(path))
+    folder = ranks.first(lambda: _temporary(run))
+    try:
+        what |= {"asynchronous": False, "overwrite": False}
+        written = save(run, loop, folder / "checkpoint", **what)
+        # No rollback can use the temporary folder.
+        run.note_weights(written)
+        ranks.first(lambda: plugin.save_checkpoint(pack(CheckpointReader(written)), str(path), storage_options=options))
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if run.state.stage != "fit":
+        wait_for(plugin)
+    return path
+
+
+def _free(path: Path) -> Path:
+    """Returns the path, with the first free version suffix if it exists."""
+    names = (path.with_name(f"{path.name}-v{number}") for number in itertools.count(1))
+    return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
+
+
+def _temporary(run: Run) -> Path:
+    """Creates a temporary folder that all ranks can access."""
+    root = Path(run.arguments.default_root_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
+
+
+def _relative(places: Iterable[Path], folder: Path) -> list[str]:
+    """Returns the paths that still exist, relative to a folder."""
+    return [os.path.relpath(os.path.realpath(place), folder) for place in places if os.path.lexists(place)]
+
+
+def _save_states(
+    run: Run, users: UserStates, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks, path: Path
+) -> None:
+    """Writes the weights and all other states of the run."""
+    composed = users.compose(run.progress)
+    step_states_of(run).save(writer, run.module)
+    users.warn_of_difference(composed, ranks)
+    writer.state("callbacks", composed["callbacks"], sharded=True)
+    writer.state("user", composed["user"])
+    if run.identity is not None:
+        writer.json(IDENTITY, run.identity.to_dict())
+    command = Command.here()
+    if command is not None:
+        writer.json(COMMAND, command.to_dict())
+    folder = record_of(run.folder, path)
+    if folder is not None:
+        writer.json(RECORD, folder)
+    states = {**users.own(composed), **rank_state(run, loop, ranks)}
+    write_rank(writer, run.engine.strategy, states)
+
+
+def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None = None) -> dict[str, Any]:
+    """Returns the states specific to this rank: data position, sums of logged values, metrics, random state.
+
+    Args:
+        run: the run.
+        loop: the current or last fit loop; None without one.
+        ranks: the ranks that write the checkpoint, to include buffers that differ between them; None for this rank
+            alone.
+    """
+    loop_state = {"loader": None} if loop is None else loop.state_dict()
+    # During a validation the loop overrides metrics and random state with those from before it.
+    return {**collect_rank(rank_owners(run, ranks or CheckpointRanks())), **loop_state}
+
+
+def saves_in_background(run: Run, asked: bool | None) -> bool:
+    """Returns True if a save is to be written in the background.
+
+    Args:
+        run: the run to save.
+        asked: the caller's `asynchronous`; None for the default, which the Trainer's plugins decide.
+
+    Raises:
+        ConfigurationError: if True is requested of a plugin that stores checkpoints itself.
+    """
+    if asked and run.checkpoint_io is not None:
+        raise ConfigurationError(
+            f"asynchronous=True does not work with {type(run.checkpoint_io).__name__}, which stores checkpoints "
+            "itself: wrap it in AsyncCheckpointIO(…), which calls it in a background thread."
+        )
+    if asked is None:
+        asked = saves_asynchronously(run.arguments)
+    if not asked or run.state.stage != "fit" or run.saves.is_over:
+        return False
+    return is_possible(run.strategy)
+
+
+def stepping_optimizers(engine: Engine) -> list[Optimizer]:
+    """Returns the optimizers if only their `step` changes the weights; an empty list under a fused engine."""
+    strategy = engine.strategy
+    methods = (type(strategy).step, type(strategy).forward_backward, type(strategy.precision).step)
+    return engine.optimizers if all(method.__module__.startswith("leyden.") for method in methods) else []
+
+
+def check_composable(run: Run) -> None:
+    """Raises before the first step any error that would otherwise occur in the first save.
+
+    Called after `on_train_start`, in which callbacks create state such as averaged weights.
+    """
+    states = UserStates(run).compose(run.progress)
+    for optimizer in run.engine.optimizers if checkpoint_callbacks(run.callbacks) else ():
+        run.engine.strategy.master_weights.saved_form(optimizer)
+    for name, tree in states.items():
+        check_encodable(tree, where=name, sharded=name == "callbacks")
+
+
+HOOKS = {"validated": "on_validation_end", "paused": "on_train_epoch_end", "epoch_end": "on_train_epoch_end"}
+"""The hook in which a ModelCheckpoint saves, by the phase that its checkpoint records; else `on_train_batch_end`."""
+
+
+def finish_saves(run: Run) -> None:
+    """Finishes the saves of the hook whose checkpoint a run resumes. All of the run's state must be restored.
+
+    The killed run may have committed that checkpoint without linking it, without deleting old ones, and without the
+    saves of other ModelCheckpoints that were due in the same hook.
+    """
+    if run.arguments.fast_dev_run:
+        return
+    callbacks, trainer = checkpoint_callbacks(run.callbacks), run.module.trainer
+    owes = any(callback.has_saved(trainer) for callback in callbacks)
+    event = HOOKS.get(run.progress.phase, "on_train_batch_end")
+    # In `on_train_batch_end`, a save would first send the step's row to the loggers, which have it already.
+    with run.hooks.inside("on_train_epoch_end"):
+        for callback in callbacks:
+            callback.finish_saves(trainer, event, owes)
