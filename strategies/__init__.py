@@ -3,7 +3,7 @@
     from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, DeepSpeedStrategy, XLAStrategy
 
 `base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `mesh/`, `deepspeed/` and `xla/` are
-folders. `process_group.py` is shared by the strategies with several ranks, `launch/` starts ranks, and `precision/`
+folders. `process_group.py` is shared by the strategies with several ranks, and `precision/`
 handles dtypes.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from leyden.core.devices import find_devices, parse_devices
+from leyden.core.devices import find_device, find_devices, parse_devices
 from leyden.core.environment import is_interactive, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.ported import ported
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
-from leyden.strategies.single import SingleDeviceStrategy, find_device
+from leyden.strategies.single import SingleDeviceStrategy
 from leyden.strategies.window import Window
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from leyden.core.devices import find_devices, parse_devices
+from leyden.core.devices import find_device, find_devices, parse_devices, with_index
 from leyden.core.environment import CUDA_IN_USE, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.tree import map_tensors
@@ -30,7 +30,6 @@ from leyden.strategies.buckets import broadcast_all
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
 from leyden.strategies.settings import RunSettings
-from leyden.strategies.single import find_device, with_index
 
 T = TypeVar("T")
 REDUCTIONS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning_surface import SECTIONS, SURFACE, rows, same
-from test_imports import FLOORS
+from test_imports import FLOORS, SOURCES
 
 import leyden
 
@@ -231,7 +231,7 @@ def test_every_function_that_contributing_names_is_defined_in_a_file_it_names_al
 
 def test_files_that_docstrings_name_exist() -> None:
     checked = 0
-    for path in sorted(path for room in ("trainer", "callbacks", "strategies") for path in (ROOT / room).rglob("*.py")):
+    for path in SOURCES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
                 continue
@@ -251,6 +251,7 @@ def test_contributing_lists_every_room_from_the_top_floor_down() -> None:
     table = GUIDE.read_text(encoding="utf-8").split("| room, from the top |")[1].split("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = [[cell.removesuffix(".py").rstrip("/") for cell in re.findall(r"`([^`]+)`", row)] for row in rows]
-    numbers = [floors["leyden." + name.replace("/", ".")] for names in named for name in names]
+    modules = [name.replace("/", ".") for names in named for name in names]
+    numbers = [floors[name if name.startswith("leyden.") else f"leyden.{name}"] for name in modules]
     assert sorted(numbers, reverse=True) == numbers
     assert len(numbers) == len(floors)

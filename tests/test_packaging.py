@@ -44,9 +44,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def modules() -> set[str]:
     """Returns the files that every distribution must hold, by their path in the package."""
     inside = {f"leyden/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    own = {
-        str(path.relative_to(ROOT)) for pattern in ("*.py", "utils/*.py") for path in (ROOT / "leyden").glob(pattern)
-    }
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "leyden").rglob("*.py") if path.resolve() == path}
     return {*inside, *own, "leyden/py.typed"}
 
 

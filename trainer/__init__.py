@@ -1,25 +1,21 @@
-"""The Trainer, the Accelerator, and the rooms of one run.
+"""What a training run is: the Trainer, the module that it trains, and the loop.
 
-Start with `events/hooks.py`, which lists the order of a run. `trainer.py` builds the parts and starts runs;
-`run/state.py` has the Run, which sets itself up; `loops/fit.py` drives a fit, and `loops/step.py` turns a batch into an
-optimizer step.
+Start with `events/hooks.py`, which lists the order of a run. `trainer.py` builds the parts and starts runs; `run.py`
+has the Run, which sets itself up; `loops/fit.py` drives a fit, and `loops/step.py` turns a batch into an optimizer
+step.
 
     trainer.py view.py                       the Trainer, and the properties that callbacks read
     module.py datamodule.py hparams.py       base classes for users
     profilers.py plugins.py                  values of the Trainer's `profiler` and `plugins`
-    arguments/                               the Trainer's arguments: defaults, checks, and the ones given by the user
-    launched.py                              arguments set by `leyden launch`
-    run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
+    arguments/ launched.py                   the Trainer's arguments: defaults, checks, and those of `leyden launch`
+    run.py starting/ saved/ reporting/ ending.py    one run: its parts, how it starts, is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
     events/                                  hooks, progress, signals, preemption, and the stage of a run
     engine/                                  shared by Trainer and Accelerator: windows, optimizers, schedulers
     logging/                                 `self.log`
-    data/                                    loaders that resume, sharding, random numbers
     tuning/                                  searches for a learning rate or a batch size, with trials of copies
-    checkpoint/ format/                      reading and writing checkpoints; their byte format
-    accelerator/                             the Accelerator, for your own training loop
-    cli/                                     the command line
 
+What serves these rooms is in `leyden/`: `core/`, `launch/`, `data/`, `checkpoint/`, `accelerator/`, `compat/`, `cli/`.
 A room imports only from rooms below it; `tests/test_imports.py` has their order.
 """
 

@@ -20,6 +20,7 @@ from leyden.core.paths import local_path
 from leyden.launch.heartbeat import Phase
 from leyden.launch.watchdog import watched
 from leyden.strategies.base import Strategy
+from leyden.trainer import ending
 from leyden.trainer.arguments.arguments import for_trial, resolve
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine.engine import Engine
@@ -35,7 +36,7 @@ from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.reporting import summary
-from leyden.trainer.run import Run, ending
+from leyden.trainer.run import Run
 from leyden.trainer.saved import resuming, saving
 from leyden.trainer.saved.restoring import Restorer
 from leyden.trainer.saved.rolling_back import roll_back

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from leyden.core.devices import find_device
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.data.sharding import block
 from leyden.strategies.base import Strategy
-from leyden.strategies.single import find_device
 from leyden.trainer.engine.debugging import is_debugging
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from leyden.core.environment import is_interactive, is_running, with_variables
 from leyden.core.errors import ConfigurationError, LeydenError
@@ -43,9 +43,6 @@ from leyden.launch.heartbeat import (
 )
 from leyden.launch.processes import descendants, processor_seconds, runs, started, status_of
 from leyden.launch.stacks import Thread, ask
-
-if TYPE_CHECKING:
-    from leyden.strategies.ranks import Ranks
 
 MIN_LIMIT = 60.0
 """Smallest adaptive limit of a training batch, in seconds."""
@@ -357,6 +354,20 @@ def _any_progress(alive: list[Pulse]) -> bool:
     return bool([pulse for pulse in alive if pulse.look(now)])
 
 
+class WatchedRanks(Protocol):
+    """What a watchdog asks of the run's ranks, which `strategies/ranks.py` implements."""
+
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def report_failure(self, error: BaseException, where: str = "") -> bool:
+        """Reports an error to the other ranks. Returns False if the error is a consequence of another rank's."""
+        ...
+
+
 class OwnWatchdog(Watchdog):
     """Watches its own process: a single one, or a rank of torchrun or srun, which no launcher of Leyden watches.
 
@@ -367,7 +378,7 @@ class OwnWatchdog(Watchdog):
         ranks: the run's ranks.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: WatchedRanks) -> None:
         is_watched = is_interactive() or ("_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
         super().__init__(1, say, "" if is_watched else "This process was terminated.", ranks.world_size == 1)
         self._ranks = ranks
@@ -387,7 +398,7 @@ class OwnWatchdog(Watchdog):
 
 
 @contextmanager
-def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None, folder: str) -> Iterator[None]:
+def watched(heartbeat: Heartbeat, ranks: WatchedRanks, hang_timeout: float | str | None, folder: str) -> Iterator[None]:
     """Puts the run under a watchdog for the block: the launcher's, or else one in a thread of this process.
 
     A run inside a hook of another run counts as part of it, and shares its limit unless it sets one.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from forged import Bomb, forge
 
+from leyden import checkpoint
 from leyden.checkpoint import writer as writer_module
 from leyden.checkpoint.folder import newest
 from leyden.checkpoint.foreign import load_foreign
@@ -23,7 +24,6 @@ from leyden.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, rea
 from leyden.checkpoint.format.safefile import MAX_HEADER
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
-from leyden.trainer import checkpoint
 
 FILES = [
     "manifest.json",
