@@ -1,12 +1,23 @@
-"""Fixtures and hooks for the tests in every folder."""
+"""Fixtures and hooks for the tests in every folder: among them a Trainer that writes nothing, and a disk."""
+
+from __future__ import annotations
 
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from models import QUIET
+
+from leyden import Trainer, TrainModule
+from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.writer import CheckpointWriter
+
+Fit = Callable[..., Trainer]
 
 
 def pytest_collection_finish() -> None:
@@ -29,3 +40,34 @@ def ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> dict[str, Any]:
+    """Arguments of a Trainer that shows and writes nothing."""
+    return {**QUIET, "default_root_dir": tmp_path}
+
+
+@pytest.fixture
+def fit(quiet: dict[str, Any]) -> Fit:
+    """Returns a function that fits for one epoch, unless its arguments say otherwise."""
+
+    def run(module: TrainModule, train: Any, val: Any = None, **arguments: Any) -> Trainer:
+        trainer = Trainer(**{"max_epochs": 1, **quiet, **arguments})
+        trainer.fit(module, train, val)
+        return trainer
+
+    return run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Callable[..., Any]:
+    """Returns a function that writes a tree to a checkpoint on disk and reads it back."""
+
+    def round_trip(tree: Any, **reading: Any) -> Any:
+        with CheckpointWriter(tmp_path / "tree") as writer:
+            writer.state("user", tree)
+            path = writer.commit(progress={})
+        return CheckpointReader(path).state("user", **reading)
+
+    return round_trip

@@ -12,7 +12,7 @@ import pytest
 
 from leyden import Accelerator, FullyShardedDataParallelPlugin
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SCRIPT = """\
 import json, os, sys
 import torch

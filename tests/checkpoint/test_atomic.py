@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 def run(code: str, *args: object) -> str:
     """Runs code in a process of its own; returns its standard output."""
-    path = os.pathsep.join([str(HERE.parents[2]), str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = run_program(["-c", textwrap.dedent(code), *args], environ={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -16,7 +16,7 @@ import yaml
 
 from leyden.cli.main import main
 
-PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 HYDRA = PAGE.index("## Hydra")
 
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 OPTIONS = [
     *("--data=configured.Points", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.strategy=ddp"),
     *("--trainer.max_epochs=1", "--trainer.enable_progress_bar=false", "--trainer.resume=auto"),

@@ -806,6 +806,6 @@ def test_a_parser_works_without_a_cli() -> None:
 
 
 def test_the_page_cites_exactly_the_tests_in_this_file() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "lightning-cli.md").read_text(encoding="utf-8")
     here = {name for name in globals() if name.startswith("test_")}
     assert set(re.findall(r"`(test_\w+)`", page)) == here - {"test_the_page_cites_exactly_the_tests_in_this_file"}

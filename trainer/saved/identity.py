@@ -175,12 +175,7 @@ def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None 
         return plain(vars(value), depth, of_tensor)
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return plain(value.tolist(), depth + 1, of_tensor)
-    if (
-        isinstance(value, (bytes, bytearray, complex, torch.dtype, torch.device))
-        or type(value).__module__ == "datetime"
-    ):
-        return {"$value": repr(value)}
-    return _skipped(value)
+    return {"$value": repr(value)} if _is_told_by_its_repr(value) else _skipped(value)
 
 
 _NESTED: Any = object()
@@ -196,6 +191,11 @@ def _atom(value: Any) -> Any:
         number = int(value) if isinstance(value, int) else float(value)
         return number if math.isfinite(number) else {"$number": repr(number)}
     return {"$path": str(value)} if isinstance(value, PurePath) else _NESTED
+
+
+def _is_told_by_its_repr(value: Any) -> bool:
+    kinds = (bytes, bytearray, complex, torch.dtype, torch.device)
+    return isinstance(value, kinds) or type(value).__module__ == "datetime"
 
 
 def _skipped(value: Any) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 from leyden.callbacks.base import Callback
@@ -60,15 +60,16 @@ def _uncalled_hooks(owner: object) -> Iterator[tuple[str, str]]:
     hooks = [name for name in dir(base) if _is_hook(name)]
     methods = dict.fromkeys(name for kind in user_classes for name, member in vars(kind).items() if callable(member))
     for name in methods:
-        if name in known:
-            continue
-        if name in FORMER:
-            yield name, FORMER[name]
-        elif _is_hook(name):
-            close = difflib.get_close_matches(_with_usual_ending(name), hooks, n=1, cutoff=0.85)
-            # Beside the hook itself, a method of a similar name is a part of it, such as configure_optimizer.
-            if close and (name.startswith("on_") or close[0] not in methods):
-                yield name, close[0]
+        meant = None if name in known else FORMER.get(name) or _nearest_hook(name, hooks, methods)
+        if meant is not None:
+            yield name, meant
+
+
+def _nearest_hook(name: str, hooks: list[str], methods: Container[str]) -> str | None:
+    """Returns the hook whose name a method of this name misspells; None if it is not one."""
+    close = difflib.get_close_matches(_with_usual_ending(name), hooks, n=1, cutoff=0.85) if _is_hook(name) else []
+    # Beside the hook itself, a method of a similar name is a part of it, such as configure_optimizer.
+    return close[0] if close and (name.startswith("on_") or close[0] not in methods) else None
 
 
 def _is_hook(name: str) -> bool:
@@ -90,8 +91,8 @@ def misspelled(owner: object, method: str) -> str:
 def warn_of_unlogged_monitors(run: Run) -> None:
     """Warns, after the first validation, of monitored names that look misspelled: validation did not log them.
 
-    It cannot be an error: the name may be logged in training, or by later validations. No
-    warning for names that are neither similar to a logged one nor look like validation's.
+    It cannot be an error: the name may be logged in training, or by later validations. A name that neither is similar
+    to a logged one nor looks like validation's causes no warning.
     """
     logged = sorted(run.logs.callback_metrics())
     if not logged or not run.strategy.ranks.is_global_zero:
