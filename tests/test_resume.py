@@ -691,7 +691,9 @@ def test_a_resumed_run_saves_the_same_checkpoint_as_an_uninterrupted_one(tmp_pat
     first_part(tmp_path / "parts", max_epochs=2, logger=CSVLogger(tmp_path / "parts"))
     resumed = trainer_in(tmp_path / "parts", logger=CSVLogger(tmp_path / "parts"))
     resumed.fit(Classifier(), *loaders(), ckpt_path="last")
-    one, other = (CheckpointReader(tmp_path / name / SAVED / "epoch=2-step=9") for name in ("uninterrupted", "parts"))
+    one, other = (
+        CheckpointReader(tmp_path / name / "logs" / SAVED / "epoch=2-step=9") for name in ("uninterrupted", "parts")
+    )
     assert differences(one.model(), other.model()) == []
     assert differences(one.optimizers(), other.optimizers()) == []
     for name in ("rank-0", "schedulers", "user"):

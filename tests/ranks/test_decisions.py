@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from logged import scalars_in
-from models import QUIET, SAVED
+from models import QUIET
 from ranks.world import run_world
 from same import same_weights
 from torch import Tensor, nn
@@ -370,9 +370,10 @@ def test_early_stopping_ends_all_ranks_at_the_same_step(early: tuple[Path, list[
 
 
 def test_all_ranks_know_and_keep_the_same_best_checkpoint(early: tuple[Path, list[dict[str, Any]]]) -> None:
-    folder, ranks = early
-    best = str(folder / SAVED / "epoch=1-score=2.0")
-    assert [str(path) for path in (folder / SAVED).iterdir()] == [best]
+    _, ranks = early
+    folder = Path(ranks[0]["log_dir"], "checkpoints")
+    best = str(folder / "epoch=1-score=2.0")
+    assert [str(path) for path in folder.iterdir()] == [best]
     for found in ranks:
         assert found["best path"] == best and found["kept"] == [best]
 
