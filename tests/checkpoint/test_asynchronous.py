@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import QUIET, SAVED, Squares
+from models import QUIET, Squares
 from ranks import late
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
@@ -427,12 +427,12 @@ def test_asynchronous_saves_of_a_custom_loop_equal_synchronous_ones(tmp_path: Pa
     for asynchronous in (False, True):
         run_custom_loop(tmp_path / str(asynchronous), asynchronous)
     for number in (4, 5):
-        sync, background = (tmp_path / str(kind) / SAVED / f"checkpoint_{number}" for kind in (False, True))
+        sync, background = (tmp_path / str(kind) / "checkpoints" / f"checkpoint_{number}" for kind in (False, True))
         names = sorted(path.name for path in sync.iterdir())
         assert names == sorted(path.name for path in background.iterdir())
         for name in set(names) - TIMED_FILES:
             assert (sync / name).read_bytes() == (background / name).read_bytes(), name
-    assert sorted(os.listdir(tmp_path / "True" / SAVED)) == ["checkpoint_4", "checkpoint_5"]
+    assert sorted(os.listdir(tmp_path / "True" / "checkpoints")) == ["checkpoint_4", "checkpoint_5"]
 
 
 def test_a_script_waits_for_its_last_save_before_it_exits(tmp_path: Path) -> None:
