@@ -17,9 +17,9 @@ from torch import nn
 
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.format.configs import config_of, entries_of, is_config
+from leyden.checkpoint.format.secrets import masked_names, masked_values
 from leyden.core.errors import ConfigurationError, kind_of, nearest
 from leyden.core.rank_zero import warn
-from leyden.core.secrets import masked_names, masked_values
 
 if TYPE_CHECKING:
     from leyden.checkpoint.module import SavedArguments

@@ -18,10 +18,10 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.loggers.plain import STARTS, HParams, as_dict, json_text, json_value, run_files
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.plain_files import check_plain
+from leyden.checkpoint.format.secrets import OWNERS, is_marked
 from leyden.core.errors import StateError
 from leyden.core.paths import local_path
 from leyden.core.saved_state import SavedState
-from leyden.core.secrets import OWNERS, is_marked
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint

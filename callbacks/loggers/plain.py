@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from leyden.checkpoint.format.configs import is_config, resolved
+from leyden.checkpoint.format.secrets import masked_values
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.core.secrets import masked_values
 from leyden.trainer.hparams import mapping_of
 
 STARTS = "starts"

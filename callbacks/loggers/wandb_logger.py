@@ -14,10 +14,10 @@ from leyden.callbacks.loggers.checkpoint_uploads import CheckpointUploads, Uploa
 from leyden.callbacks.loggers.media import for_each, listed, rows_of
 from leyden.callbacks.loggers.plain import HParams, flatten_hparams, json_value, plain_numbers, run_files
 from leyden.callbacks.loggers.service_logger import ServiceLogger
+from leyden.checkpoint.format.secrets import OWNERS
 from leyden.core.errors import ConfigurationError, needs
 from leyden.core.paths import local_path
 from leyden.core.rank_zero import warn
-from leyden.core.secrets import OWNERS
 
 if TYPE_CHECKING:
     from wandb import Artifact, Run

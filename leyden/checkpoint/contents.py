@@ -11,8 +11,8 @@ from torch import Tensor
 
 from leyden.checkpoint.format.manifest import FileEntry
 from leyden.checkpoint.format.safefile import write_file, write_tensors
+from leyden.checkpoint.format.secrets import OWNERS, is_marked
 from leyden.checkpoint.format.unflushed import Unflushed
-from leyden.core.secrets import OWNERS, is_marked
 
 
 class Content(ABC):

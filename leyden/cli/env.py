@@ -10,9 +10,9 @@ import sys
 
 import click
 
+from leyden.checkpoint.format.secrets import masked_text, masked_value
 from leyden.cli.settings.machine import this_machine
 from leyden.cli.settings.settings import found_file
-from leyden.core.secrets import masked_text, masked_value
 from leyden.core.text import aligned, size_of
 from leyden.launch.processes import available_cpus
 

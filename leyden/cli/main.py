@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Write the weights of a sharded checkpoint to one file (also merge-weights).",
     ),
     "migrate": (
-        "migrate.migrate",
+        "leyden.compat.migrate.migrate",
         "Rewrite imports and names of Lightning and Accelerate in scripts, and list what is left.",
     ),
     "convert": ("checkpoint.convert", "Convert a checkpoint of Lightning or Accelerate."),
@@ -58,7 +58,8 @@ class Commands(click.Group):
         if name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")
-        command = getattr(importlib.import_module(f"leyden.cli.{module}"), attribute or "command")
+        place = module if module.startswith("leyden.") else f"leyden.cli.{module}"
+        command = getattr(importlib.import_module(place), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -1,1 +1,1 @@
-"""What every room needs, and what knows no room: errors, trees of tensors, text, secrets, paths, devices, ranks."""
+"""What every room needs, and what knows no room: errors, trees of tensors, text, paths, devices, ranks."""

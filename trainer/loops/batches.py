@@ -148,6 +148,7 @@ def warn_of_length(reported: int, actual: int) -> None:
     warn(
         f"the training loader reports {reported} batches but ended after {actual}: fix its length, or let it report "
         "none.",
+        every_rank=True,
     )
 
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from leyden.checkpoint.format.errors import blame
+from leyden.checkpoint.format.secrets import masked_words
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.environment import rank_environment
 from leyden.core.saved_state import SavedState
-from leyden.core.secrets import masked_words
 from leyden.trainer.launched import COMMAND
 
 FILE = "command"

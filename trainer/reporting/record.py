@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.callbacks.loggers.logger import Logger
+from leyden.checkpoint.format.secrets import masked_text, masked_value
 from leyden.core.errors import kind_of
 from leyden.core.rank_zero import warn
-from leyden.core.secrets import masked_text, masked_value
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.reporting.command import STARTED_IN, Command, words_here
 from leyden.trainer.reporting.repository import Repository

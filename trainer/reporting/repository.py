@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from leyden.core.secrets import masked_lines
+from leyden.checkpoint.format.secrets import masked_lines
 
 SECONDS = 5.0
 """Time limit for all calls of git together. The other ranks wait for them."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from leyden.checkpoint.format.configs import is_config, resolved
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.safefile import memory_of
-from leyden.core.secrets import DIGEST, digest_of, masked_values
+from leyden.checkpoint.format.secrets import DIGEST, digest_of, masked_values
 
 if TYPE_CHECKING:
     from leyden.checkpoint.foreign import ForeignWeights

@@ -16,12 +16,12 @@ from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format.codec import class_names, known_classes
 from leyden.checkpoint.format.errors import blame
 from leyden.checkpoint.format.manifest import KEPT
+from leyden.checkpoint.format.secrets import masked_values
 from leyden.checkpoint.owners import Unclaimed
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
-from leyden.core.secrets import masked_values
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.saved.identity import plain
 

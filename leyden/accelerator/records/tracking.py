@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from leyden.callbacks.loggers.silent import Silent
+from leyden.checkpoint.format.secrets import masked_values
 from leyden.core.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 from leyden.core.rank_zero import rank_zero_only, warn
-from leyden.core.secrets import masked_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -19,12 +19,12 @@ from torch import Tensor
 from leyden.checkpoint.foreign import load_weights_only
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.secrets import masked_values
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.cli.checkpoint.convert_state import Names, of_accelerate, of_lightning
 from leyden.cli.models import ARGS, load_model, parse_arguments
 from leyden.core.errors import ConfigurationError
 from leyden.core.paths import local_path
-from leyden.core.secrets import masked_values
 
 MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)(\.index\.json)?$")
 OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_state", "custom_checkpoint")

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.save_config import SaveConfigCallback
+from leyden.checkpoint.format.secrets import masked_names
 from leyden.cli.configuration.class_paths import ArgsType, ReduceLROnPlateau, import_own, instantiate_class
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
-from leyden.core.secrets import masked_names
 from leyden.data.rng import seed_everything
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.module import TrainModule

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from leyden.checkpoint.format.secrets import masked_words
 from leyden.cli.configuration import stages
 from leyden.cli.launch import agent, preflight
 from leyden.cli.launch.plan import ElasticOptions, LaunchPlan, planned_for, resolve
@@ -17,7 +18,6 @@ from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey, read_section
 from leyden.cli.settings.machine import this_machine
 from leyden.cli.settings.settings import Settings, found_file, read_file
 from leyden.core.errors import ConfigurationError
-from leyden.core.secrets import masked_words
 from leyden.launch.processes import temporary
 
 KINDS = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from leyden.checkpoint.format.secrets import masked_value
 from leyden.cli.launch.accelerate_variables import accelerate_variables
 from leyden.cli.launch.strategy_choice import chosen_strategy
 from leyden.cli.settings.keys import FP8, NO, PRECISIONS
@@ -16,7 +17,6 @@ from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings
 from leyden.core.environment import STARTER, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError
-from leyden.core.secrets import masked_value
 from leyden.launch.watchdog import hang_limit
 from leyden.trainer.launched import LaunchSettings
 

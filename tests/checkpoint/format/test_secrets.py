@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from leyden.core.secrets import (
+from leyden.checkpoint.format.secrets import (
     HIDDEN,
     MASKED,
     digest_of,

@@ -79,7 +79,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def saved(folder: Path) -> Path:
-    return folder / "version_0" / "checkpoints" / "epoch=1-step=6"
+    return folder / "logs" / "version_0" / "checkpoints" / "epoch=1-step=6"
 
 
 def resume(folder: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_forged_ranking_deletes_nothing_outside_its_folder(folder: Path, entry
     other = folder.parent / "other" / "precious"
     shutil.copytree(saved(folder), other)
     manifest = read_manifest(other)
-    (folder / "version_0" / "checkpoints" / "away").symlink_to(other.parent)
+    (folder / "logs" / "version_0" / "checkpoints" / "away").symlink_to(other.parent)
     name = {"absolute": str(other), "upwards": "../../other/precious", "link": "away/precious"}[kind]
 
     def change(tree: Any) -> None:
