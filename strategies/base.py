@@ -567,6 +567,13 @@ class Strategy:
         """Returns a context in which backward exchanges gradients between ranks only if enabled."""
         return nullcontext()
 
+    def unreduced_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns what backward passes without an exchange left for the next one, beside `.grad`, by parameter name."""
+        return {}
+
+    def restore_unreduced(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        """Restores what `unreduced_gradients` returned, after `.grad`. Every rank calls it."""
+
 
 def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
     """Returns the mean of an item count over the data ranks."""

@@ -88,8 +88,11 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp: DistributedDataParallel | None = None
         self._exchanged: dict[int, tuple[str, nn.Parameter]] = {}
         """The parameters whose gradients the wrapper exchanges: id -> name and parameter."""
-        self._sync_disabled = False
-        self._manual = False
+        self._sync_disabled = self._manual = False
+        self._has_unreduced = False
+        """True under manual optimization if the last backward exchanged nothing."""
+        self._owed: list[nn.Parameter] = []
+        """After a resume, the parameters whose gradients the first exchange must include."""
 
     @property
     def ddp_arguments(self) -> dict[str, Any]:
@@ -197,6 +200,7 @@ class DDPStrategy(ProcessGroupStrategy):
             # The DDP object may outlive the run, but gloo aborts if its reducer outlives the process group.
             _drop_reducer(self.ddp)
         self.ddp = self.before_forward = self.check_exchange = None
+        self._has_unreduced, self._owed = False, []
         self.own_loop.release()
         super().teardown()
 
@@ -260,8 +264,32 @@ class DDPStrategy(ProcessGroupStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._manual and self.ddp is not None and not self._sync_disabled:
             # DDP would prepare at the end of its forward, which comes after every backward of the step.
+            if self._owed:
+                loss = self._including_owed(loss)
             self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
         super().backward(loss, *args, **kwargs)
+        self._has_unreduced = self._sync_disabled
+
+    def unreduced_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        # DDP keeps them in `.grad`. It only remembers which these are: it exchanges them even if that pass has no
+        # gradient for them.
+        waiting = self._exchanged.values() if self._has_unreduced else ()
+        return {name: torch.empty(0) for name, parameter in waiting if parameter.grad is not None}
+
+    def restore_unreduced(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        named = dict(module.named_parameters())
+        found = torch.tensor([name in gradients for name in named], dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.ranks.host_group)
+        self._owed = [p for p, is_owed in zip(named.values(), found.tolist(), strict=True) if is_owed]
+        self._has_unreduced = bool(self._owed)
+
+    def _including_owed(self, loss: Tensor) -> Tensor:
+        """Makes the first exchange after a resume include gradients that the interrupted run had not exchanged."""
+        owed, self._owed = self._owed, []
+        average([p for p in owed if not p.requires_grad], self.ranks.world_size)
+        # DDP exchanges what the loss depends on. A term with the gradient -0.0 changes no bit of another gradient.
+        used = (p for p in owed if p.requires_grad and not (p.grad is not None and p.grad.is_sparse))
+        return sum((p.sum() * -0.0 for p in used), loss)
 
     @contextmanager
     def gradient_sync(self, enabled: bool) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leyden.core.errors import StateError
 from leyden.core.rank_zero import warn
@@ -15,6 +15,7 @@ from leyden.strategies.local_weights import local_part
 
 if TYPE_CHECKING:
     from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.module import TrainModule
 
 
 class OpenGradients:
@@ -25,10 +26,10 @@ class OpenGradients:
 
     Args:
         module: the module that has the parameters.
-        engine: the engine, which knows the optimizers that have not stepped since the last backward pass.
+        engine: the engine, which knows the optimizers whose gradients wait for a step.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
+    def __init__(self, module: TrainModule, engine: Engine) -> None:
         self._module, self._engine = module, engine
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -46,14 +47,13 @@ class OpenGradients:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        parameters = dict(self._module.named_parameters()) if state else {}
-        for name, value in state.items():
-            if name in parameters:
-                gradient = torch.empty_like(parameters[name], requires_grad=False)
-                local_part(gradient).copy_(value)
-                parameters[name].grad = gradient
-        if state:
-            self._engine.reopen()
+        if self._module.automatic_optimization:
+            return
+        for name, parameter in self._module.named_parameters():
+            # A run that goes back to a checkpoint has gradients of the batches that it repeats.
+            parameter.grad = None
+            if name in state:
+                parameter.grad = _gradient_of(parameter, state[name])
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Tensor]:
         """Returns no gradients, with a warning: those of other ranks' samples or shards do not fit this rank."""
@@ -63,3 +63,41 @@ class OpenGradients:
                 "number of ranks. They are left out: the first step after the resume lacks those batches.",
             )
         return {}
+
+
+class UnreducedGradients:
+    """What this rank's backward passes without an exchange left for the next one, where `.grad` does not hold it.
+
+    Args:
+        module: the module that has the parameters.
+        engine: the engine of the run.
+    """
+
+    def __init__(self, module: TrainModule, engine: Engine) -> None:
+        self._module, self._engine = module, engine
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._engine.strategy.unreduced_gradients(self._module) if self._engine.keeps_gradients else {}
+
+    def check_state_dict(self, state: Any) -> None:
+        saved = SavedState(state, "gradients")
+        for name, value in saved.entries.items():
+            if not isinstance(value, Tensor):
+                raise StateError(saved.path(name), f"is {brief(value)}, and must be a tensor")
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not self._module.automatic_optimization:
+            self._engine.strategy.restore_unreduced(self._module, state)
+
+    def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Tensor]:
+        """Returns no gradients, with the warning of `OpenGradients`."""
+        return OpenGradients(self._module, self._engine).regroup(states, rank, seed)
+
+
+def _gradient_of(parameter: Tensor, saved: Tensor) -> Tensor:
+    """Returns a saved gradient, or the shard of one, as the gradient of a parameter."""
+    if saved.layout != torch.strided:
+        return saved.to(parameter.device, copy=True)
+    gradient = torch.empty_like(parameter, requires_grad=False)
+    local_part(gradient).copy_(saved)
+    return gradient

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from leyden.strategies.local_weights import local_part
 
 
 def restart(roots: Iterable[nn.Module]) -> None:
@@ -26,7 +29,7 @@ def restart(roots: Iterable[nn.Module]) -> None:
                     root.reset_iter_state()
             else:
                 _reset(state)
-            _drop_gradients(state)
+            _drop_gradients(root)
 
 
 def _reset(state: Any) -> None:
@@ -63,14 +66,61 @@ def _reset(state: Any) -> None:
     shared.post_backward_final_callback_queued = False
 
 
-def _drop_gradients(state: Any) -> None:
+def note_unfrozen(root: Any) -> None:
+    """Makes the groups of a root reduce gradients in the precision of the policy, whatever they trained at first.
+
+    torch reads a group's data types in the first forward pass, from the parameters that are trained then. A group that
+    is frozen there, as while another optimizer is toggled, has none, and later gradients fail in mixed precision.
+    """
+    # A root that has run forward before does nothing here.
+    root._get_fsdp_state()._lazy_init()
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            for group in parameter_groups(part._get_fsdp_state()):
+                if group._orig_dtype is None:
+                    group._init_mp_dtypes()
+
+
+def _drop_gradients(root: nn.Module) -> None:
     """Drops gradients accumulated without a reduction. No torch version does, and they would add to the next ones."""
-    for part in state._state_ctx.all_states:
-        for group in parameter_groups(part):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for parameter in _parameters(root):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def unreduced_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients of whole parameters that backward passes without a reduction have accumulated, by name."""
+    names, found = {id(p): name for name, p in module.named_parameters()}, {}
+    for parameter in _parameters(module):
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is None and hasattr(parameter, "_unsharded_param"):
+            gradient = parameter._unsharded_param.grad
+        if gradient is not None:
+            found[names[id(parameter.sharded_param)]] = local_part(gradient)
+    return found
+
+
+def restore_unreduced(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Replaces the gradients that the next reduction adds to its own."""
+    _drop_gradients(module)
+    names = {id(p): name for name, p in module.named_parameters()}
+    for parameter in _parameters(module):
+        value = gradients.get(names[id(parameter.sharded_param)])
+        if value is not None:
+            local = value.to(parameter.sharded_param.device, copy=True)
+            if parameter.is_dtensor:
+                # A layer that is split over a mesh has DTensors as its gathered parameters.
+                local = DTensor(local, parameter._tp_spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            parameter.unsharded_accumulated_grad = local
+
+
+def _parameters(module: nn.Module) -> Iterator[Any]:
+    """Yields FSDP's objects for the parameters of a module and its submodules."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            yield from (parameter for group in parameter_groups(state) for parameter in group.fsdp_params)
 
 
 def parameter_groups(part: Any) -> Iterator[Any]:

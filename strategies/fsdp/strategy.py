@@ -25,7 +25,7 @@ from leyden.strategies.fsdp.guard import guard_exports, guard_shards
 from leyden.strategies.fsdp.nested import StepHooks
 from leyden.strategies.fsdp.options import ShardRecord, offload_of, policy_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
-from leyden.strategies.fsdp.restart import restart
+from leyden.strategies.fsdp.restart import note_unfrozen, restart, restore_unreduced, unreduced_gradients
 from leyden.strategies.fsdp.sharding import (
     ReplacedParameters,
     Sharding,
@@ -302,6 +302,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form, sharding.scalars)
         module.__dict__["_leyden_record"] = self.record
 
+    def check_trained(self) -> None:
+        for root in self._roots:
+            note_unfrozen(root)
+
     def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
         """Returns a function that splits each group's layers before sharding and may extend `ignored`; None to skip."""
         return None
@@ -494,6 +498,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             yield
         finally:
             self._set_sync(before)
+
+    def unreduced_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        self._reshard()
+        return unreduced_gradients(module)
+
+    def restore_unreduced(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        self._reshard()
+        restore_unreduced(module, gradients)
 
 
 def _module_run_outside(error: BaseException, roots: Sequence[Any]) -> nn.Module | None:

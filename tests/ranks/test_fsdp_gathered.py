@@ -187,3 +187,49 @@ def penalize() -> None:
 def test_a_gradient_of_a_gradient_raises() -> None:
     with pytest.raises(AssertionError, match="the gradient of a gradient .* Use strategy='ddp'"):
         run_world(2, penalize)
+
+
+class Toggled(Adversaries):
+    """The second network is first run while its optimizer is toggled off."""
+
+    def __init__(self) -> None:
+        super().__init__(toggles=True)
+        self.float()
+
+    def training_step(self, batch: Tensor) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            with optimizer.toggle_model():
+                self.manual_backward(self.second(batch.float() * self.first(batch.float())).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Unfreezes(Automatic):
+    """Trains its blocks only from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def on_train_epoch_start(self) -> None:
+        blocks = [part for part in self.net.children() if any(True for _ in part.parameters())]
+        blocks[0].requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return super().training_step(batch.float())
+
+
+def trained_in_bf16() -> list[bool]:
+    """Returns whether each parameter of the two modules has changed."""
+    changed = []
+    for module in (Toggled(), Unfreezes()):
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        strategy = FSDPStrategy(auto_wrap_policy={nn.Linear})
+        settings = {**SETTINGS, "max_epochs": 2, "precision": "bf16-mixed"}
+        Trainer(strategy=strategy, **settings).fit(module, list(X))
+        changed += [not torch.equal(a, whole(b)) for a, b in zip(before, module.parameters(), strict=True)]
+    return changed
+
+
+def test_parameters_that_are_frozen_in_the_first_pass_train_later_in_mixed_precision() -> None:
+    assert all(run_world(2, trained_in_bf16)[0])

@@ -33,6 +33,8 @@ ANY_TIME = {
     "add_optimizer",
     "counted",
     "held",
+    "unreduced_gradients",
+    "restore_unreduced",
 }
 
 

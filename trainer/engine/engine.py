@@ -81,8 +81,10 @@ class Engine:
         """True if a plain `loss.backward()` would be wrong, and the user has not been warned about it yet."""
         self._backward_calls = 0
         """In manual optimization, the number of calls of `manual_backward`."""
-        self._closed_at: dict[int, int] = {}
-        """`_backward_calls` when each optimizer last stepped or cleared its gradients, by the optimizer's id."""
+        self._stepped_at: dict[int, int] = {}
+        """`_backward_calls` at the last step of each optimizer, by its id, until it clears its gradients."""
+        self._clears: dict[int, bool] = {}
+        """Whether an optimizer, by its id, has always cleared its gradients between two steps; unknown at first."""
         self._is_stepping = False
         """True while the module's manual step runs."""
         self.warned_of_rest = False
@@ -165,7 +167,7 @@ class Engine:
             before_step: a function to call before each step, with unscaled gradients.
         """
         self._manual, self._before_step, self._backward_hooks = True, before_step, hooks
-        self._went_backward, self._backward_calls, self._closed_at = True, 0, {}
+        self._went_backward, self._backward_calls, self._stepped_at, self._clears = True, 0, {}, {}
         self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
 
     def begin_step(self) -> None:
@@ -183,16 +185,20 @@ class Engine:
 
         Inside a manual step there are none: a resume repeats the whole batch.
         """
-        if not self._manual or self._is_stepping or self.strategy.drives_one:
+        if not self.keeps_gradients:
             return set()
-        # A module that only calls loss.backward() leaves no trace of its calls.
-        calls, groups = self._backward_calls, self.strategy.master_weights.groups
-        waiting = [one for one in self.optimizers if not calls or self._closed_at.get(id(one), 0) < calls]
+        groups = self.strategy.master_weights.groups
+        waiting = [one for one in self.optimizers if not self._is_stale(id(one))]
         return {id(p) for optimizer in waiting for group in groups(optimizer) for p in group}
 
-    def reopen(self) -> None:
-        """Notes that gradients were restored from a checkpoint."""
-        self._backward_calls, self._closed_at = 1, {}
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if gradients may wait for a later batch: between two batches of manual optimization."""
+        return self._manual and not self._is_stepping and not self.strategy.drives_one
+
+    def _is_stale(self, optimizer: int) -> bool:
+        """Returns True if an optimizer has stepped, and clears its gradients before it accumulates again."""
+        return self._stepped_at.get(optimizer, -1) == self._backward_calls and self._clears.get(optimizer, False)
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps one optimizer. In manual optimization, this includes unscaling and the hooks before a step.
@@ -217,7 +223,11 @@ class Engine:
             closure()
             closure = None
         stepped = strategy.step(optimizer, closure, **kwargs)
-        self._closed_at[id(optimizer)] = self._backward_calls
+        if self._manual:
+            key = id(optimizer)
+            if key in self._stepped_at:
+                self._clears[key] = False
+            self._stepped_at[key] = self._backward_calls
         self.has_stepped = self.has_stepped or stepped
         return stepped
 
@@ -235,7 +245,8 @@ class Engine:
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clears the gradients of one optimizer."""
         prepared.optimizer.zero_grad(set_to_none)
-        self._closed_at[id(prepared.optimizer)] = self._backward_calls
+        self._stepped_at.pop(id(prepared.optimizer), None)
+        self._clears.setdefault(id(prepared.optimizer), True)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Runs backward on the loss, without dividing it by the window's length.

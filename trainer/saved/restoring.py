@@ -121,7 +121,7 @@ class Restorer:
                     "load rank 0's state of callbacks or a DataModule with state_per_rank.",
                 )
         names_by_part = {
-            "optimizers": ("gradients",),
+            "optimizers": ("gradients", "unreduced"),
             "progress": ("logs", "metrics", "trained"),
             "loaders": ("loader",),
             "rng": ("rng",),
@@ -181,8 +181,9 @@ class Restorer:
             if "optimizers" in self._parts:
                 self._lightning.restore_steps()
             self._lightning.settle()
-        self._rank.load("trained", "gradients")
+        self._rank.load("trained")
         run.strategy.check_trained()
+        self._rank.load("gradients", "unreduced")
         if self._progress is not None:
             run.progress.continue_from(self._progress)
         self._release()

@@ -73,6 +73,10 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
         gained = restorer.gained()
         _check_gained(run, gained, begun)
         restorer.restore_weights()
+        # Gradients accumulated by a custom step belong to weights that no longer exist.
+        for optimizer in run.engine.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        run.module.zero_grad(set_to_none=True)
         states = restorer.restore_run()
         assert states is not None
         run.progress.go_back(now, before)
@@ -87,10 +91,6 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
                 "and no callback added them again."
             )
         run.strategy.check_trained()
-        # Gradients accumulated by a custom step belong to weights that no longer exist.
-        for optimizer in run.engine.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        run.module.zero_grad(set_to_none=True)
     if loop is not None:
         loop.pass_over(further_batches)
     return reader.path

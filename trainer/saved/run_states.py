@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from leyden.checkpoint.buffers import Buffers
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.gradients import OpenGradients
+from leyden.checkpoint.gradients import OpenGradients, UnreducedGradients
 from leyden.checkpoint.owners import RankStateOwner
 from leyden.checkpoint.step_states import StepStates
 from leyden.data.rng import RandomNumbers
@@ -30,5 +30,6 @@ def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
         "metrics": MetricStates(run.module),
         "trained": run.trained,
         "gradients": OpenGradients(run.module, run.engine),
+        "unreduced": UnreducedGradients(run.module, run.engine),
         "rng": RandomNumbers(),
     }
