@@ -342,7 +342,7 @@ def test_after_save_checkpoint_runs_once_a_checkpoint_is_committed(tmp_path: Pat
             tmp_path, filename="{step}", every_n_train_steps=2, save_last=True, asynchronous=asynchronous
         )
         settings = {**QUIET, "enable_checkpointing": True, "logger": recorder, "max_steps": 5}
-        trainer = Trainer(**settings, callbacks=[checkpoint, *callbacks])
+        trainer = Trainer(**settings, default_root_dir=tmp_path / "runs", callbacks=[checkpoint, *callbacks])
         trainer.fit(Line(), DataLoader(torch.ones(20, 2), batch_size=2))
 
     recorder = CheckpointRecorder()

@@ -116,7 +116,8 @@ def loader() -> DataLoader[Any]:
 def fit(folder: Path, options: dict[str, Any], strategy: str, resumes: str | None = None, limit: int = BATCHES) -> Any:
     module = Heads() if "heads" in options else Words() if "sparse" in options else Accumulates(**options)
     saves = [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1), SaveEach(folder)]
-    arguments = {**QUIET, "enable_checkpointing": True, "max_epochs": 1, "limit_train_batches": limit}
+    arguments = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder / "runs"}
+    arguments |= {"max_epochs": 1, "limit_train_batches": limit}
     if strategy != "auto":
         arguments["strategy"] = strategy
     trainer = Trainer(**arguments, callbacks=[] if resumes else saves)

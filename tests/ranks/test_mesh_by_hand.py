@@ -30,7 +30,7 @@ BATCH, STEPS = 2, 6
 
 
 class Counted(GPT):
-    """Counts the collectives of the second step."""
+    """Counts the collectives of the third step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Counted(GPT):
         self._messages = Messages()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Not in the first step, which checks gradients, once per run.
-        if batch_idx == 1:
+        # The strategy compares gradients in steps 1, 2, 4, ..., so the third has the training's own collectives alone.
+        if batch_idx == 2:
             self._messages.__enter__()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        if batch_idx == 1:
+        if batch_idx == 2:
             self._messages.__exit__(None, None, None)
             self.counts = self._messages.counts
 
@@ -77,13 +77,13 @@ def by_hand(sizes: dict[str, int]) -> dict[str, Any]:
         begin = (step * readers + reader) * BATCH
         indices = range(begin, begin + BATCH)
         tokens, labels = (torch.stack(column) for column in zip(*(samples[i] for i in indices), strict=True))
-        if step == 1:
+        if step == 2:
             messages.__enter__()
         loss = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1:
+        if step == 2:
             messages.__exit__(None, None, None)
         losses.append(float(loss))
     return result(module, losses, messages.counts)

@@ -83,7 +83,7 @@ class UserStates:
     def warn_of_difference(self, composed: Mapping[str, Any], ranks: CheckpointRanks) -> None:
         """Warns of states that differ between ranks, because a checkpoint holds only rank 0's. Every rank calls this.
 
-        Python shows repeated warnings only once, so a run warns once.
+        Python shows a repeated warning once for each line of the user, so fit warns once.
         """
         if ranks.size == 1:
             return

@@ -162,7 +162,7 @@ def test_loggers_that_share_a_folder_record_each_start_once(
         "devices": 1,
         "precision": "32-true",
         "max_steps": 2,
-        "max_epochs": None,
+        "max_epochs": -1,
         "log_every_n_steps": 50,
     }
     assert {name: record["arguments"][name] for name in resolved} == resolved

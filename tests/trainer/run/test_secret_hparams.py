@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from models import QUIET, Line
 
 from leyden import DataModule, Trainer
@@ -88,6 +89,7 @@ def test_no_file_and_no_logger_gets_a_secret(tmp_path: Path, monkeypatch: pytest
     loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb"), WandbLogger(save_dir=tmp_path), kept]
     module, data = service(), Data(SECRET)
     fit(tmp_path, module, data, logger=loggers, callbacks=[ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)])
+    wandb.finish()
     assert module.key == SECRET and module.hparams.api_key == SECRET and data.hparams.password == SECRET
     assert files_with(tmp_path, SECRET) == []
     # The other values are there, so the files were searched in the form in which they are written.
