@@ -63,7 +63,7 @@ def fit(
     checkpoint = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, asynchronous=asynchronous, **monitor
     )
-    settings = {"max_steps": 7, "precision": "bf16-mixed", **arguments}
+    settings = {"max_steps": 7, "precision": "bf16-mixed", "default_root_dir": folder.parent / "runs", **arguments}
     trainer = Trainer(**ARGUMENTS, strategy=STRATEGIES[strategy](), callbacks=[checkpoint, *callbacks], **settings)
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:16], batch_size=4) if validates else None)
     return trainer
@@ -100,7 +100,7 @@ def save_both_ways(folder: Path) -> None:
 def content(checkpoint: Path) -> dict[str, Any]:
     """Returns the bytes of every file, without values that hold a time or a path."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
-    del found["manifest.json"], found["progress.json"]
+    del found["manifest.json"], found["progress.json"], found["run.json"]
     found["callbacks.json"] = [
         {key: value for key, value in state.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
         for state in json.loads(found["callbacks.json"])["tree"].values()

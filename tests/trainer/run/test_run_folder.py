@@ -289,13 +289,23 @@ def test_trials_that_share_a_dirpath_beside_their_folders_never_meet(tmp_path: P
 
 
 # processes and ranks --------------------------------------------------------------------------------------------------
+class WaitsForOthers(Callback):
+    """Begins to train when all processes have their folders: a run that starts later may continue a finished one."""
+
+    def __init__(self, begun: int, release: int) -> None:
+        self._begun, self._release = begun, release
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        os.write(self._begun, b"x")
+        os.read(self._release, 1)
+
+
 def test_processes_that_start_at_once_take_different_versions(tmp_path: Path) -> None:
-    start, release = os.pipe()
+    (counted, begun), (release, hold) = os.pipe(), os.pipe()
 
     def wait_and_fit(rate: float) -> None:
-        os.close(release)
-        os.read(start, 1)
-        fitted(tmp_path, rate=rate, resume="auto")
+        os.close(hold)
+        fitted(tmp_path, WaitsForOthers(begun, release), rate=rate, resume="auto")
 
     children = []
     for number in range(4):
@@ -307,8 +317,12 @@ def test_processes_that_start_at_once_take_different_versions(tmp_path: Path) ->
             finally:
                 os._exit(1)
         children.append(child)
-    os.close(start)
-    os.close(release)
+    os.close(begun)
+    arrived = b""
+    while len(arrived) < 4 and (more := os.read(counted, 4)):
+        arrived += more
+    for end in (counted, release, hold):
+        os.close(end)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     assert sorted(os.listdir(tmp_path)) == [f"version_{number}" for number in range(4)]
     assert all(len(all_checkpoints(tmp_path / f"version_{number}" / "checkpoints")) == 1 for number in range(4))
