@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from leyden.core.lazy import lazy_name
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -148,9 +150,7 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(text)
 
         return attribute("leyden", name)
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    return lazy_name(__name__, _HOMES, name)
 
 
 def __dir__() -> list[str]:

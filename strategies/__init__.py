@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.core.devices import find_device, find_devices, parse_devices
 from leyden.core.environment import is_interactive, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.lazy import lazy_name
 from leyden.core.ported import ported
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
@@ -222,8 +223,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a strategy on first use: a run without torch.distributed starts faster."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'leyden.strategies' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    return lazy_name(__name__, _HOMES, name)

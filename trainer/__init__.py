@@ -21,8 +21,9 @@ A room imports only from rooms below it; `tests/test_imports.py` has their order
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from leyden.core.lazy import lazy_name
 
 _HOMES = {
     "Accelerator": "leyden.accelerator.accelerator",
@@ -54,8 +55,4 @@ __all__ = list(_HOMES)
 
 def __getattr__(name: str) -> Any:
     """Imports a name lazily on first use. In a checkout `trainer` is this package too, with the same class objects."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    return lazy_name(__name__, _HOMES, name)

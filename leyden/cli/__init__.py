@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from leyden.core.lazy import lazy_name
 
 _HOMES = {
     "ArgsType": "leyden.cli.configuration.class_paths",
@@ -33,8 +34,4 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Imports a name when it is first used: jsonargparse is an extra."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    return lazy_name(__name__, _HOMES, name)
