@@ -1,4 +1,7 @@
-"""Compares Lightning's public API with Leyden's, and reads what docs/lightning-reference.md says about it."""
+"""Compares Lightning's public API with Leyden's, and reads what docs/lightning-reference.md says about it.
+
+`python tests/lightning_surface.py` lists every name of Lightning's classes, and what it is here.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ SECTIONS = {text.split("`")[1]: text for text in PAGE.split("\n## ")[1:]}
 """The section of the page about each class."""
 NAMES = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule", "LightningCLI": "LeydenCLI"}
 NAMES |= {"LightningArgumentParser": "LeydenArgumentParser"}
+KINDS = ("arguments", "methods", "properties")
 PLACES = ("leyden", "leyden.callbacks", "leyden.strategies", "leyden.trainer.profilers", "leyden.cli")
 # Arguments of hooks, which are called by position.
 RENAMED = {"pl_module": "module", "lightning_module": "module", "state_dict": "state", "model": "module"}
@@ -120,3 +124,13 @@ def _has(mine: type, name: str) -> bool:
         return True
     # Some attributes are set in __init__.
     return mine.__name__ == "TrainModule" and hasattr(mine(), name)
+
+
+if __name__ == "__main__":
+    for title in SURFACE:
+        equal, different = same(title), rows(SECTIONS.get(title, ""))
+        print(f"\n{title}")
+        for kind in KINDS:
+            for member in SURFACE[title][kind]:
+                text = different.get(member) or ("the same" if member in equal[kind] else "-")
+                print(f"  {kind:<10}  {member:<40}  {text}")
