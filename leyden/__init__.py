@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.lazy import lazy_name
@@ -134,22 +133,10 @@ def __getattr__(name: str) -> Any:
     """Imports a public name lazily, on first use, so that `import leyden` stays fast."""
     if name in (*_ROOMS, *_MODULES):
         return importlib.import_module(f"leyden.{name}")
-    if name.startswith("_"):
-        raise AttributeError(f"module 'leyden' has no attribute {name!r}")
-    if name not in _HOMES:
+    if name not in _HOMES and not name.startswith("_"):
         from leyden.accelerator.standalone.absent import attribute
-        from leyden.callbacks import __all__ as callbacks
 
-        if name in callbacks or name == "loggers":
-            what = "*" if name == "loggers" else name
-            text = f"leyden has no {name}: use `from leyden.callbacks import {what}`."
-            # An import statement drops the message of an AttributeError, but libraries probe with `getattr`, which
-            # needs one.
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-                raise ImportError(text, name=name)
-            raise AttributeError(text)
-
-        return attribute("leyden", name)
+        return attribute(__name__, name)
     return lazy_name(__name__, _HOMES, name)
 
 

@@ -1,4 +1,4 @@
-"""Stand-in for `accelerate.test_utils.testing`: importing one of its names raises an error with a hint."""
+"""Stand-in for `accelerate.test_utils.testing`, which defines no names of its own."""
 
 from leyden.accelerator.standalone.absent import lacking
 

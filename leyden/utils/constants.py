@@ -1,4 +1,4 @@
-"""Stand-in for `accelerate.utils.constants`: importing one of its names raises an error that names the alternative."""
+"""Stand-in for `accelerate.utils.constants`, which defines no names of its own."""
 
 from leyden.accelerator.standalone.absent import lacking
 

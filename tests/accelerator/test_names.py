@@ -60,37 +60,33 @@ def test_modules_have_the_names_of_accelerates_modules() -> None:
     ("line", "words"),
     [
         ("from leyden import init_empty_weights", "torch.device"),
-        ("from leyden import load_checkpoint_and_dispatch, infer_auto_device_map", "from_pretrained"),
-        ("from leyden.utils import BnbQuantizationConfig", "BitsAndBytesConfig"),
-        ("from leyden.utils import merge_fsdp_weights", "leyden merge"),
-        ("from leyden.data_loader import prepare_data_loader", r"accelerator\.prepare_data_loader"),
-        ("from leyden.tracking import register_tracker_class", "finds trackers automatically"),
-        ("from leyden.utils import GPTTrainStep", "pipeline_step"),
-        ("from leyden.inference import prepare_pippy", r"MeshStrategy\(pp="),
-        ("from leyden.utils import SAFE_WEIGHTS_NAME", "save_state"),
-        ("from leyden.utils import is_bf16_available", "torch.cuda"),
-        ("from leyden.utils import dtype_byte_size", "from_pretrained"),
-        ("from leyden.state import is_initialized", "is_initialized"),
         ("from leyden.big_modeling import dispatch_model", "from_pretrained"),
-        ("from leyden.hooks import add_hook_to_module", "register_forward_hook"),
-        ("from leyden.hooks import AlignDevicesHook", "from_pretrained"),
+        ("from leyden.utils.modeling import infer_auto_device_map", "from_pretrained"),
+        ("from leyden.inference import prepare_pippy", r"MeshStrategy\(pp="),
+        ("from leyden.tracking import register_tracker_class", "log_with"),
         ("from leyden.test_utils.testing import torch_device", "default_device"),
-        ("from leyden.test_utils import require_multi_gpu", r"pytest\.mark\.skipif"),
-        ("from leyden.checkpointing import save_accelerator_state", r"accelerator\.save_state"),
-        ("from leyden.utils.memory import clear_device_cache", "release_memory"),
-        ("from leyden.utils.modeling import get_balanced_memory", "from_pretrained"),
-        ("from leyden.utils.constants import FSDP_SHARDING_STRATEGY", "write the values out"),
-        ("from leyden.utils.other import convert_bytes", "your own line of code"),
+        ("from leyden.utils import synchronize_rng_state", "leyden import synchronize_rng_states`.*from-accelerate.md"),
+        ("from leyden.hooks import add_hook_to_module", "leyden.hooks has no add_hook_to_module.*from-accelerate.md"),
         ("from leyden import EarlyStopping", "from leyden.callbacks import EarlyStopping"),
-        ("from leyden import loggers", r"from leyden.callbacks import \*"),
-        ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
+        ("from leyden import send_to_device", "from leyden.utils import send_to_device"),
     ],
 )
-def test_importing_an_unsupported_name_suggests_the_replacement(line: str, words: str) -> None:
+def test_importing_an_absent_name_suggests_another(line: str, words: str) -> None:
     with pytest.raises(ImportError, match=words):
         exec(line)
-    assert not hasattr(leyden, "no_such_name")
-    assert not hasattr(leyden, "EarlyStopping")
+
+
+@pytest.mark.parametrize("module", ["leyden", "leyden.hooks", "leyden.utils"])
+def test_modules_can_be_probed_for_absent_names(module: str) -> None:
+    assert not hasattr(importlib.import_module(module), "init_empty_weights")
+    with pytest.raises(AttributeError, match="torch.device"):
+        operator.attrgetter("init_empty_weights")(importlib.import_module(module))
+
+
+def test_submodules_are_imported_from_packages() -> None:
+    exec(
+        "from leyden import checkpoint, compat; from leyden.utils import modeling; from leyden.accelerator import loop"
+    )
 
 
 def test_is_available_functions_report_libraries_and_devices() -> None:

@@ -190,7 +190,7 @@ def _of_lightning(words: list[str], root: int, fabric: bool) -> Found:
 
 
 def _of_accelerate(words: list[str]) -> Found:
-    from leyden.accelerator.standalone.absent import attribute
+    from leyden.accelerator.standalone.absent import attribute, instead_of
 
     root = sys.modules["leyden"]
     inside, module = words[1:], ""
@@ -209,11 +209,8 @@ def _of_accelerate(words: list[str]) -> Found:
         return Found(f"{home}.{inside[0]}", used)
     try:
         attribute(home, inside[0])
-    except ImportError as error:
-        instead = str(error).partition(": ")[2].rstrip(".")
-        return Found(None, used, why=f"no counterpart: {instead}")
     except AttributeError:
-        return Found(None, used, why="Leyden has no counterpart; docs/from-accelerate.md lists what there is")
+        return Found(None, used, why=f"no counterpart: {instead_of(inside[0])}")
     return Found(f"{home}.{inside[0]}", used)
 
 
