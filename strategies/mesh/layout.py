@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields, replace
 
 from leyden.core.errors import ConfigurationError
 
-LATER = {"cp": "context"}
-"""Dimensions that are reserved for a later version."""
-ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+NO_CP = "context parallelism is not part of this version. Leave it out."
+ORDER = ("pp", "dp_replicate", "dp_shard", "tp")
 """From the outermost dimension, which spans machines, to the innermost, whose ranks are neighbors on one machine."""
 
 
@@ -26,7 +25,6 @@ class Layout:
         dp_shard: ranks over which each replica is sharded, as by FSDP. -1 fills the world.
         tp: ranks over which layers are split. They share their batches.
         pp: ranks over which the model's blocks are divided, as stages of a pipeline. They share their batches.
-        cp: ranks over which a sequence is split; must be 1 in this version.
 
     Raises:
         ConfigurationError: for an invalid size; names the dimension.
@@ -41,7 +39,6 @@ class Layout:
     dp_shard: int = -1
     tp: int = 1
     pp: int = 1
-    cp: int = 1
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -49,11 +46,6 @@ class Layout:
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks from 1, or -1 to fill the world.")
         if len(self.open) > 1:
             raise ConfigurationError(f"{' and '.join(self.open)} are both -1: only one dimension can fill the world.")
-        for name, kind in LATER.items():
-            if self.sizes[name] != 1:
-                raise ConfigurationError(
-                    f"{name}={self.sizes[name]}: {kind} parallelism is not part of this version. Leave {name} out."
-                )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -77,7 +69,7 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Returns a rank's number among those that read different samples. Ranks of a pp or tp group share it."""
-        return rank // (self.cp * self.tp) % self.data_size
+        return rank // self.tp % self.data_size
 
     def filled(self, world: int) -> Layout:
         """Returns this layout with -1 replaced by a size, for a world of that many ranks.

@@ -26,7 +26,7 @@ from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
-from leyden.strategies.mesh.layout import ORDER, Layout
+from leyden.strategies.mesh.layout import NO_CP, ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
 from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages, refuse_arguments
@@ -101,6 +101,8 @@ class MeshStrategy(FSDPStrategy):
         auto_wrap_policy: WrapPolicy = "auto",
         **kwargs: Any,
     ) -> None:
+        if cp != 1:
+            raise ConfigurationError(f"cp={cp!r}: {NO_CP}")
         if kwargs.get("device_mesh") is not None:
             raise ConfigurationError(
                 f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own mesh. Pass dp_replicate, dp_shard "
@@ -122,7 +124,7 @@ class MeshStrategy(FSDPStrategy):
             self.settings["reshard_after_forward"] = False
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
-        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
+        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp)
         self.mesh: DeviceMesh | None = None
         """The mesh of all ranks, with named dimensions; None until the process group exists."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)

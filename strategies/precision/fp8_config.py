@@ -9,8 +9,8 @@ from leyden.core.errors import ConfigurationError, nearest
 from leyden.strategies.precision.base import Precision
 from leyden.strategies.precision.fp8 import Float8Precision
 
-BACKENDS = ("AO", "TE", "MSAMP")
-NO_MSAMP = "MS-AMP is no longer maintained"
+BACKENDS = ("AO", "TE")
+NO_MSAMP = "MS-AMP is no longer maintained. Use AO (torchao) or TE (Transformer Engine)."
 AO = {
     "use_autocast_during_eval": "in_evaluation",
     "enable_fsdp_float8_all_gather": "enable_fsdp_float8_all_gather",
@@ -27,7 +27,10 @@ TE = {
     "override_linear_precision": "override_linear_precision",
 }
 """Keys of Transformer Engine -> arguments of TransformerEnginePrecision."""
-NOTHING = {"interval": "Transformer Engine now computes scales in each step"}
+NOTHING = {
+    "interval": "Transformer Engine now computes scales in each step",
+    "opt_level": "it belongs to MS-AMP",
+}
 OLDER = {"amax_history_length": "amax_history_len", "fp8_format": "format", "optimization_level": "opt_level"}
 
 
@@ -46,8 +49,6 @@ def precision_of_config(config: Mapping[str, Any]) -> Precision:
     """
     keys = _normalized(config)
     backend = backend_of(config)
-    if backend == "MSAMP":
-        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}. Use AO (torchao) or TE (Transformer Engine).")
     known = AO if backend == "AO" else TE
     arguments = {known[name]: value for name, value in keys.items() if name in known}
     if backend == "AO":
@@ -58,7 +59,10 @@ def precision_of_config(config: Mapping[str, Any]) -> Precision:
 
 
 def backend_of(config: Mapping[str, Any]) -> str:
-    """Returns the backend, AO, TE or MSAMP: as named, or else as implied by the keys. Default: AO.
+    """Returns the backend, AO or TE: as named, or else as implied by the keys. Default: AO.
+
+    Raises:
+        ConfigurationError: for an unknown backend, and for MS-AMP.
 
     Example:
         >>> backend_of({"fp8_margin": 0}), backend_of({"backend": "te"}), backend_of({})
@@ -66,12 +70,12 @@ def backend_of(config: Mapping[str, Any]) -> str:
     """
     keys = _normalized(config)
     backend = str(keys.get("backend") or "").upper()
+    if backend == "MSAMP" or (not backend and "opt_level" in keys):
+        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}")
     if backend in BACKENDS:
         return backend
     if backend:
         raise ConfigurationError(f"fp8_backend: {keys['backend']!r} is not known. {nearest(backend, BACKENDS)}")
-    if "opt_level" in keys:
-        return "MSAMP"
     return "TE" if any(name in TE and name not in AO for name in keys) else "AO"
 
 
@@ -90,8 +94,7 @@ def without_effect(config: Mapping[str, Any], is_fsdp: bool) -> dict[str, str]:
         if key in NOTHING:
             found[name] = f"{NOTHING[key]}."
         elif key not in (AO if backend == "AO" else TE):
-            owner = "MSAMP" if key == "opt_level" else "TE" if key in TE else "AO"
-            found[name] = f"it belongs to the backend {owner}, and this one is {backend}."
+            found[name] = f"it belongs to the backend {'TE' if key in TE else 'AO'}, and this one is {backend}."
         elif key == "enable_fsdp_float8_all_gather" and not is_fsdp:
             found[name] = "only FSDP gathers weights."
     return found
@@ -103,7 +106,7 @@ def _normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: for an unknown key.
     """
-    known = {"backend", "opt_level", *AO, *TE, *NOTHING}
+    known = {"backend", *AO, *TE, *NOTHING}
     found = {}
     for name, value in config.items():
         key = OLDER.get(name, name.removeprefix("fp8_"))

@@ -95,9 +95,9 @@ def test_recipe_kwargs_configure_the_precision() -> None:
 
 
 def test_invalid_recipes_raise_with_the_fix() -> None:
-    with pytest.raises(ConfigurationError, match="MS-AMP is no longer maintained. Use AORecipeKwargs"):
+    with pytest.raises(ConfigurationError, match="MSAMPRecipeKwargs: MS-AMP.*AO"):
         MSAMPRecipeKwargs(opt_level="O2")
-    with pytest.raises(ConfigurationError, match="fp8_backend: MSAMP: MS-AMP is no longer maintained"):
+    with pytest.raises(ConfigurationError, match="fp8_backend: MSAMP: MS-AMP"):
         precision_of(FP8RecipeKwargs(backend="MSAMP"))
     with pytest.raises(ConfigurationError, match="AORecipeKwargs needs mixed_precision='fp8', but it is 'bf16'"):
         precision_of(AORecipeKwargs(), mixed_precision="bf16")

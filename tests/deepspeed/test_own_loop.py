@@ -410,7 +410,7 @@ WORDS = {
     "plugin and strategy": "deepspeed_plugin and strategy were both given",
     "two plugins": "2 DeepSpeed plugins were given (a, b), but one engine drives the trained model",
     "no plugin": "pass a DeepSpeedPlugin, such as",
-    "msamp": "MS-AMP is no longer maintained",
+    "msamp": "MS-AMP",
     "nvme": "offload_param to 'nvme' needs an nvme_path",
     "optimizer before model": "an optimizer was prepared before its model",
     "two models": "is a second model, but deepspeed_stage_2's engine drives one",

@@ -52,7 +52,7 @@ def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
 
 
-@mistake("cp=2: context parallelism is not part of this version. Leave cp out.")
+@mistake("cp=2: context parallelism")
 def context_parallel(module: GPT) -> MeshStrategy:
     return MeshStrategy(cp=2, plan=PLAN)
 

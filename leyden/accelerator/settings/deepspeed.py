@@ -65,10 +65,7 @@ class DeepSpeedPlugin:
     def build(self) -> DeepSpeedStrategy:
         """Builds the strategy."""
         if self.enable_msamp or self.msamp_opt_level is not None:
-            raise ConfigurationError(
-                "DeepSpeedPlugin(enable_msamp=…) is not supported: MS-AMP is no longer maintained. Leave it out, or "
-                "use mixed_precision='fp8' with another strategy."
-            )
+            raise ConfigurationError("DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer maintained. Leave it out.")
         from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)

@@ -113,7 +113,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}. Use AORecipeKwargs() or TERecipeKwargs().")
+        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}")
 
 
 RECIPES = (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)

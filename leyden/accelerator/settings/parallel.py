@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.accelerator.ranks import joined_strategy
 from leyden.accelerator.settings.plugins import FullyShardedDataParallelPlugin
 from leyden.core.errors import ConfigurationError
-from leyden.strategies.mesh.layout import ORDER, Layout
+from leyden.strategies.mesh.layout import NO_CP, ORDER, Layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
 NOT_YET = {
-    "cp_size": "context parallelism is not part of this version. Leave it out.",
+    "cp_size": NO_CP,
     "sp_size": "DeepSpeed Ulysses is not part of this version. Leave it out; tp_size splits activations along the "
     "sequence for modules with 'sequence' in the model's plan.",
 }

@@ -443,9 +443,8 @@ def _fp8(settings: Settings) -> dict[str, Any]:
     section = settings.section("fp8_config")
     if not section:
         return {}
-    from leyden.strategies.precision.fp8_config import NO_MSAMP, backend_of
+    from leyden.strategies.precision.fp8_config import backend_of
 
-    if backend_of(section) == "MSAMP":
-        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+    backend_of(section)  # refuses MS-AMP before the launch
     unused = {key.name for key in FP8 if key.without}
     return {name: value for name, value in settings.effective("fp8_config").items() if name not in unused}

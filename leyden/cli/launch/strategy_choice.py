@@ -10,7 +10,7 @@ from typing import Any
 from leyden.cli.settings.settings import Settings
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.layout import NO_CP, Layout
 
 MESH = ("dp_replicate", "dp_shard", "tp", "pp")
 """The dimensions of a mesh that a launch supports."""
@@ -85,6 +85,8 @@ def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
     given = {name: size for name, size in sizes.items() if size is not None}
     if math.prod(given.values()) == 1:
         return None
+    if given.pop("cp", 1) > 1:
+        raise ConfigurationError(f"parallelism_config_cp_size: {NO_CP}")
     if given.pop("sp", 1) > 1:
         raise ConfigurationError(
             "parallelism_config_sp_size: DeepSpeed's Ulysses is not part of this version: leave it out, and let "
