@@ -1,10 +1,10 @@
-"""Translates the states of Lightning's callbacks to those of Leyden's callbacks."""
+"""Translates the states of Lightning's ModelCheckpoint and EarlyStopping; other callbacks of Leyden start anew."""
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,10 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
-from leyden.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-from leyden.callbacks.timer import STAGES, Timer
-from leyden.callbacks.weight_averaging import WeightAveraging
 from leyden.core.saved_state import SavedState
 
 REASONS = ("not_stopped", "stopping_threshold", "divergence_threshold", "patience_exhausted", "non_finite_metric")
 """Lightning's `EarlyStoppingReason`, by number."""
-SWA_LEFT = "it has begun to average; Lightning averages at the start of an epoch, Leyden at the end"
 
 
 @dataclass
@@ -37,8 +32,7 @@ class LightningStates:
         found: the translated states, by the `state_key` of the callback that loads them.
         left: the names of the states that no callback loads, each with the reason.
         values: the monitored value that was current when the file was saved, by its metric's name.
-        seconds: the training time so far, from the state of a Timer; 0 without one.
-        groups: the parameter names of each group of each optimizer, if a finetuning callback recorded them.
+        has_own_schedulers: True if StochasticWeightAveraging had replaced the schedulers by its own.
     """
 
     file: Mapping[str, Any]
@@ -46,8 +40,7 @@ class LightningStates:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
-    seconds: float = 0.0
-    groups: dict[int, list[list[str]]] = field(default_factory=dict)
+    has_own_schedulers: bool = False
 
     def match(self, callbacks: Sequence[Callback]) -> None:
         """Matches each state to a callback of its class and translates it; among several, by their arguments.
@@ -62,7 +55,8 @@ class LightningStates:
                 continue
             name = _class_name(key)
             state = SavedState(saved.entries[key], f"callbacks[{name}]")
-            self._record_time_and_groups(name, state)
+            if name == "StochasticWeightAveraging":
+                self.has_own_schedulers = not state.is_none("scheduler_state")
             unmatched = [
                 callback for callback in callbacks if _is_of(callback, name) and callback.state_key not in self.found
             ]
@@ -70,7 +64,7 @@ class LightningStates:
                 self.left[f"the state of {name}"] = "this fit has no such callback"
                 continue
             callback = max(unmatched, key=lambda candidate: _similarity(candidate, str(key)))
-            translated = _translate(callback, state, self.file)
+            translated = _translate(callback, state)
             if isinstance(translated, str):
                 self.left[f"the state of {name}"] = translated
             elif translated:
@@ -82,14 +76,6 @@ class LightningStates:
         savers = [state for state in scored if self.name in map(os.path.basename, _paths_in(state))]
         for state in savers or (scored if len(scored) == 1 else []):
             self.values[str(state["monitor"])] = state["current_score"].detach().clone()
-
-    def _record_time_and_groups(self, name: str, state: SavedState) -> None:
-        if name == "Timer":
-            self.seconds = state.nested("time_elapsed").number("train", 0.0, least=0.0, most=1e12)
-        recorded: Mapping[Any, Any] = state.nested("internal_optimizer_metadata", {}).entries
-        for number, groups in recorded.items():
-            entries = [SavedState(group, f"{state.where}.internal_optimizer_metadata") for group in groups]
-            self.groups[number] = [[str(parameter) for parameter in group.items("params")] for group in entries]
 
 
 def _paths_in(state: Mapping[str, Any]) -> list[str]:
@@ -129,15 +115,17 @@ def _similarity(callback: Callback, key: str) -> int:
     return 2 * equal + (type(callback).__qualname__ == name)
 
 
-def _translate(callback: Callback, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
+def _translate(callback: Callback, state: SavedState) -> dict[str, Any] | str:
     """Returns the state in Leyden's form, or the reason why there is none. A user's callback gets it unchanged."""
-    for kind, translate in TABLE:
-        if isinstance(callback, kind):
-            return translate(callback, state, file)
-    return dict(state.entries)
+    if isinstance(callback, ModelCheckpoint):
+        return _of_checkpoint(callback, state)
+    if isinstance(callback, EarlyStopping):
+        return _of_stopping(callback, state)
+    is_leydens = any(cls.__module__.startswith("leyden.") for cls in type(callback).__mro__ if cls is not Callback)
+    return "it starts anew" if is_leydens else dict(state.entries)
 
 
-def _of_checkpoint(callback: ModelCheckpoint, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
+def _of_checkpoint(callback: ModelCheckpoint, state: SavedState) -> dict[str, Any] | str:
     saved_folder, folder = state.entries.get("dirpath"), callback.dirpath
     current_score = _number(state, "current_score")
     if (
@@ -179,7 +167,7 @@ def _number(state: SavedState, key: str) -> float | None:
     return None if state.is_none(key) else float(state.value(key))
 
 
-def _of_stopping(callback: EarlyStopping, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any]:
+def _of_stopping(callback: EarlyStopping, state: SavedState) -> dict[str, Any]:
     reason = state.integer("stopping_reason", 0, least=0, most=len(REASONS) - 1)
     current = callback.state_dict()
     # A different patience counts as changed arguments, so a run that was stopped continues.
@@ -193,42 +181,3 @@ def _of_stopping(callback: EarlyStopping, state: SavedState, file: Mapping[str, 
         "stopping_reason": REASONS[reason],
         "stopping_reason_message": state.value("stopping_reason_message", None),
     }
-
-
-def _of_timer(callback: Timer, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any]:
-    elapsed = state.nested("time_elapsed")
-    return {"time_elapsed": {stage: elapsed.number(stage) for stage in STAGES if stage in elapsed}}
-
-
-def _of_averages(callback: WeightAveraging, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"latest_update_step": state.integer("latest_update_step", 0, least=0)}
-    count = (file.get("averaging_state") or {}).get("n_averaged", 0)
-    if int(count) and CURRENT in file:
-        found |= {"n_averaged": int(count), "current": dict(file[CURRENT])}
-    return found
-
-
-def _of_swa(callback: StochasticWeightAveraging, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {} if state.is_none("scheduler_state") else SWA_LEFT
-
-
-def _of_finetuning(callback: BaseFinetuning, state: SavedState, file: Mapping[str, Any]) -> dict[str, Any]:
-    # The parameter groups are restored with the optimizer's state.
-    if not isinstance(callback, BackboneFinetuning):
-        return {key: value for key, value in state.entries.items() if key != "internal_optimizer_metadata"}
-    groups = len((state.entries.get("internal_optimizer_metadata") or {}).get(0, ()))
-    rate = state.entries.get("previous_backbone_lr")
-    return {} if rate is None or groups < 2 else {"previous_backbone_lr": float(rate), "group": groups - 1}
-
-
-CURRENT = "current_model_state"
-"""The file's entry with the trained weights, if an averaging callback had replaced them by its averages."""
-TABLE: list[tuple[type[Callback], Callable[[Any, SavedState, Mapping[str, Any]], dict[str, Any] | str]]] = [
-    (ModelCheckpoint, _of_checkpoint),
-    (EarlyStopping, _of_stopping),
-    (Timer, _of_timer),
-    (WeightAveraging, _of_averages),
-    (StochasticWeightAveraging, _of_swa),
-    (BaseFinetuning, _of_finetuning),
-]
-"""Translations for the callbacks whose state differs between Lightning and Leyden."""

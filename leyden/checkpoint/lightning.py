@@ -107,7 +107,6 @@ def named_optimizer(
     names: Mapping[Tensor, str],
     weights: Mapping[str, Tensor],
     parts: Mapping[str, Tensor],
-    group_names: list[list[str]] | None = None,
 ) -> dict[str, Any]:
     """Converts the `state_dict` of one of torch's optimizers to the form of `to_named`, matching parameters by order.
 
@@ -118,14 +117,13 @@ def named_optimizer(
         weights: the weights in the same file, for their dtypes.
         parts: the tensors that the state belongs to, by name. For a sharded tensor, only this rank's part of the state
             is kept.
-        group_names: the parameters' names in each of the saved groups, if known.
 
     Raises:
         StateError: if the groups differ from the optimizer's, or this is not an optimizer's state.
     """
     saved = SavedState(state)
     groups = [SavedState(group, f"param_groups[{i}]") for i, group in enumerate(saved.items("param_groups"))]
-    flat = group_names or flat_names(optimizer, names)
+    flat = flat_names(optimizer, names)
     _check_groups([len(group.items("params")) for group in groups], [len(own) for own in flat])
     name_by_index = {
         index: name
@@ -154,7 +152,7 @@ def _check_groups(saved: list[int], current: list[int]) -> None:
         raise StateError(
             "param_groups",
             f"has groups of {saved} parameters, and this optimizer has groups of {current}: build the same optimizer, "
-            "or leave 'optimizers' out of restore",
+            "with the groups that a finetuning callback had added, or leave 'optimizers' out of restore",
         )
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from leyden.callbacks.checkpointing.lightning_states import CURRENT, SWA_LEFT, LightningStates
-from leyden.callbacks.weight_averaging import WeightAveraging
+from leyden.callbacks.checkpointing.lightning_states import LightningStates
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.foreign import ForeignWeights
 from leyden.checkpoint.format.errors import blame
-from leyden.checkpoint.gained import add_gained_groups
 from leyden.checkpoint.lightning import Position, named_optimizer, position_of
 from leyden.checkpoint.optimizers import parameter_names
 from leyden.checkpoint.owners import Unclaimed
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from leyden.trainer.run import Run
 
 SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
+CURRENT = "current_model_state"
+"""The file's entry with the trained weights, if an averaging callback had replaced them by its averages."""
 UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
 
 
@@ -52,7 +52,7 @@ class LightningRun:
                 self._states.match(run.callbacks)
             self._position = position_of(file.loaded, self._window, self._steps)
         self.callbacks = self._states.found
-        self.progress = self._timed(self._position.progress) if "progress" in parts else None
+        self.progress = self._position.progress if "progress" in parts else None
         self._choose_weights()
         owners = rank_owners(run, CheckpointRanks(run.strategy))
         self.rank = Unclaimed(file.path, self._rank_states(self._position), owners)
@@ -72,20 +72,12 @@ class LightningRun:
         windows = counted // optimizers
         return windows if counted % optimizers == 0 and windows <= batches else min(counted, batches)
 
-    def _timed(self, progress: Progress) -> Progress:
-        progress.add_time(self._states.seconds)
-        return progress
-
     def _choose_weights(self) -> None:
-        """Selects the trained weights instead of the averaged ones, unless a WeightAveraging here restores both."""
-        averages = any(
-            isinstance(callback, WeightAveraging) and "current" in self.callbacks.get(callback.state_key, {})
-            for callback in self._run.callbacks
-        )
-        if CURRENT in self._file.loaded and not averages and "optimizers" in self._parts:
+        """Selects the trained weights instead of the averaged ones, from which only an evaluation starts."""
+        if CURRENT in self._file.loaded and "optimizers" in self._parts:
             self._file.take_weights(CURRENT)
-            if "callbacks" in self._parts and int((self._file.entry("averaging_state") or {}).get("n_averaged", 0)):
-                self._states.left["the averaged weights"] = "this fit has no WeightAveraging"
+            if int((self._file.entry("averaging_state") or {}).get("n_averaged", 0)):
+                self._states.left["the averaged weights"] = "they start anew from the trained ones"
 
     def _rank_states(self, position: Position) -> dict[str, Any]:
         progress = position.progress
@@ -96,7 +88,7 @@ class LightningRun:
         found: dict[str, Any] = {"loader": loader}
         if "progress" in self._parts:
             values = {name: [value, False, False] for name, value in self._states.values.items()}
-            found |= {"logs": {"entries": [], "epoch_values": values}, "trained": self._trained()}
+            found |= {"logs": {"entries": [], "epoch_values": values}}
             found |= {"window_start": position.window_start, "owes_plateau": position.owes_plateau or None}
         return found
 
@@ -105,14 +97,6 @@ class LightningRun:
         loop = SavedState(self._file.entry("loops") or {}, "loops").nested("fit_loop", {})
         states = loop.nested("state_dict", {}).items("combined_loader", ())
         return states[0] if len(states) == 1 else None
-
-    def _trained(self) -> dict[str, bool] | None:
-        """Returns the parameters and batch norms that a finetuning callback had unfrozen: those in an optimizer."""
-        names = {name for groups in self._states.groups.values() for group in groups for name in group}
-        module = self._run.module
-        known = {name: True for name in names if name in dict(module.named_parameters())}
-        norms = {f"{name.rpartition('.')[0]}.track_running_stats" for name in known}
-        return {**known, **dict.fromkeys(norms, True)} or None
 
     # restoring the run ----------------------------------------------------------------------------------------------
     def restore_steps(self) -> None:
@@ -125,17 +109,13 @@ class LightningRun:
         found = []
         for number, (state, form) in enumerate(zip(states, step_states.saved_forms, strict=True)):
             with blame(file.path, f"optimizer_states[{number}]"):
-                groups = self._states.groups.get(number)
-                found.append(named_optimizer(state, form, names, weights, parts, groups))
-        for optimizer, own in zip(run.engine.optimizers, found, strict=True):
-            if len(own["param_groups"]) > len(optimizer.param_groups):
-                add_gained_groups(optimizer, own, len(optimizer.param_groups), run.module)
+                found.append(named_optimizer(state, form, names, weights, parts))
         step_states.take(self._other_step_states(), found, file.path, file.path)
 
     def _other_step_states(self) -> dict[str, Any]:
         """Returns the states of schedulers, precision and strategy."""
         schedulers = list(self._file.entry("lr_schedulers") or [])
-        if SWA_LEFT in self._states.left.values():
+        if self._states.has_own_schedulers:
             self._states.left["the state of schedulers"] = "StochasticWeightAveraging had replaced them by its own"
             schedulers = [config.scheduler.state_dict() for config in self._run.schedulers]
         scaler = next((self._file.entry(name) for name in SCALERS if self._file.entry(name)), None)

@@ -14,20 +14,18 @@ from models import QUIET, Regression, Squares
 from ranks.world import run_world
 from same import same_weights, whole
 from samples import numbered, pairs
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from leyden import Callback, CheckpointError, ConfigurationError, DataModule, Trainer
 from leyden.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 
 DATA = list(DataLoader(pairs(24), 4))
@@ -181,7 +179,7 @@ def test_manual_optimization_the_datamodule_and_user_entries_are_restored(tmp_pa
     assert (trainer.global_step, again.seen, data.number, counted.number) == (8, 5, 4, 9)
 
 
-def test_callbacks_restore_the_state_of_lightnings_callbacks(tmp_path: Path) -> None:
+def test_checkpoints_and_early_stopping_continue_and_other_callbacks_start_anew(tmp_path: Path) -> None:
     run, path = plain(), tmp_path / "run.ckpt"
     run.train(DATA, HELD_OUT, 2)
     for name in ("a", "b", "c"):
@@ -207,21 +205,20 @@ def test_callbacks_restore_the_state_of_lightnings_callbacks(tmp_path: Path) -> 
     stop, timer = EarlyStopping("val_loss", patience=5), Timer()
     arguments = {**QUIET, "enable_checkpointing": True, "callbacks": [latest, best, stop, timer]}
     trainer, message = resume(regression(), path, epochs=3, **arguments)
-    assert "ModelCheckpoint" not in message
+    assert "ModelCheckpoint" not in message and "the state of Timer" in message
     assert best.best_model_path == str(tmp_path / "a.ckpt") and float(best.best_model_score) == pytest.approx(0.001)
     # The new checkpoint replaces b in the ranking; b is not deleted, since Lightning wrote it.
     assert str(tmp_path / "b.ckpt") not in best.best_k_models and (tmp_path / "b.ckpt").exists()
     assert len(best.best_k_models) == 2
     assert stop.wait_count == 3 and float(stop.best_score) == pytest.approx(0.001)
-    assert timer.time_elapsed("train") > 1000 and timer.time_elapsed("test") == 2
-    assert trainer.progress.seconds > 1000
+    assert timer.time_elapsed("train") < 1000 and trainer.progress.seconds < 1000
     elsewhere = ModelCheckpoint(tmp_path / "elsewhere", monitor="val_loss")
     _, message = resume(regression(), path, epochs=3, callbacks=[elsewhere], **QUIET | {"enable_checkpointing": True})
     assert "set dirpath to rank them too" in message and str(tmp_path) not in elsewhere.best_model_path[:1]
 
 
-def averaged(path: Path) -> tuple[nn.Module, nn.Module]:
-    """Runs Lightning's EMAWeightAveraging and saves after step 5; returns the final weights and averages."""
+def averaged(path: Path) -> nn.Module:
+    """Runs Lightning's EMAWeightAveraging and saves after step 5; returns the final weights."""
     run = plain()
     ema = AveragedModel(run.module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
 
@@ -242,61 +239,27 @@ def averaged(path: Path) -> tuple[nn.Module, nn.Module]:
             torch.save({**found, "state_dict": average}, path)
 
     run.train(DATA, HELD_OUT, 2, save)
-    return run.module, ema.module
+    return run.module
 
 
-def test_averaged_and_current_weights_are_restored(tmp_path: Path) -> None:
-    current, average = averaged(tmp_path / "ema.ckpt")
-    module = regression()
-    resume(module, tmp_path / "ema.ckpt", epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
-    # Once fit has ended, the averages are in the module.
-    assert same_weights(module.net, average)
-    module = regression()
-    _, message = resume(module, tmp_path / "ema.ckpt", epochs=2)
-    assert same_weights(module, current) and "the averaged weights (this fit has no WeightAveraging)" in message
+class TrainedWeights(Callback):
+    """Keeps the trained weights of the last batch, before averages replace them."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.last = deepcopy(module.state_dict())
+
+
+def test_the_trained_weights_continue_and_averages_start_anew(tmp_path: Path) -> None:
+    trained, path = averaged(tmp_path / "ema.ckpt"), tmp_path / "ema.ckpt"
+    for averaging in ([], [EMAWeightAveraging(decay=0.5)]):
+        kept = TrainedWeights()
+        _, message = resume(regression(), path, epochs=2, callbacks=[*averaging, kept])
+        assert all(torch.equal(tensor, kept.last[name]) for name, tensor in trained.state_dict().items())
+        assert "the averaged weights" in message and "EMAWeightAveraging" in message
     # Evaluation uses the averages.
-    saved = torch.load(tmp_path / "ema.ckpt")["state_dict"]
-    Trainer(**QUIET).validate(module, HELD_OUT, ckpt_path=tmp_path / "ema.ckpt", trust=True, verbose=False)
+    module, saved = regression(), torch.load(path)["state_dict"]
+    Trainer(**QUIET).validate(module, HELD_OUT, ckpt_path=path, trust=True, verbose=False)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())
-
-
-class Backboned(Squares):
-    """A backbone that is frozen at first, and a head."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        super().__init__(nn.Linear(2, 2))
-        self.backbone, self.head = self.net, nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.backbone(x))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-def test_parameter_groups_added_by_a_finetuning_callback_are_restored(tmp_path: Path) -> None:
-    data, path = numbered(3, start=1), tmp_path / "tuned.ckpt"
-    tune: Any = {"unfreeze_backbone_at_epoch": 1, "backbone_initial_lr": 0.01}
-    uninterrupted = Backboned()
-    trainer = Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)])
-    trainer.fit(uninterrupted, data)
-
-    interrupted = Backboned()
-    trainer = Trainer(**QUIET, max_epochs=2, callbacks=[BackboneFinetuning(**tune)])
-    trainer.fit(interrupted, data)
-    names = {id(parameter): name for name, parameter in interrupted.named_parameters()}
-    groups = [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-        for group in trainer.optimizers[0].param_groups
-    ]
-    state = {"internal_optimizer_metadata": {0: groups}, "previous_backbone_lr": 0.01}
-    found = entries(interrupted, trainer.optimizers, [], 6, 2, callbacks={"BackboneFinetuning": state})
-    torch.save({**found, "loops": loops("end", 1, 3, 3)}, path)
-
-    again = Backboned()
-    Trainer(**QUIET, max_epochs=4, callbacks=[BackboneFinetuning(**tune)]).fit(again, data, ckpt_path=path, trust=True)
-    assert same_weights(again, uninterrupted) and all(parameter.requires_grad for parameter in again.parameters())
 
 
 def test_unrestorable_state_warns_and_mismatched_state_raises(tmp_path: Path) -> None:
@@ -305,6 +268,7 @@ def test_unrestorable_state_warns_and_mismatched_state_raises(tmp_path: Path) ->
     swa = {"n_averaged": 0, "latest_update_epoch": 0, "scheduler_state": {"last_epoch": 1}, "average_model_state": {}}
     more: Any = {"callbacks": {"StochasticWeightAveraging": swa}, "MixedPrecision": {"scale": 2.0}}
     run.write(path, "end", 0, 6, 6, hyper_parameters={"width": 5}, **more)
+    run.write(tmp_path / "plain.ckpt", "end", 0, 6, 6)
 
     def one(module: Any) -> Any:
         return adam(module)[0]
@@ -314,7 +278,7 @@ def test_unrestorable_state_warns_and_mismatched_state_raises(tmp_path: Path) ->
         return [optimizer], [step_lr]
 
     with pytest.raises(ConfigurationError, match="the checkpoint has 2 schedulers, and configure_optimizers made 1"):
-        resume(regression(one_scheduler), path)
+        resume(regression(one_scheduler), tmp_path / "plain.ckpt")
     with pytest.raises(CheckpointError, match="is a pickle, which can run any code.*pass trust=True"):
         Trainer(**QUIET).fit(regression(), DATA, ckpt_path=path)
     found = torch.load(path)
@@ -335,7 +299,7 @@ def test_unrestorable_state_warns_and_mismatched_state_raises(tmp_path: Path) ->
         warnings.simplefilter("always")
         Trainer(**QUIET, max_epochs=2, callbacks=[averaging]).fit(Wide(6), DATA, ckpt_path=path, trust=True)
     message = " ".join(str(one.message) for one in caught)
-    assert "the state of StochasticWeightAveraging (it has begun to average" in message
+    assert "the state of StochasticWeightAveraging" in message and "the state of schedulers" in message
     assert "the gradient scaler (this fit's precision has none)" in message
     assert "the hyperparameter width was 5 and is 6" in message
 
@@ -452,8 +416,7 @@ def resumed_under_ddp_and_fsdp(path: str) -> Any:
     found = []
     for strategy in ("ddp", "fsdp"):
         module = regression(adamw_with_step_lr).double()
-        average = EMAWeightAveraging(decay=0.5)
-        trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=3, precision="64-true", callbacks=[average])
+        trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=3, precision="64-true")
         data = DataLoader([(x.double(), y.double()) for x, y in pairs(24)], 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -467,44 +430,19 @@ def test_two_ranks_resume_under_ddp_and_fsdp(tmp_path: Path) -> None:
     module, path = regression(adamw_with_step_lr).double(), tmp_path / "run.ckpt"
     [optimizer], [step_lr] = adamw_with_step_lr(module)
     run = PlainRun(module, optimizer, step_lr["scheduler"])
-    ema = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
     data = [(x.double(), y.double()) for x, y in DATA]
 
     def save(moment: str, epoch: int, done: int) -> None:
-        if moment == "batch":
-            ema.update_parameters(module.net)
         if (moment, epoch, done) == ("batch", 1, 4):
-            average = [tensor.clone() for tensor in ema.module.state_dict().values()]
-            more = {
-                "current_model_state": deepcopy(module.state_dict()),
-                "averaging_state": {"n_averaged": ema.n_averaged.clone()},
-                "callbacks": {"EMAWeightAveraging": {"latest_update_step": 10}},
-            }
+            more = {"current_model_state": deepcopy(module.state_dict())}
             run.write(path, moment, epoch, done, 6, **more)
-            torch.save({**torch.load(path), "state_dict": dict(zip(module.state_dict(), average, strict=True))}, path)
+            averages = {name: torch.zeros_like(tensor) for name, tensor in module.state_dict().items()}
+            torch.save({**torch.load(path), "state_dict": averages}, path)
 
     run.train(data, data[:1], 3, save)
     ranks = run_world(2, resumed_under_ddp_and_fsdp, str(path))
     for rank, found in enumerate(ranks):
         for weights, step, warned in found:
             assert step == 18 and warned == (rank == 0)
-            for own, theirs in zip(weights, ema.module.state_dict().values(), strict=True):
+            for own, theirs in zip(weights, module.state_dict().values(), strict=True):
                 torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), theirs, rtol=0, atol=1e-12)
-
-
-def test_averages_that_were_never_updated_are_ignored(tmp_path: Path) -> None:
-    """Until the first update, Lightning saves the initial weights as averages."""
-    run, path = plain(), tmp_path / "run.ckpt"
-    before = deepcopy(run.module.state_dict())
-    run.train(DATA, HELD_OUT, 1)
-    more = {
-        "current_model_state": deepcopy(run.module.state_dict()),
-        "averaging_state": {"n_averaged": torch.tensor(0)},
-    }
-    run.write(path, "end", 0, 6, 6, callbacks={"WeightAveraging": {"latest_update_step": 0}}, **more)
-    torch.save({**torch.load(path), "state_dict": before}, path)
-    module = regression()
-    trainer = Trainer(**QUIET, max_epochs=1, callbacks=[WeightAveraging()])
-    with pytest.warns(UserWarning, match="a Lightning checkpoint"):
-        trainer.fit(module, DATA, ckpt_path=path, trust=True)
-    assert same_weights(module, run.module)
