@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,7 @@ from leyden.callbacks.base import Callback
 from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import move_to_device
-from leyden.data.combined import CombinedLoader, holds_loaders
+from leyden.data.combined import loaders_in_turn
 from leyden.data.sharding import block
 
 if TYPE_CHECKING:
@@ -122,14 +122,15 @@ class BasePredictionWriter(Callback):
                 )
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        count = len(_loaders(trainer.predict_dataloaders))
+        count = len(loaders_in_turn(trainer.predict_dataloaders))
         self._predictions = [[] for _ in range(count)]
         self._indices = [[] for _ in range(count)]
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        indices = _indices(trainer, _loaders(trainer.predict_dataloaders)[dataloader_idx], batch_idx)
+        loader, _ = loaders_in_turn(trainer.predict_dataloaders)[dataloader_idx]
+        indices = _indices(trainer, loader, batch_idx)
         if self.interval.on_batch:
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval.on_epoch:
@@ -141,16 +142,6 @@ class BasePredictionWriter(Callback):
             predictions = self._predictions[0] if len(self._predictions) == 1 else self._predictions
             self.write_on_epoch_end(trainer, module, predictions, self._indices)
         self._predictions, self._indices = [], []
-
-
-def _loaders(loaders: Any) -> list[Any]:
-    """Returns the loaders of a prediction as a flat list, in the order in which they run."""
-    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
-        return list(loaders.flattened)
-    if holds_loaders(loaders):
-        values = loaders.values() if isinstance(loaders, Mapping) else loaders
-        return [loader for value in values for loader in _loaders(value)]
-    return [loaders]
 
 
 def _indices(trainer: Trainer, loader: Any, batch_idx: int) -> list[int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.core.tree import PLAIN, batch_size_of, map_children
+from leyden.core.tree import PLAIN, batch_size_of, leaves, map_children
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class _Rows:
             )
         if isinstance(item, Tensor):
             return item[self.begin : self.end] if item.ndim and item.shape[0] == self.rows else item
-        if isinstance(item, (list, tuple)) and len(item) == self.rows and not any(_tensors(item)):
+        is_of_samples = isinstance(item, (list, tuple)) and len(item) == self.rows
+        if is_of_samples and not any(isinstance(leaf, Tensor) for leaf in leaves(item)):
             return item[self.begin : self.end]
         if not isinstance(item, (*PLAIN, Mapping, list, tuple, set, frozenset)) and not dataclasses.is_dataclass(item):
             array = getattr(item, "shape", None)
@@ -142,18 +143,6 @@ class _Rows:
                     "the loader's collate_fn return tensors, or lists, dicts or dataclasses of tensors."
                 )
         return map_children(item, self.visit)
-
-
-def _tensors(item: Any) -> Iterator[bool]:
-    """Yields True for each tensor in a nested structure."""
-    if isinstance(item, Tensor):
-        yield True
-    elif isinstance(item, Mapping):
-        for value in item.values():
-            yield from _tensors(value)
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        for value in item:
-            yield from _tensors(value)
 
 
 def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from leyden.checkpoint.contents import Content, Tensors
 from leyden.checkpoint.format.tensors import is_sharded, local_part
 from leyden.core.errors import LeydenError
+from leyden.core.tree import leaves
 
 Key: TypeAlias = tuple[str, str]
 """The name of a checkpoint's file, and the name of a tensor in it."""
@@ -83,16 +84,11 @@ def addresses_of(optimizers: Iterable[Optimizer]) -> set[int]:
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yields this rank's part of every tensor in a nest of dicts, lists and tuples, if that part has memory."""
-    if isinstance(tree, Tensor):
-        part = local_part(tree) if is_sharded(tree) else tree
-        if part.layout is torch.strided and part.numel() and part.device.type in ("cpu", "cuda"):
-            yield part
-    elif isinstance(tree, Mapping):
-        for entry in tree.values():
-            yield from _tensors_in(entry)
-    elif isinstance(tree, (list, tuple)):
-        for entry in tree:
-            yield from _tensors_in(entry)
+    for leaf in leaves(tree):
+        if isinstance(leaf, Tensor):
+            part = local_part(leaf) if is_sharded(leaf) else leaf
+            if part.layout is torch.strided and part.numel() and part.device.type in ("cpu", "cuda"):
+                yield part
 
 
 def _address(tensor: Tensor) -> int:

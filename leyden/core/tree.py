@@ -116,6 +116,22 @@ def convert_floats(batch: T, dtype: torch.dtype) -> T:
     return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def leaves(data: Any) -> Iterator[Any]:
+    """Yields what a nest of mappings, lists, tuples and sets holds that is none of these.
+
+    Example:
+        >>> list(leaves({"x": [1, (2,)], "y": "a"}))
+        [1, 2, 'a']
+    """
+    if isinstance(data, Mapping):
+        data = data.values()
+    elif not isinstance(data, (list, tuple, set, frozenset)):
+        yield data
+        return
+    for item in data:
+        yield from leaves(item)
+
+
 def map_children(item: Any, visit: Callable[[Any], Any]) -> Any:
     """Rebuilds a container from its visited children, or returns the same object if no child changed."""
     kind = type(item)

@@ -236,6 +236,19 @@ def holds_loaders(value: Any) -> bool:
     return all(_may_be_loader(part) for part in parts)
 
 
+def loaders_in_turn(loaders: Any) -> list[tuple[Any, int | None]]:
+    """Returns the loaders of an evaluation, which run one after the other, each with its own limit (None for no limit).
+
+    A CombinedLoader in any mode but "sequential" counts as one loader.
+    """
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return list(zip(loaders.flattened, loaders.limits, strict=True))
+    if isinstance(loaders, Mapping) or holds_loaders(loaders):
+        parts = loaders.values() if isinstance(loaders, Mapping) else loaders
+        return [part for value in parts for part in loaders_in_turn(value)]
+    return [(loaders, None)]
+
+
 def _may_be_loader(item: Any) -> bool:
     if isinstance(item, (dict, list, tuple)):
         children = list(item.values()) if isinstance(item, Mapping) else list(item)

@@ -11,7 +11,7 @@ from leyden.callbacks.base import Callback, in_order
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.ported import ported
 from leyden.core.rank_zero import warn
-from leyden.data.combined import CombinedLoader, holds_loaders
+from leyden.data.combined import CombinedLoader, holds_loaders, loaders_in_turn
 from leyden.data.cursor import LoaderCursor
 from leyden.data.limits import apart, batches_of, check_not_empty, warn_if_shuffled, without_shuffle
 from leyden.data.sharding import DataRanks
@@ -198,7 +198,7 @@ class Loaders:
                 warn(f"Trainer.{STAGES[kind]} got no loader, so it runs nothing.")
             return []
         result: list[tuple[LoaderCursor, int | None]] = []
-        for loader, own_limit in _flat(found):
+        for loader, own_limit in loaders_in_turn(found):
             _check_iterable(kind, loader)
             check_not_empty(loader, kind)
             if optional and self._overfitted is not None and not isinstance(self._overfitted, Iterator):
@@ -211,20 +211,6 @@ class Loaders:
             result.append((cursor, min(limits, default=None)))
         self.sizes[kind] = [count for _, count in result]
         return result
-
-
-def _flat(loaders: Any) -> list[tuple[Any, int | None]]:
-    """Returns the loaders of an evaluation, which run one after the other, each with its own limit (None for no limit).
-
-    A CombinedLoader in any mode but "sequential" counts as one loader.
-    """
-    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
-        return list(zip(loaders.flattened, loaders.limits, strict=True))
-    if isinstance(loaders, Mapping):
-        return [part for value in loaders.values() for part in _flat(value)]
-    if isinstance(loaders, (list, tuple)) and holds_loaders(loaders):
-        return [part for value in loaders for part in _flat(value)]
-    return [(loaders, None)]
 
 
 def _check_iterable(kind: str, loader: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leyden.accelerator.ranks import PartialState
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.tree import map_tensors
+from leyden.core.tree import leaves, map_tensors
 from leyden.data.rng import rng_state, set_rng_state
 from leyden.strategies.base import Strategy
 from leyden.strategies.readers import Readers
@@ -103,7 +103,7 @@ class Collectives:
             kind: Any = type(data)
             return kind({key: self._gather_samples(value) for key, value in data.items()})
         if isinstance(data, (list, tuple)):
-            if _holds_tensor(data):
+            if any(isinstance(leaf, Tensor) for leaf in leaves(data)):
                 parts = [self._gather_samples(entry) for entry in data]
                 return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
             gathered = self._gather_list(list(data))
@@ -231,11 +231,3 @@ def check_tensors(data: Any, name: str) -> None:
         )
     for entry in entries:
         check_tensors(entry, name)
-
-
-def _holds_tensor(item: Any) -> bool:
-    if isinstance(item, Mapping):
-        return any(_holds_tensor(value) for value in item.values())
-    if isinstance(item, (list, tuple)):
-        return any(_holds_tensor(entry) for entry in item)
-    return isinstance(item, Tensor)

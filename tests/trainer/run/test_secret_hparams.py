@@ -82,11 +82,15 @@ def mode(path: Path) -> int:
 
 
 def test_no_file_and_no_logger_gets_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     os.umask(0o022)
     kept = Keeping()
-    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb"), WandbLogger(save_dir=tmp_path), kept]
+    loggers = [
+        CSVLogger(tmp_path / "csv"),
+        TensorBoardLogger(tmp_path / "tb"),
+        WandbLogger(save_dir=tmp_path, offline=True),
+        kept,
+    ]
     module, data = service(), Data(SECRET)
     fit(tmp_path, module, data, logger=loggers, callbacks=[ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)])
     wandb.finish()
