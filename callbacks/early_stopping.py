@@ -14,7 +14,7 @@ from leyden.callbacks.checkpointing.saved_ranking import tensor_of
 from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError, StateError, nearest
 from leyden.core.given import checks_names
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.core.saved_state import SavedState, brief
 
 if TYPE_CHECKING:
@@ -202,12 +202,12 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
             if not self.verbose and trainer.arguments.verbose:
-                trainer.print(f"EarlyStopping stops the run in epoch {trainer.current_epoch}: {message}")
+                inform(f"EarlyStopping stops the run in epoch {trainer.current_epoch}: {message}", trainer.print)
         if message and self.verbose:
             if self.log_rank_zero_only or trainer.world_size == 1:
-                trainer.print(message)
+                inform(message, trainer.print)
             else:
-                print(f"[rank {trainer.global_rank}] {message}", flush=True)
+                inform(f"[rank {trainer.global_rank}] {message}", every_rank=True)
 
     def _compare(self, current: float) -> tuple[EarlyStoppingReason, str]:
         """Compares a value with the best one so far, which it updates. Returns the reason to stop and a message."""

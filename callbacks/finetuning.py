@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
@@ -272,7 +272,8 @@ class BackboneFinetuning(BaseFinetuning):
             groups[self._group]["lr"] = rate
         self.previous_backbone_lr = rate
         if self.verbose:
-            pl_module.print(f"learning rate: {round(current, self.rounding)}, backbone: {round(rate, self.rounding)}")
+            text = f"learning rate: {round(current, self.rounding)}, backbone: {round(rate, self.rounding)}"
+            inform(text, pl_module.print)
 
     def _first_rate(self, current: float) -> float:
         if self.previous_backbone_lr is not None:

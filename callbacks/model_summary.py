@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from leyden.callbacks.base import Callback
 from leyden.core.errors import ConfigurationError
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.core.text import aligned, size_of
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class ModelSummary(Callback):
 
     def show(self, trainer: Trainer, summary: Summary) -> None:
         """Prints the summary. Called on rank 0; override it to present the summary differently."""
-        trainer.print(summary)
+        inform(str(summary), trainer.print)
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:

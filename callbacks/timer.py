@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from leyden.callbacks.base import Callback
 from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError, StateError, kind_of, nearest
+from leyden.core.rank_zero import inform
 from leyden.core.saved_state import SavedState
 
 if TYPE_CHECKING:
@@ -173,7 +174,8 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and trainer.arguments.verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
-            trainer.print(f"Time limit reached after {elapsed}. Training stops at step {trainer.global_step}.")
+            text = f"Time limit reached after {elapsed}. Training stops at step {trainer.global_step}."
+            inform(text, trainer.print)
 
 
 def parse_duration(value: Duration, name: str = "duration") -> timedelta:

@@ -17,6 +17,7 @@ from leyden.core.environment import is_interactive, rank_environment
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.lazy import lazy_name
 from leyden.core.ported import ported
+from leyden.core.rank_zero import inform
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
 from leyden.strategies.single import SingleDeviceStrategy
@@ -156,7 +157,7 @@ def _choose(name: str, accelerator: str, devices: Any, num_nodes: int) -> tuple[
     if name == "auto" and accelerator in XLA:
         name = "xla"
     if name not in ("single_device", *XLA_NAMES) and _defaults_to_one_device(accelerator, devices, num_nodes):
-        print("leyden: an interactive session runs on one device by default. Pass devices=… for more.")
+        inform("leyden: an interactive session runs on one device by default. Pass devices=… for more.")
         devices = 1
     return _auto_strategy(accelerator, devices, num_nodes) if name == "auto" else name, devices
 

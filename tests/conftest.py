@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from models import QUIET
 from leyden import Trainer, TrainModule
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
+from leyden.core.rank_zero import LOGGER
 
 Fit = Callable[..., Trainer]
 
@@ -32,6 +34,19 @@ def _leaves_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         sys.modules["leyden.strategies.process_group"]._leave()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shows_lines_as_a_plain_script() -> Iterator[None]:
+    """Ignores pytest's own logging handlers, so that Leyden's lines are printed as in a script without logging."""
+
+    def has_handlers() -> bool:
+        handlers = [*LOGGER.handlers, *logging.root.handlers]
+        return any(not type(handler).__module__.startswith("_pytest") for handler in handlers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LOGGER, "hasHandlers", has_handlers)
+        yield
 
 
 @pytest.fixture

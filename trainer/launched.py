@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from leyden.core.rank_zero import inform
+
 SOURCE = "LEYDEN_LAUNCHED_FROM"
 """The source of the settings: the path of a file, or "flags". Without it the other variables are ignored."""
 PRECISION = "LEYDEN_PRECISION"
@@ -92,7 +94,7 @@ class LaunchSettings:
             own = [name for name in wanted if name in owned]
             text = ", ".join(f"{name}={value!r}" for name, value in filled.items()) or "no argument"
             ignored = f"; the script sets {', '.join(own)} itself" if own else ""
-            print(f"leyden launch sets {text} (from {self.source}){ignored}")
+            inform(f"leyden launch sets {text} (from {self.source}){ignored}")
         if "strategy" in filled and self.options:
             filled["strategy"] = with_options(filled["strategy"], self.options)
         return filled

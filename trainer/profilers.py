@@ -21,7 +21,7 @@ from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.paths import local_path
 from leyden.core.ported import ported
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.core.text import aligned
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Profiler:
             with staging.replacing(self._path(".txt")) as temporary:
                 temporary.write_text(text, encoding="utf-8")
         elif not self._rank:
-            print(text, flush=True)
+            inform(text)
 
     def teardown(self, stage: str | None) -> None:
         """Called at the end of a run, including a failed one."""

@@ -14,7 +14,7 @@ from leyden.checkpoint.background import BackgroundSaves
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.shard_plan import ShardPlans
 from leyden.checkpoint.trained import Trained
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.launch.heartbeat import Heartbeat, Phase
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.ending import call_teardown
@@ -472,9 +472,9 @@ class Run:
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
 
     def report(self, text: str) -> None:
-        """Prints a text of Leyden's own, unless the Trainer was told to be silent."""
+        """Logs a text of Leyden's own, unless the Trainer was told to be silent."""
         if self.arguments.verbose:
-            self.print(text)
+            inform(text, self.print)
 
     def note_save(self, path: Path) -> None:
         """Records a committed checkpoint that the run can be resumed from."""

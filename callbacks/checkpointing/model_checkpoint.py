@@ -44,7 +44,7 @@ from leyden.checkpoint.format.errors import CheckpointError
 from leyden.core.errors import ConfigurationError
 from leyden.core.given import checks_names
 from leyden.core.paths import local_path
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -380,7 +380,7 @@ class ModelCheckpoint(Callback):
         path = self._free_path(self._style.name(self.filename, values))
         written = save_after(trainer, path, exception, self.save_weights_only)
         if written is not None and self.verbose:
-            trainer.print(f"saved {written} after {type(exception).__name__}")
+            inform(f"saved {written} after {type(exception).__name__}", trainer.print)
 
     def has_saved(self, trainer: Trainer) -> bool:
         """Returns True if this callback has saved the current batch."""
@@ -446,7 +446,7 @@ class ModelCheckpoint(Callback):
         is_keeper, save, link = self._ranks(trainer).is_keeper, trainer.pending_save, self._link(values)
         if self.verbose:
             verb = "saved" if save is None else "saving"
-            trainer.print(report_of(self, written, trainer.global_step, is_ranked, verb))
+            inform(report_of(self, written, trainer.global_step, is_ranked, verb), trainer.print)
         if save is not None:
             to_delete = dict(self._to_delete)
             background = BackgroundSave(save, written, ranking_before, to_delete, link, is_keeper, self._storage)

@@ -21,7 +21,7 @@ from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.plain_files import opener
 from leyden.core.errors import LeydenError
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, to_stderr, warn
 from leyden.launch.processes import place, runs, started
 
 NAME = ".leyden-lock"
@@ -304,11 +304,11 @@ class FolderLock:
                 return found[0]
             if not announced and owner.place:
                 announced = True
-                print(
+                inform(
                     f"leyden: {self.path.parent} was left by {owner}, or is still in use. Waiting up to "
                     f"{self._silent - silence:.0f} s to find out.",
-                    file=sys.stderr,
-                    flush=True,
+                    to_stderr,
+                    every_rank=True,
                 )
             time.sleep(min(1.0, self._silent / 10))
         return None

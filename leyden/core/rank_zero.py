@@ -1,4 +1,4 @@
-"""rank_zero_only and related functions: code that runs only on rank 0, during a run or before it."""
+"""rank_zero_only and related functions: code, messages and warnings of rank 0, during a run or before it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from leyden.core.user_code import LEYDEN, is_users
 P = ParamSpec("P")
 T = TypeVar("T")
 D = TypeVar("D")
+
+LOGGER = logging.getLogger("leyden")
+if LOGGER.level == logging.NOTSET:
+    # The root logger's default level, WARNING, would hide most of what a run says.
+    LOGGER.setLevel(logging.INFO)
 
 
 class RankZeroOnly:
@@ -81,25 +86,63 @@ def rank_zero_info(message: object, *args: Any, **kwargs: Any) -> None:
         *args: values for the placeholders.
         **kwargs: keyword arguments of `logging.Logger.info`.
     """
-    _log(logging.INFO, message, *args, **kwargs)
+    if rank_zero_only.rank == 0:
+        _log(to_stderr, logging.INFO, message, *args, **kwargs)
 
 
 def rank_zero_debug(message: object, *args: Any, **kwargs: Any) -> None:
     """Logs a debug message on rank 0, shown if the logger "leyden" has the level DEBUG. See `rank_zero_info`."""
-    _log(logging.DEBUG, message, *args, **kwargs)
+    if rank_zero_only.rank == 0:
+        _log(to_stderr, logging.DEBUG, message, *args, **kwargs)
 
 
-def _log(level: int, message: object, *args: Any, **kwargs: Any) -> None:
-    if rank_zero_only.rank:
+def to_stdout(text: str) -> None:
+    """Prints to the stdout of the moment, flushed: a pipe would otherwise hold the text until its buffer is full."""
+    print(text, flush=True)
+
+
+def to_stderr(text: str) -> None:
+    """Prints to the stderr of the moment, flushed."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def inform(text: str, write: Callable[[str], None] = to_stdout, every_rank: bool = False) -> None:
+    """Tells the user something about a run, on rank 0: logs it to the logger "leyden" at the level INFO.
+
+    Args:
+        text: one or more lines.
+        write: how a script without logging shows the text.
+        every_rank: log on the rank that calls, for facts that other ranks do not know.
+    """
+    if every_rank or rank_zero_only.rank == 0:
+        _log(write, logging.INFO, text)
+
+
+class _Writer(logging.Handler):
+    """Passes the text of each record to a function."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write(self.format(record))
+
+
+def _log(write: Callable[[str], None], level: int, message: object, *args: Any, **kwargs: Any) -> None:
+    """Logs to the handlers that the script has set up. Without any, `write` shows the message."""
+    # Attributes the message to the caller's line, two frames up: above this function and the one that called it.
+    kwargs = {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2}
+    if LOGGER.hasHandlers():
+        LOGGER.log(level, message, *args, **kwargs)
         return
-    logger = logging.getLogger("leyden")
-    if not logger.hasHandlers():
-        # Without logging setup, messages go to the terminal. With it, the script decides.
-        logger.addHandler(logging.StreamHandler())
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
-    # Attributes the message to the caller's line, two frames up: above this function and rank_zero_info or _debug.
-    logger.log(level, message, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2})
+    # Only for this message: a handler that stays would keep a stale stream, and would repeat what other handlers show.
+    writer = _Writer(write)
+    LOGGER.addHandler(writer)
+    try:
+        LOGGER.log(level, message, *args, **kwargs)
+    finally:
+        LOGGER.removeHandler(writer)
 
 
 def rank_zero_warn(message: object, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:

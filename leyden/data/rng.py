@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from leyden.core.errors import ConfigurationError, StateError
+from leyden.core.rank_zero import inform
 from leyden.core.saved_state import SavedState, brief
 from leyden.data.generators import (
     Generators,
@@ -227,5 +228,5 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     else:
         np.random.seed(number)
     if verbose:
-        print(f"Seed set to {number}")
+        inform(f"Seed set to {number}", every_rank=True)
     return number

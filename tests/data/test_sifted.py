@@ -213,7 +213,7 @@ def test_the_first_bad_sample_warns_and_all_are_logged_and_counted(
     with pytest.warns(UserWarning, match="sample 3 of Broken raised OSError: cannot read 3, and is left") as caught:
         trainer.fit(Module(), DataLoader(Broken({3, 17}), 4))
     assert sum("left out" in str(warning.message) for warning in caught) == 1
-    first, trace, second = [record for record in caplog.records if record.name == "leyden"]
+    first, trace, second = [record for record in caplog.records if record.filename == "sifted.py"]
     assert first.getMessage() == "sample 3 of Broken is left out, since it raised OSError: cannot read 3"
     assert second.getMessage() == "sample 17 of Broken is left out, since it raised OSError: cannot read 17"
     assert trace.levelname == "WARNING" and "raise self.error(" in trace.getMessage()

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks.world import run_world
 
-from leyden import rank_zero_debug, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
-from leyden.core.rank_zero import warn
+from leyden import (
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+    seed_everything,
+)
+from leyden.core.rank_zero import LOGGER, inform, warn
 
 
 @pytest.fixture(params=[0, 1])
@@ -54,16 +63,44 @@ def test_messages_go_to_the_packages_logger(rank: int, caplog: pytest.LogCapture
     assert logged == ([("INFO", "step 3", here), ("DEBUG", "detail", here)] if rank == 0 else [])
 
 
-def test_without_a_logging_setup_only_info_messages_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logger = logging.getLogger("leyden")
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    rank_zero_info("seen")
+def test_without_a_logging_setup_only_info_messages_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    rank_zero_info("%s", "seen")
     rank_zero_debug("not seen")
-    assert capsys.readouterr().err == "seen\n"
+    inform("Leyden's\nlines")
+    # pytest replaces the streams for each test, and a notebook for each cell.
+    with redirect_stdout(StringIO()) as stdout:
+        inform("elsewhere")
+    assert capsys.readouterr() == ("Leyden's\nlines\n", "seen\n")
+    assert stdout.getvalue() == "elsewhere\n" and not LOGGER.handlers
+
+
+def test_levels_and_filters_silence_a_plain_script(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(LOGGER, "filters", [lambda record: "Seed" not in record.getMessage()])
+        seed_everything(3, verbose=True)
+    with caplog.at_level(logging.WARNING, "leyden"):
+        seed_everything(3, verbose=True)
+    assert capsys.readouterr() == ("", "")
+    seed_everything(3, verbose=True)
+    assert capsys.readouterr() == ("Seed set to 3\n", "")
+
+
+@pytest.mark.parametrize("name", ["leyden", None], ids=["its logger", "the root logger"])
+def test_lines_go_only_to_the_handlers_of_a_script(name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    logger, stream = logging.getLogger(name), StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(message)s"))
+    logger.addHandler(handler)
+    try:
+        inform("a line", write=pytest.fail)
+        rank_zero_info("another")
+    finally:
+        logger.removeHandler(handler)
+    here = Path(__file__).name
+    assert stream.getvalue() == f"INFO {here} a line\nINFO {here} another\n"
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_script_may_set_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

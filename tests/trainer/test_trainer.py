@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
 import warnings
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -654,6 +656,20 @@ def test_module_settings_can_be_class_attributes(quiet: Any, tmp_path: Path) -> 
     Trainer(**quiet, max_epochs=1).fit(again, numbered(3), ckpt_path=path)
     assert torch.equal(again.state_dict()["net.weight"], module.state_dict()["net.weight"])
     assert module.example_input_array is SetInClass.example_input_array and trainer.global_step == 3
+
+
+def test_a_scripts_logging_takes_the_lines_of_a_run(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    logger, stream = logging.getLogger("leyden"), StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        trainer = Trainer(**quiet, max_epochs=1, enable_model_summary=True)
+        trainer.fit(Squares(), DataLoader(torch.ones(8, 2), batch_size=4))
+        trainer.print("the user's own text")
+    finally:
+        logger.removeHandler(handler)
+    assert "strategy" in stream.getvalue() and "parameters in total" in stream.getvalue()
+    assert capfd.readouterr() == ("the user's own text\n", "")
 
 
 def test_verbose_false_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

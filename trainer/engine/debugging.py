@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.core.errors import LeydenError
+from leyden.core.rank_zero import inform, to_stderr
 from leyden.core.tree import in_one_line
 from leyden.core.user_code import users_frame
 from leyden.data.limits import length_of
@@ -152,9 +153,9 @@ def begin(engine: Engine, accumulation: int) -> None:
 
 
 def report(facts: str | None) -> None:
-    """Prints a line of facts, on every rank."""
+    """Logs a line of facts, on every rank."""
     if facts is not None:
-        print(facts, file=sys.stderr, flush=True)
+        inform(facts, to_stderr, every_rank=True)
 
 
 def model_facts(rank: int, prepared: nn.Module, bare: nn.Module) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.launch.leaving import note_exit
 
 if TYPE_CHECKING:
@@ -156,4 +156,4 @@ def requeue(job: str) -> None:
             every_rank=True,
         )
     else:
-        print(f"leyden: requeued job {job}", flush=True)
+        inform(f"leyden: requeued job {job}", every_rank=True)

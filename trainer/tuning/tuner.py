@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, warn
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.tuning.batch_size import LIMITS, BatchSizeSearch
 from leyden.trainer.tuning.learning_rate import LRFinder, RateSearch
@@ -168,7 +168,7 @@ def find_rate(search: RateSearch, subject: Subject) -> tuple[LRFinder | None, fl
     if rate is not None:
         assign(name, rate, owners)
         if subject.trainer.arguments.verbose:
-            subject.trainer.print(f"found learning rate {rate:.3g} and set {name}")
+            inform(f"found learning rate {rate:.3g} and set {name}", subject.trainer.print)
     return finder, rate
 
 
@@ -186,5 +186,5 @@ def find_batch_size(search: BatchSizeSearch, subject: Subject) -> int | None:
     size = search.search(subject)
     assign(search.batch_arg_name, size, owners)
     if subject.trainer.arguments.verbose:
-        subject.trainer.print(f"found batch size {size} and set {search.batch_arg_name}")
+        inform(f"found batch size {size} and set {search.batch_arg_name}", subject.trainer.print)
     return size

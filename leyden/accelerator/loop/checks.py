@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.core.rank_zero import warn
+from leyden.core.rank_zero import inform, to_stderr, warn
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -157,11 +157,8 @@ def hint_at_first_print(state: PartialState) -> None:
         builtins.print = plain
         plain(*args, **kwargs)
         if kwargs.get("file") in (None, sys.stdout):
-            plain(
-                "leyden: every rank printed this. accelerator.print(...) prints once. (This hint appears once.)",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = "leyden: every rank printed this. accelerator.print(...) prints once. (This hint appears once.)"
+            inform(text, to_stderr, every_rank=True)
 
     if getattr(plain, "__name__", "") == "print":
         builtins.print = print_and_hint

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 from leyden.core.errors import ConfigurationError
+from leyden.core.rank_zero import inform
 from leyden.trainer.events.departure import Departure
 from leyden.trainer.events.signals import NOTICE, Signals
 
@@ -98,8 +99,7 @@ class LoopEnd:
         Raises:
             SystemExit: with the exit code of the preemption.
         """
-        if self._ranks.is_global_zero:
-            print(f"\npreempted by {self._signals.name} at {self._where()}", flush=True)
+        inform(f"\npreempted by {self._signals.name} at {self._where()}")
         # Before the departure, since the requeued job may start immediately and needs the folder.
         self._release()
         # Last, since SLURM kills the rest of a job that is requeued.

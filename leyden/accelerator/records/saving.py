@@ -34,6 +34,7 @@ from leyden.checkpoint.step_states import SCHEDULERS, StepStates, check_count
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of, nearest
 from leyden.core.paths import local_path
+from leyden.core.rank_zero import inform
 from leyden.core.saved_state import SavedState
 from leyden.data.rng import RandomNumbers
 
@@ -347,9 +348,9 @@ def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[st
     found = newest(folder, strict=True, ranks=CheckpointRanks(accelerator.strategy, folder))
     if found is None and not resumes:
         raise CheckpointError(folder, "holds no checkpoint. save_state() writes one.")
-    if resumes and accelerator.is_main_process:
+    if resumes:
         fresh = f"starts from scratch: no checkpoint in {folder} yet"
-        print(fresh if found is None else f"continues from {found}", flush=True)
+        inform(fresh if found is None else f"continues from {found}")
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, UnknownArgumentError, is_out_of_memory
+from leyden.core.rank_zero import inform, to_stderr
 from leyden.launch.tries import give_up, given_up, numbered, starts_again
 
 if TYPE_CHECKING:
@@ -158,11 +158,11 @@ class _Sizes:
         self._next()
         if place is None or place.world_size == 1 or self.size <= 0:
             return
-        print(
+        inform(
             f"leyden: {self._function.__name__} does not fit into the memory of rank {place.rank} with batch size "
             f"{last} ({failed}). All ranks restart with batch size {self.size}.",
-            file=sys.stderr,
-            flush=True,
+            to_stderr,
+            every_rank=True,
         )
         leaving = give_up(self._name, self._given_up)
         from leyden.strategies.process_group import end_all_ranks
