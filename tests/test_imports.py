@@ -72,6 +72,7 @@ LAZY = {
         *("aim", "clearml", "dvclive", "swanlab", "trackio"),
         "comet_ml",
         "jsonargparse",
+        "libcst",
         "mlflow",
         "deepspeed",
         "torch_xla",
@@ -85,6 +86,7 @@ LAZY = {
 OWNERS = {
     "leyden.cli": "click",
     "leyden.compat.migrate": "click",
+    "leyden.compat.migrate.script": "libcst",
     "leyden.cli.configuration.argument_parser": "jsonargparse",
     "leyden.strategies.precision.float8_linear": "torchao",
 }

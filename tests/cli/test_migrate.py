@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -348,3 +349,12 @@ def test_a_notebook_is_migrated_cell_by_cell(tmp_path: Path, invoke: Any) -> Non
     assert after["cells"][3]["source"] == ["x = '%s' \\\n", "  % leyden.TrainModule\n", "L.Fabric()"]
     assert [after["cells"][place] == cells[place] for place in (0, 2, 4)] == [True] * 3
     assert json.dumps(after, indent=1, ensure_ascii=False) + "\n" == path.read_text()
+
+
+def test_a_missing_libcst_names_the_extra(tmp_path: Path, invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("migrate", "script"):
+        monkeypatch.delitem(sys.modules, f"leyden.compat.migrate.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    done = invoke("migrate", tmp_path)
+    assert done.returncode == 2
+    assert "leyden[migrate]" in done.stderr

@@ -21,11 +21,12 @@ from pathlib import Path
 import click
 
 from leyden.compat.migrate.names import lookup
-from leyden.compat.migrate.script import LINE, Edit, Leftover, Script, migrated
+from leyden.compat.migrate.script import Edit, Leftover, Script, migrated
 
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 """Suffixes of the files that are read in a folder."""
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
+LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r|$)")
 CLASS_PATH = re.compile(r"^[ \t-]*class_path:[ \t]*['\"]?((?:lightning|pytorch_lightning)\.[\w.]+)", re.MULTILINE)
 MAGIC = re.compile(r"^[ \t]*(?:[%!?].*|[\w.]+\?{1,2}|\w[\w, ]*=[ \t]*[%!].*)$", re.MULTILINE)
 """Lines in IPython syntax."""
