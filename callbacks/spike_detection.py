@@ -313,8 +313,8 @@ class SpikeDetection(Callback):
         )
 
     def _path(self, trainer: Trainer) -> Path:
-        own = trainer.run_folder or trainer.default_root_dir
-        root = own if self.exclude_batches_path is None else self.exclude_batches_path
+        folder = trainer.run_folder or trainer.default_root_dir
+        root = folder if self.exclude_batches_path is None else self.exclude_batches_path
         path = Path(os.path.expanduser(root))
         return path if path.suffix == ".json" else path / FILE
 
@@ -342,10 +342,10 @@ class _Batch:
     @classmethod
     def of(cls, saved: SavedState) -> _Batch:
         loss = None if saved.is_none("loss") else saved.number("loss")
-        place = saved.integer("epoch", least=0), saved.integer("index", least=0)
+        epoch, index = saved.integer("epoch", least=0), saved.integer("index", least=0)
         mean = saved.number("mean") if "mean" in saved and not saved.is_none("mean") else None
         count = saved.integer("before", 0, least=0)
-        return cls(*place, lambda: [loss], saved.flag("is_spike", False), mean, count)
+        return cls(epoch, index, lambda: [loss], saved.flag("is_spike", False), mean, count)
 
     def state_dict(self) -> dict[str, Any]:
         checked = {"is_spike": self.is_spike, "mean": self.mean, "before": self.count}
@@ -404,18 +404,18 @@ def _as_json(samples: list[Any] | None) -> list[Any] | None:
 def _entries(path: Path) -> list[Any]:
     """Returns the content of the file of excluded batches; an empty list if there is no file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"SpikeDetection cannot append to {path} ({error}): give another exclude_batches_path."
         ) from error
-    if not isinstance(found, list):
+    if not isinstance(saved, list):
         raise ConfigurationError(
-            f"SpikeDetection cannot append to {path}, which holds {kind_of(found)}: give another exclude_batches_path."
+            f"SpikeDetection cannot append to {path}, which holds {kind_of(saved)}: give another exclude_batches_path."
         )
-    return found
+    return saved
 
 
 def _write(path: Path, entries: list[Any]) -> None:

@@ -58,16 +58,16 @@ class EpochTable:
     def _add(self, name: str, trainer: Trainer) -> None:
         values = trainer.callback_metrics
         # A value that is logged by step and by epoch has three names.
-        by_epoch = {found.removesuffix("_epoch") for found in values if found.endswith("_epoch")}
-        hidden = by_epoch | {f"{found}_step" for found in by_epoch}
+        by_epoch = {metric.removesuffix("_epoch") for metric in values if metric.endswith("_epoch")}
+        hidden = by_epoch | {f"{metric}_step" for metric in by_epoch}
         if trainer.progress.batches and trainer.progress.validations == self._passes:
             # Those of an earlier epoch's validation.
             hidden |= self._validated
-        numbers = trainer.read_metrics({found: value for found, value in values.items() if found not in hidden})
+        numbers = trainer.read_metrics({metric: value for metric, value in values.items() if metric not in hidden})
         now = time.perf_counter()
         minutes, seconds = divmod(round(now - self._start), 60)
         self._names |= dict.fromkeys(numbers)
-        texts = {found: format_number(number) for found, number in numbers.items()}
+        texts = {metric: format_number(number) for metric, number in numbers.items()}
         self._rows.append({**texts, "epoch": name, "time": f"{minutes}:{seconds:02d}"})
         self._start, self._is_shown = now, False
         if now >= self._due:

@@ -272,21 +272,21 @@ def fit_to_terminal(bar: Any) -> bool:
 
     True for bars without a width, such as those of a notebook, and for bars of other classes than tqdm's.
     """
-    found = getattr(bar, "format_dict", None) or {}
-    if not found.get("ncols") or least_width(bar, found) <= found["ncols"]:
+    fields = getattr(bar, "format_dict", None) or {}
+    if not fields.get("ncols") or least_width(bar, fields) <= fields["ncols"]:
         return True
-    without_metrics = least_width(bar, {**found, "postfix": ""})
-    if found["bar_format"] is None and found["total"] is not None and without_metrics > found["ncols"]:
+    without_metrics = least_width(bar, {**fields, "postfix": ""})
+    if fields["bar_format"] is None and fields["total"] is not None and without_metrics > fields["ncols"]:
         bar.bar_format = WITHOUT_TIMES
     # A user's own format may not show metrics.
-    return without_metrics == least_width(bar, found)
+    return without_metrics == least_width(bar, fields)
 
 
-def least_width(bar: Any, found: dict[str, Any]) -> int:
+def least_width(bar: Any, fields: dict[str, Any]) -> int:
     """Returns the width of a tqdm bar with ten cells, tqdm's number of cells where no width is known."""
     from tqdm.utils import disp_len  # type: ignore[import-untyped, unused-ignore]
 
-    return int(disp_len(bar.format_meter(**{**found, "ncols": None})))
+    return int(disp_len(bar.format_meter(**{**fields, "ncols": None})))
 
 
 def cut(text: str, columns: int | None) -> str:
