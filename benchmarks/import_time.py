@@ -2,6 +2,8 @@
 
     python benchmarks/import_time.py --repeats 7
 
+It also prints that time as a share of torch's own, and how many modules of the package itself are loaded.
+
 Each import runs in its own process. The repeats are interleaved, so a slow moment of the machine affects all of them.
 The table compares the medians.
 """
@@ -26,16 +28,20 @@ STATEMENTS = {
     "transformers.Trainer": "from transformers import Trainer",
 }
 PROGRAM = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+COUNT = "import sys; {}; print(sum(name.partition('.')[0] == {!r} for name in sys.modules))"
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def seconds(statement: str) -> float:
     """Times a statement in a new process, after the interpreter has started."""
+    return answer(PROGRAM.format(statement))
+
+
+def answer(program: str) -> float:
+    """Runs a program in a new process; returns the number that it prints first."""
     # Import the checkout, installed or not, and not this folder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(statement)], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 
 
@@ -57,10 +63,11 @@ def main() -> None:
             times[name].append(seconds(statement))
 
     base = statistics.median(times["torch"])
-    print(f"{'import':<22}{'seconds':>9}{'beyond torch':>14}")
+    print(f"{'import':<22}{'seconds':>9}{'beyond torch':>14}{'ratio':>8}{'modules':>9}")
     for name, taken in times.items():
         median = statistics.median(taken)
-        print(f"{name:<22}{median:>9.3f}{median - base:>+14.3f}")
+        modules = answer(COUNT.format(statements[name], name.partition(".")[0]))
+        print(f"{name:<22}{median:>9.3f}{median - base:>+14.3f}{(median - base) / base:>8.2f}{modules:>9.0f}")
     missing = [name for name in chosen if name not in found]
     if missing:
         print(f"not installed: {', '.join(missing)}")

@@ -19,7 +19,7 @@ from leyden.core.lazy import lazy_name
 from leyden.core.ported import ported
 from leyden.core.rank_zero import inform
 from leyden.strategies.base import Strategy
-from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
+from leyden.strategies.precision import Precision
 from leyden.strategies.single import SingleDeviceStrategy
 from leyden.strategies.window import Window
 
@@ -36,9 +36,13 @@ if TYPE_CHECKING:
     from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from leyden.strategies.mesh.strategy import MeshStrategy as MeshStrategy
+    from leyden.strategies.precision.amp import MixedPrecision as MixedPrecision
+    from leyden.strategies.precision.fp8 import Float8Precision as Float8Precision
     from leyden.strategies.precision.transformer_engine import (
         TransformerEnginePrecision as TransformerEnginePrecision,
     )
+    from leyden.strategies.precision.true import DoublePrecision as DoublePrecision
+    from leyden.strategies.precision.true import HalfPrecision as HalfPrecision
     from leyden.strategies.xla.ddp import XLADDPStrategy as XLADDPStrategy
     from leyden.strategies.xla.strategy import XLAFSDPStrategy as XLAFSDPStrategy
     from leyden.strategies.xla.strategy import XLAStrategy as XLAStrategy
@@ -53,8 +57,12 @@ _HOMES = {
     ),
     "DDPStrategy": "leyden.strategies.ddp",
     "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",
+    "DoublePrecision": "leyden.strategies.precision.true",
     "FSDPStrategy": "leyden.strategies.fsdp.strategy",
+    "Float8Precision": "leyden.strategies.precision.fp8",
+    "HalfPrecision": "leyden.strategies.precision.true",
     "MeshStrategy": "leyden.strategies.mesh.strategy",
+    "MixedPrecision": "leyden.strategies.precision.amp",
     "ModelParallelStrategy": "leyden.strategies.mesh.model_parallel",
     "TransformerEnginePrecision": "leyden.strategies.precision.transformer_engine",
     "XLADDPStrategy": "leyden.strategies.xla.ddp",
@@ -208,10 +216,6 @@ def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
 
 
 __all__ = [
-    "DoublePrecision",
-    "Float8Precision",
-    "HalfPrecision",
-    "MixedPrecision",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from leyden.core.errors import ConfigurationError
-from leyden.data.combined import CombinedLoader
 from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
 if TYPE_CHECKING:
@@ -207,6 +206,8 @@ class DataModule(Hyperparameters):
 
 def _samples_of(loaders: Any) -> str:
     """Returns "6 samples", or "4 + ? samples" for several loaders of which one has no length."""
+    from leyden.data.combined import CombinedLoader
+
     if loaders is None:
         return "no loader"
     sizes = []

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.rank_zero import warn
-from leyden.data.workers import died
 from leyden.launch.interrupt import is_quiet, raise_quietly
-from leyden.trainer.reporting import advice
 
 if TYPE_CHECKING:
     from leyden.trainer.run import Run
@@ -54,6 +52,9 @@ def end_with_error(
         SystemExit: if the error is a consequence of another rank's error, which that rank reports.
         LeydenError: in place of the error, if the cause and a fix are known.
     """
+    from leyden.data.workers import died
+    from leyden.trainer.reporting import advice
+
     if error is run.signals.interruption:
         return
     # First, because the handler of SIGCHLD could otherwise raise the same error again anywhere below.

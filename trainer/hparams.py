@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.format.configs import config_of, entries_of, is_config
-from leyden.checkpoint.format.secrets import masked_names, masked_values
 from leyden.core.errors import ConfigurationError, kind_of, nearest
 from leyden.core.rank_zero import warn
 
@@ -242,6 +240,8 @@ def _is_code(value: Any) -> bool:
 
 def in_words(value: Any) -> str:
     """Describes a module, a class or a partial, such as "the class ReLU"."""
+    from leyden.checkpoint.format.secrets import masked_values
+
     if isinstance(value, functools.partial):
         options = "".join(f", {name}={item!r}" for name, item in masked_values(value.keywords).items())
         # jsonargparse's partial of a class wraps its own function, with the class among the arguments.
@@ -258,6 +258,8 @@ def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
     Raises:
         ConfigurationError: if two owners have different values under one name.
     """
+    from leyden.checkpoint.format.secrets import masked_values
+
     logged: dict[str, tuple[object, Any]] = {}
     for owner in owners:
         if owner is None or not owner.logs_hparams:
@@ -347,6 +349,8 @@ def _arguments(owner: object, calls: list[inspect.ArgInfo]) -> dict[str, Any]:
 
 def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
     """Returns the error for a value that a checkpoint cannot hold."""
+    from leyden.checkpoint.format.codec import check_encodable
+
     try:
         check_encodable(value, where=f"hparams[{name!r}]")
     except ConfigurationError as error:
@@ -399,6 +403,8 @@ def _check_no_secret_is_missing(
         given: the given arguments.
         accepted: the names that its `__init__` accepts; None for all.
     """
+    from leyden.checkpoint.format.secrets import masked_names
+
     if saved.argument is not None and (accepted is None or saved.argument[0] in accepted):
         if saved.argument[0] in given:
             return

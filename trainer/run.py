@@ -11,41 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.checkpoint.background import BackgroundSaves
-from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.shard_plan import ShardPlans
 from leyden.checkpoint.trained import Trained
 from leyden.core.rank_zero import inform, warn
 from leyden.launch.heartbeat import Heartbeat, Phase
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.ending import call_teardown
-from leyden.trainer.engine import debugging
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
-from leyden.trainer.events.departure import Departure
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.state import RunState
 from leyden.trainer.hparams import hparams_to_log
-from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
-from leyden.trainer.logging.metrics import gather_readers
-from leyden.trainer.logging.traced import TracedLogs
 from leyden.trainer.logging.values import Value, are_finite, read_back, readable_losses
 from leyden.trainer.plugins import end_plugins, wait_for
-from leyden.trainer.reporting.advice import checked_for_nan
-from leyden.trainer.reporting.record import record_start
 from leyden.trainer.reporting.rows import send_rows
 from leyden.trainer.reporting.summary import five_lines, settings_of
 from leyden.trainer.saved.checkpoint_folders import are_on_each_node
-from leyden.trainer.saved.identity import Identity
-from leyden.trainer.saved.restoring import Restorer, kept_state
-from leyden.trainer.saved.resuming import (
-    check_same_run,
-    continued_path,
-    detect_shared_folders,
-    lock_of,
-    open_reader,
-    rollback_paths_after,
-)
-from leyden.trainer.saved.run_folder import enter_folder, find_folder
 from leyden.trainer.starting.build import (
     accumulation_of,
     check_steps,
@@ -56,9 +37,7 @@ from leyden.trainer.starting.build import (
     warn_if_untrained,
     warn_of_parts_in_eval_mode,
 )
-from leyden.trainer.starting.differences import check_module, check_optimizers
 from leyden.trainer.starting.loaders import Loaders, transfer_of, transformed
-from leyden.trainer.starting.uncalled_hooks import warn_of_uncalled_hooks
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -71,11 +50,16 @@ if TYPE_CHECKING:
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.events.departure import Departure
     from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.events.signals import Signals
+    from leyden.trainer.logging.traced import TracedLogs
     from leyden.trainer.module import TrainModule
     from leyden.trainer.profilers import Profiler
-    from leyden.trainer.saved.resuming import Goal, Reader
+    from leyden.trainer.saved.goal import Goal
+    from leyden.trainer.saved.identity import Identity
+    from leyden.trainer.saved.restoring import Restorer
+    from leyden.trainer.saved.resuming import Reader
     from leyden.trainer.starting.callback_list import CallbackList
     from leyden.trainer.starting.fit_limits import FitLimits
     from leyden.trainer.starting.loaders import Transfer
@@ -179,6 +163,8 @@ class Run:
             hooks: the dispatcher of hooks.
             starts_anew: True if progress counts from zero.
         """
+        from leyden.trainer.logging.epoch_values import over_ranks
+
         return dataclasses.replace(
             self,
             hooks=hooks,
@@ -249,7 +235,11 @@ class Run:
     @cached_property
     def traced(self) -> TracedLogs | None:
         """The log that the steps of a compiled module record into; None without torch.compile."""
-        return None if self.compiled is None else TracedLogs(self.logs)
+        if self.compiled is None:
+            return None
+        from leyden.trainer.logging.traced import TracedLogs
+
+        return TracedLogs(self.logs)
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """Returns a step of the module as the loop calls it: compiled, checked for NaN and profiled as configured."""
@@ -258,12 +248,16 @@ class Run:
             function = self.traced.around(self.compiled.dynamo_ctx(function))
         function = self.strategy.setup_step(function, self.module)
         if self.arguments.detect_anomaly and name == "training_step":
+            from leyden.trainer.reporting.advice import checked_for_nan
+
             function = checked_for_nan(function, self.progress, self.strategy)
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
     # setup and teardown ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """Configures the callbacks, subscribes them to the hooks, and starts the profiler."""
+        from leyden.trainer.engine import debugging
+
         self.callback_list.begin(self.module.configure_callbacks(), replay_of(self.arguments))
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
@@ -280,6 +274,9 @@ class Run:
 
         A run that resumes automatically then holds its folder alone: a second one would resume the same checkpoint.
         """
+        from leyden.trainer.saved.resuming import detect_shared_folders, open_reader
+        from leyden.trainer.saved.run_folder import find_folder
+
         detect_shared_folders(self)
         searched, folder = find_folder(self, goal)
         if self.state.stage == "fit":
@@ -290,6 +287,8 @@ class Run:
 
     def _enter(self, reader: Reader | None, goal: Goal) -> None:
         """Enters the run's folder: that of the checkpoint's run, or the next version."""
+        from leyden.trainer.saved.run_folder import enter_folder
+
         self.folder = enter_folder(self, reader, goal)
         if goal.path != "auto":
             self._hold(alone=False)
@@ -302,6 +301,9 @@ class Run:
         Raises:
             LeydenError: on all ranks, if another run holds the folder; names its process.
         """
+        from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+        from leyden.trainer.saved.resuming import lock_of
+
         lock = lock_of(self)
         if lock is not None:
             ranks = CheckpointRanks(self.strategy, lock.path.parent, are_on_each_node(self.callbacks))
@@ -315,6 +317,7 @@ class Run:
 
     def departure(self) -> Departure:
         """Returns the object that ends this run when it is preempted."""
+        from leyden.trainer.events.departure import Departure
 
         def where() -> str:
             return f"step {self.progress.global_step}, epoch {self.progress.epoch}"
@@ -332,6 +335,13 @@ class Run:
         Returns:
             The restorer of the rest of the checkpoint.
         """
+        from leyden.trainer.logging.metrics import gather_readers
+        from leyden.trainer.saved.identity import Identity
+        from leyden.trainer.saved.restoring import Restorer
+        from leyden.trainer.saved.resuming import check_same_run
+        from leyden.trainer.starting.differences import check_module
+        from leyden.trainer.starting.uncalled_hooks import warn_of_uncalled_hooks
+
         stage, module, strategy = self.state.stage, self.module, self.strategy
         assert stage is not None
         place = goal.path if self.checkpoint_io is not None else getattr(reader, "path", None)
@@ -391,6 +401,9 @@ class Run:
         Returns:
             The states that the loop restores itself; None if there are none.
         """
+        from leyden.trainer.reporting.record import record_start
+        from leyden.trainer.saved.restoring import kept_state
+
         module, engine = self.module, self.engine
         if kept is None:
             self._make_optimizers(restorer, goal)
@@ -412,6 +425,9 @@ class Run:
         return restored
 
     def _make_optimizers(self, restorer: Restorer, goal: Goal) -> None:
+        from leyden.trainer.saved.resuming import check_same_run, continued_path, rollback_paths_after
+        from leyden.trainer.starting.differences import check_optimizers
+
         module, engine, strategy = self.module, self.engine, self.strategy
         optimizers, self.schedulers = parse(module.configure_optimizers(), module.automatic_optimization)
         if self.identity is not None:
@@ -536,6 +552,8 @@ class Run:
 
         Rank 0 broadcasts the folder that its loggers write to.
         """
+        from leyden.trainer.engine import debugging
+
         ranks, silent = self.strategy.ranks, self.arguments.barebones
         if ranks.world_size > 1 and not silent:
             if self.log_dir is None and ranks.is_global_zero:

@@ -18,7 +18,6 @@ from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.core.given import leaves_open, refuse
 from leyden.core.paths import local_path
 from leyden.launch.heartbeat import Phase
-from leyden.launch.watchdog import watched
 from leyden.strategies.base import Strategy
 from leyden.trainer import ending
 from leyden.trainer.arguments.arguments import for_trial, resolve
@@ -30,21 +29,14 @@ from leyden.trainer.events.signals import LEAVE, Signals
 from leyden.trainer.events.state import RunState
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value
-from leyden.trainer.loops.batch_norm import update_batch_norm
-from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keeping
-from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
-from leyden.trainer.profilers import find_profiler
 from leyden.trainer.reporting import summary
 from leyden.trainer.run import Run
-from leyden.trainer.saved import resuming, saving
-from leyden.trainer.saved.restoring import Restorer
-from leyden.trainer.saved.rolling_back import roll_back
+from leyden.trainer.saved.goal import Goal, goal_of_fit, goal_of_weights, with_best_path
 from leyden.trainer.starting import build
 from leyden.trainer.starting.callback_list import CallbackList
 from leyden.trainer.starting.fit_limits import FitLimits
 from leyden.trainer.starting.loaders import Loaders as RunLoaders
-from leyden.trainer.starting.start_ranks import final_state, start_ranks, take_over
 from leyden.trainer.view import TrainerView
 
 if TYPE_CHECKING:
@@ -54,8 +46,10 @@ if TYPE_CHECKING:
 
     from leyden.strategies.precision import Precision
     from leyden.trainer.events.preemption import Preemption
+    from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.plugins import Plugin
     from leyden.trainer.profilers import Profiler
+    from leyden.trainer.saved.restoring import Restorer
 
 Loaders = Any
 
@@ -209,8 +203,9 @@ class Trainer(TrainerView):
         self.last_checkpoint: Path | None = None
         self._fit: FitLoop | None = None
         self._fit_end_state: dict[str, Any] | None = None
-        profiler, module = find_profiler(arguments.profiler), TrainModule()
+        module = TrainModule()
         notices: Preemption | None = arguments.preemption
+        profiler = build.profiler_of(arguments)
         hooks = self._hooks_of(module, profiler)
         self._run = Run(
             engine=self.accelerator,
@@ -280,7 +275,7 @@ class Trainer(TrainerView):
                 "trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
-        goal = resuming.goal_of_fit(self.arguments, ckpt_path, restore, trust, same_run, weights_only)
+        goal = goal_of_fit(self.arguments, ckpt_path, restore, trust, same_run, weights_only)
         self._carry_out("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
     def validate(
@@ -308,7 +303,7 @@ class Trainer(TrainerView):
         Returns:
             The logged values of each loader.
         """
-        goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
+        goal = goal_of_weights(ckpt_path, weights_only, trust)
         return self._evaluate("validate", model, dataloaders, datamodule, verbose, goal)
 
     def test(
@@ -323,7 +318,7 @@ class Trainer(TrainerView):
         trust: bool = False,
     ) -> list[dict[str, float]]:
         """Runs one pass over the test data; see `validate`. Tests the current weights, never silently the best ones."""
-        goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
+        goal = goal_of_weights(ckpt_path, weights_only, trust)
         return self._evaluate("test", model, dataloaders, datamodule, verbose, goal)
 
     def predict(
@@ -353,9 +348,11 @@ class Trainer(TrainerView):
         Returns:
             The outputs of all batches on the CPU, in the order of the data; with several loaders a list of such lists.
         """
+        from leyden.trainer.loops.evaluate import keeping
+
         keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = build.to_evaluate(self._run, "predict", model, dataloaders, datamodule)
-        goal = resuming.goal_of_weights(ckpt_path, weights_only, trust)
+        goal = goal_of_weights(ckpt_path, weights_only, trust)
         result: list[Any] | None = self._carry_out("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
 
@@ -389,6 +386,8 @@ class Trainer(TrainerView):
             CheckpointError: if the checkpoint cannot be written, or the path holds something other than a checkpoint; a
                 previous checkpoint stays intact.
         """
+        from leyden.trainer.saved import saving
+
         options = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
         options["asynchronous"] = saving.saves_in_background(self._run, asynchronous)
         path = Path(local_path(filepath, "filepath"))
@@ -424,6 +423,8 @@ class Trainer(TrainerView):
         Values that it logs are dropped, and random states are restored. Returns False if a signal interrupted the pass;
         the previous statistics are then restored.
         """
+        from leyden.trainer.loops.batch_norm import update_batch_norm
+
         if self.state.stage != "fit":
             raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook during fit.")
         return update_batch_norm(self._run)
@@ -434,6 +435,8 @@ class Trainer(TrainerView):
         All ranks must call it in `on_train_batch_end`. It also skips `further_batches` batches. See "Bad steps" in the
         docs. Leyden's own method.
         """
+        from leyden.trainer.saved.rolling_back import roll_back
+
         return roll_back(self._run, self._fit, further_batches)
 
     def finish_copies(self) -> None:
@@ -471,9 +474,11 @@ class Trainer(TrainerView):
 
     # one run ----------------------------------------------------------------------------------------------------------
     def _carry_out(
-        self, stage: str, model: Any, datamodule: Any, goal: resuming.Goal, keeps: str = "all", **loaders: Any
+        self, stage: str, model: Any, datamodule: Any, goal: Goal, keeps: str = "all", **loaders: Any
     ) -> Any:
         """Runs a stage from setup to tear-down. An error is reported to all parts that have a hook for it."""
+        from leyden.launch.watchdog import watched
+
         if self.state.stage is not None:
             raise LeydenError(
                 f"Trainer.{stage} was called while this Trainer's {self.state.stage} is running: call it "
@@ -483,7 +488,7 @@ class Trainer(TrainerView):
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught, so that the first signal ends a rank that waits here for a failed one.
         self.strategy.setup_environment()
-        goal = resuming.with_best_path(self.callbacks, goal)
+        goal = with_best_path(self.callbacks, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             watch = self.arguments.hang_timeout, self.arguments.default_root_dir
@@ -496,16 +501,23 @@ class Trainer(TrainerView):
             try:
                 restorer = self._setup(run, goal)
                 if stage == "fit":
+                    from leyden.trainer.loops.fit import FitLoop
+                    from leyden.trainer.saved.saving import rank_state
+
                     self._fit = loop = FitLoop(run)
                     restored, self._fit_end_state = run.prepare_fit(restorer, goal, self._fit_end_state), None
                     loop.run(restored)
                     # The state that ckpt_path="current" resumes from.
-                    self._fit_end_state = saving.rank_state(run, loop)
+                    self._fit_end_state = rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
                 elif stage == "predict":
+                    from leyden.trainer.loops.evaluate import PredictionLoop
+
                     cursors = run.loaders.evaluation("predict")
                     result = PredictionLoop(run, cursors, keeps).predict() if cursors else []
                 else:
+                    from leyden.trainer.loops.evaluate import EvaluationLoop
+
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
                     cursors = run.loaders.evaluation(kind)
                     result = EvaluationLoop(run, name, cursors).run() if cursors else []  # type: ignore[arg-type]
@@ -520,10 +532,10 @@ class Trainer(TrainerView):
                 raise
         return result
 
-    def _launch(
-        self, stage: str, model: nn.Module, datamodule: Any, goal: resuming.Goal, keeps: str, **loaders: Any
-    ) -> Any:
+    def _launch(self, stage: str, model: nn.Module, datamodule: Any, goal: Goal, keeps: str, **loaders: Any) -> Any:
         """Runs a stage on ranks started for it, and takes over their result and state."""
+        from leyden.trainer.starting.start_ranks import start_ranks, take_over
+
         if goal.continues and self.strategy.ranks.start_method != "script":
             raise ConfigurationError(
                 "ckpt_path='current' needs the optimizers, which forked or spawned ranks do not send back: save a "
@@ -540,6 +552,8 @@ class Trainer(TrainerView):
 
     def _on_rank(self, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
         """Carries out the run on a forked or spawned rank; rank 0 returns the result and state for the launcher."""
+        from leyden.trainer.starting.start_ranks import final_state
+
         self.strategy.ranks.become_rank(rank_environment())
         # Copied before the run: the launching process knows only these, and a `setup` may add others.
         callbacks = list(self.callbacks)
@@ -548,7 +562,7 @@ class Trainer(TrainerView):
         return outcome if self.is_global_zero else None
 
     def _next_run(
-        self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: resuming.Goal, loaders: dict[str, Any]
+        self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: Goal, loaders: dict[str, Any]
     ) -> Run:
         module, compiled = build.unwrapped(model)
         if compiled is not None:
@@ -568,7 +582,7 @@ class Trainer(TrainerView):
         """Returns the hooks of a run before its callbacks are known."""
         return Hooks((), self, module, TrainModule, profiler)
 
-    def _setup(self, run: Run, goal: resuming.Goal) -> Restorer:
+    def _setup(self, run: Run, goal: Goal) -> Restorer:
         """Sets up the run up to its weights; returns a Restorer for the remaining state of a resumed checkpoint."""
         run.begin()
         run.module._join(self, run.traced or run.logs)
@@ -590,7 +604,7 @@ class Trainer(TrainerView):
         return summary.closing_lines(run.progress, self.checkpoint_callbacks, self.last_checkpoint, reason, seconds)
 
     def _evaluate(
-        self, stage: str, model: Any, dataloaders: Loaders, datamodule: Any, verbose: bool, goal: resuming.Goal
+        self, stage: str, model: Any, dataloaders: Loaders, datamodule: Any, verbose: bool, goal: Goal
     ) -> list[dict[str, float]]:
         module, loaders, datamodule = build.to_evaluate(self._run, stage, model, dataloaders, datamodule)
         kind = "val" if stage == "validate" else "test"

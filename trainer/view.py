@@ -16,8 +16,6 @@ from leyden.core.text import html_table
 from leyden.strategies.base import Strategy
 from leyden.strategies.window import Window
 from leyden.trainer.logging.values import read_back
-from leyden.trainer.profilers import PassThroughProfiler, Profiler
-from leyden.trainer.reporting.samples import sample_indices
 from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
 from leyden.trainer.starting.build import loggers_of, with_loggers
 
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
+    from leyden.trainer.profilers import Profiler
     from leyden.trainer.run import Run
     from leyden.trainer.starting.fit_limits import FitLimits
 
@@ -104,6 +103,8 @@ class TrainerView:
     @property
     def profiler(self) -> Profiler:
         """The profiler. Without one, a PassThroughProfiler, so that `profiler.profile(…)` always works."""
+        from leyden.trainer.profilers import PassThroughProfiler
+
         return self._run.profiler if self._run.profiler is not None else PassThroughProfiler()
 
     @property
@@ -434,6 +435,8 @@ class TrainerView:
             `state_dict`, or that draws global random numbers during the epoch; and, with `all_ranks`, for a loader that
             you have sharded yourself.
         """
+        from leyden.trainer.reporting.samples import sample_indices
+
         if self._fit is None:
             return None
         return sample_indices(self._run, self._fit.window_start if window else None, all_ranks, batch_idx)

@@ -6,17 +6,19 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from leyden.checkpoint.copies import Copies, HostMemory, Key, WrittenWhileCopied, addresses_of, calls_hooks
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.rank_zero import warn
-from leyden.strategies.base import Strategy
-from leyden.trainer.events.hooks import Hooks
+
+if TYPE_CHECKING:
+    from leyden.checkpoint.copies import Copies, HostMemory, Key
+    from leyden.checkpoint.writer import CheckpointWriter
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.events.hooks import Hooks
 
 _ABANDONED = 5.0
 """Seconds to wait for the thread of an abandoned save."""
@@ -160,6 +162,8 @@ class BackgroundSaves:
         Raises:
             CheckpointError: if the previous save failed.
         """
+        from leyden.checkpoint.copies import Copies, HostMemory, addresses_of
+
         self.wait()
         self._clear()
         if self._memory is None:
@@ -188,6 +192,8 @@ class BackgroundSaves:
             hooks: the run's hooks, which wait too; None if there are none.
             committed: as for `PendingSave`.
         """
+        from leyden.checkpoint.copies import calls_hooks
+
         copies.begin()
         self._copies, self._hooks = copies, hooks
         self._handles = [
@@ -207,6 +213,8 @@ class BackgroundSaves:
         copies, pending = self._copies, self._pending
         if copies is None or pending is None:
             return
+        from leyden.checkpoint.copies import WrittenWhileCopied
+
         if self._hooks is not None:
             self._hooks.precede(None)
         try:

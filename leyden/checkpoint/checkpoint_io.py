@@ -7,15 +7,16 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from leyden.checkpoint.format.errors import CheckpointError, blame
 from leyden.checkpoint.format.manifest import LAYOUT, MANIFEST, PROGRESS, unsafe
-from leyden.checkpoint.reader import CheckpointReader
-from leyden.checkpoint.writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from leyden.checkpoint.reader import CheckpointReader
 
 FILES = "files"
 """The dict's entry that holds all files except those of the weights."""
@@ -123,6 +124,8 @@ def unpack(checkpoint: Mapping[str, Any], name: str, folder: Path) -> Path:
     Raises:
         CheckpointError: if the dict is damaged; names the entry.
     """
+    from leyden.checkpoint.writer import CheckpointWriter
+
     with blame(name, FILES), CheckpointWriter(folder / "checkpoint") as writer:
         files = {str(key): bytes(_file_bytes(key, data, name).numpy()) for key, data in checkpoint[FILES].items()}
         manifest, progress = json.loads(files.pop(MANIFEST)), json.loads(files.pop(PROGRESS))

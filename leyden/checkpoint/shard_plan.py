@@ -13,16 +13,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.format.shard_table import Sizes, Table, file_name, overlap
-from leyden.checkpoint.format.tensors import dtype_named
 
-Box: TypeAlias = tuple[Sizes, Sizes]
+if TYPE_CHECKING:
+    from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+    from leyden.checkpoint.format.shard_table import Sizes, Table
+
+
+Box: TypeAlias = "tuple[Sizes, Sizes]"
 """A rectangle of a tensor: its offsets in the whole tensor, and its sizes."""
-Held: TypeAlias = tuple[str, str, Sizes, tuple[Box, ...]]
+Held: TypeAlias = "tuple[str, str, Sizes, tuple[Box, ...]]"
 """One rank's description of a tensor: key, dtype, shape of the whole, and the rectangles that this rank holds."""
 
 
@@ -82,6 +84,8 @@ def _plan(stem: str, held: Sequence[Sequence[Held]], ranks: CheckpointRanks, des
             for box in boxes:
                 own.setdefault(box, []).append(rank)
     _check_coverage(forms, holders, ranks)
+    from leyden.checkpoint.format.shard_table import file_name
+
     writers = _choose_writers(forms, holders, len(held))
     writing_ranks = sorted({rank for own in writers.values() for rank in own.values()})
     names = {rank: file_name(stem, number, len(writing_ranks)) for number, rank in enumerate(writing_ranks)}
@@ -106,6 +110,8 @@ def _choose_writers(
     forms: dict[str, tuple[str, Sizes]], holders: dict[str, dict[Box, list[int]]], ranks: int
 ) -> dict[str, dict[Box, int]]:
     """Returns the rank that writes each part. A part held by several ranks goes to the least loaded of them."""
+    from leyden.checkpoint.format.tensors import dtype_named
+
     load = [0] * ranks
     chosen: dict[str, dict[Box, int]] = {}
     shared: list[tuple[str, Box, int]] = []
@@ -129,6 +135,8 @@ def _check_coverage(
     forms: dict[str, tuple[str, Sizes]], holders: dict[str, dict[Box, list[int]]], ranks: CheckpointRanks
 ) -> None:
     """Raises if the parts of a tensor do not cover each of its elements exactly once."""
+    from leyden.checkpoint.format.shard_table import overlap
+
     faults = []
     for key, (_, shape) in forms.items():
         boxes = holders[key]

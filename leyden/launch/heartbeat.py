@@ -7,6 +7,7 @@ entry.
 from __future__ import annotations
 
 import enum
+import math
 import mmap
 import os
 import sys
@@ -14,9 +15,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from leyden.core.environment import is_running
+from leyden.core.errors import ConfigurationError
 from leyden.launch.stacks import SIGNAL, StackFile, catches
 
 HEARTBEATS = "LEYDEN_HEARTBEATS"
@@ -291,3 +294,22 @@ def _text(view: memoryview) -> str:
 def _write(view: memoryview, text: str) -> None:
     data = text.encode()[: len(view) - 1] + b"\0"
     view[: len(data)] = data
+
+
+def hang_limit(value: object) -> float | str | None:
+    """Parses `hang_timeout`: seconds or a timedelta, "auto", or None for no watchdog.
+
+    Raises:
+        ConfigurationError: if it is anything else.
+    """
+    if value is None or value is False:
+        return None
+    if value is True or value == "auto":
+        return "auto"
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, (int, float)) and 0 < seconds < math.inf:
+        return float(seconds)
+    raise ConfigurationError(
+        f"hang_timeout={value!r} is invalid. Use a positive number of seconds, a timedelta, 'auto', or None for no "
+        "watchdog."
+    )

@@ -16,11 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from typing import Protocol
 
 from leyden.core.environment import is_interactive, is_running, with_variables
-from leyden.core.errors import ConfigurationError, LeydenError
+from leyden.core.errors import LeydenError
 from leyden.launch.hangs import Hang, Sight
 from leyden.launch.heartbeat import (
     AUTO,
@@ -429,25 +428,6 @@ def watched(heartbeat: Heartbeat, ranks: WatchedRanks, hang_timeout: float | str
             limit = words[hang_timeout] if hang_timeout in words else max(1, round(float(hang_timeout) * 1000))
         stack.enter_context(heartbeat.beating(slot, ranks.global_rank, limit, folder))
         yield
-
-
-def hang_limit(value: object) -> float | str | None:
-    """Parses `hang_timeout`: seconds or a timedelta, "auto", or None for no watchdog.
-
-    Raises:
-        ConfigurationError: if it is anything else.
-    """
-    if value is None or value is False:
-        return None
-    if value is True or value == "auto":
-        return "auto"
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(seconds, (int, float)) and 0 < seconds < math.inf:
-        return float(seconds)
-    raise ConfigurationError(
-        f"hang_timeout={value!r} is invalid. Use a positive number of seconds, a timedelta, 'auto', or None for no "
-        "watchdog."
-    )
 
 
 def say(hang: Hang) -> None:

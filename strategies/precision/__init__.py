@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.ported import ported
-from leyden.strategies.precision.amp import MixedPrecision
-from leyden.strategies.precision.base import Precision
-from leyden.strategies.precision.fp8 import Float8Precision
-from leyden.strategies.precision.true import DoublePrecision, HalfPrecision
+from typing import TYPE_CHECKING, Any
 
+from leyden.core.errors import ConfigurationError, nearest
+from leyden.core.lazy import lazy_name
+from leyden.core.ported import ported
+from leyden.strategies.precision.base import Precision
+
+if TYPE_CHECKING:
+    from leyden.strategies.precision.amp import MixedPrecision as MixedPrecision
+    from leyden.strategies.precision.fp8 import Float8Precision as Float8Precision
+    from leyden.strategies.precision.true import DoublePrecision as DoublePrecision
+    from leyden.strategies.precision.true import HalfPrecision as HalfPrecision
+
+_HOMES = {
+    "MixedPrecision": "leyden.strategies.precision.amp",
+    "Float8Precision": "leyden.strategies.precision.fp8",
+    "DoublePrecision": "leyden.strategies.precision.true",
+    "HalfPrecision": "leyden.strategies.precision.true",
+}
 ALIASES = {
     "no": "32-true",
     "fp32": "32-true",
@@ -43,12 +55,20 @@ def find_precision(precision: str | int | Precision | None) -> Precision:
     if name == "32-true":
         return Precision()
     if name == "64-true":
+        from leyden.strategies.precision.true import DoublePrecision
+
         return DoublePrecision()
     if name in ("16-mixed", "bf16-mixed"):
+        from leyden.strategies.precision.amp import MixedPrecision
+
         return MixedPrecision("16" if name.startswith("16") else "bf16")
     if name in ("16-true", "bf16-true"):
+        from leyden.strategies.precision.true import HalfPrecision
+
         return HalfPrecision("16" if name.startswith("16") else "bf16")
     if name == "fp8":
+        from leyden.strategies.precision.fp8 import Float8Precision
+
         return Float8Precision()
     if name == "transformer-engine":
         from leyden.strategies.precision.transformer_engine import TransformerEnginePrecision
@@ -70,3 +90,8 @@ __all__ = [
     "Precision",
     "find_precision",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a precision on first use: most runs use one or none."""
+    return lazy_name(__name__, _HOMES, name)

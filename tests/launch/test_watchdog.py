@@ -17,9 +17,9 @@ import pytest
 from leyden import ConfigurationError, Trainer
 from leyden.launch import heartbeat as words
 from leyden.launch.hangs import Hang, Sight
-from leyden.launch.heartbeat import AUTO, HEARTBEATS, Heartbeat, Phase, SharedSlots, slot_of_watchdog
+from leyden.launch.heartbeat import AUTO, HEARTBEATS, Heartbeat, Phase, SharedSlots, hang_limit, slot_of_watchdog
 from leyden.launch.stacks import Frame, StackFile, Thread, ask
-from leyden.launch.watchdog import Pulse, hang_limit
+from leyden.launch.watchdog import Pulse
 from leyden.trainer import Preemption
 
 HAS_SIGNAL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/*/status")

@@ -12,15 +12,13 @@ from typing import Any
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
-from leyden.callbacks.loggers.silent import DummyLogger
 from leyden.core.devices import parse_devices
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.given import UNSET
 from leyden.core.paths import local_path
-from leyden.launch.watchdog import hang_limit
+from leyden.launch.heartbeat import hang_limit
 from leyden.strategies.base import Strategy
 from leyden.trainer.arguments.replay import replay_of
-from leyden.trainer.events.preemption import preemption_from
 from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
@@ -159,6 +157,8 @@ def for_trial(
     Raises:
         ConfigurationError: within a run, if the strategy is an object, which serves only one run at a time.
     """
+    from leyden.callbacks.loggers.silent import DummyLogger
+
     if within_run and isinstance(arguments.strategy, Strategy):
         raise ConfigurationError(
             "a trial within a run needs its own strategy, but the Trainer's strategy is an object. Pass strategy by "
@@ -210,7 +210,11 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
     if arguments.overfit_batches:
         implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
     implied["hang_timeout"] = hang_limit(arguments.hang_timeout)
-    implied["preemption"] = preemption_from(arguments.preemption, implied.get("resume", arguments.resume) == "auto")
+    resumes = implied.get("resume", arguments.resume) == "auto"
+    if resumes or arguments.preemption is not None:
+        from leyden.trainer.events.preemption import preemption_from
+
+        implied["preemption"] = preemption_from(arguments.preemption, resumes)
     return implied
 
 

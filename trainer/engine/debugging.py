@@ -15,7 +15,6 @@ from leyden.core.errors import LeydenError
 from leyden.core.rank_zero import inform, to_stderr
 from leyden.core.tree import in_one_line
 from leyden.core.user_code import users_frame
-from leyden.data.limits import length_of
 from leyden.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -179,6 +178,8 @@ def loader_facts(rank: int, loader: Any) -> str:
         rank: the global rank of this process.
         loader: this rank's loader.
     """
+    from leyden.data.limits import length_of
+
     sampler = type(getattr(loader, "batch_sampler", None) or loader).__name__
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return f"leyden: rank {rank}: loader of {length_of(loader)} batches by {sampler}, batch_size {size}"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leyden.checkpoint.format.codec import decode, encode
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors
 from leyden.strategies.base import Strategy
@@ -48,6 +47,8 @@ def description(metric: Metric) -> str:
 
 def pack(found: Sequence[Metric]) -> Tensor:
     """Packs the states of metrics into bytes on the CPU, with one read-back; empty without metrics."""
+    from leyden.checkpoint.format.codec import encode
+
     if not found:
         return torch.empty(0, dtype=torch.uint8)
     content = _Content()
@@ -59,6 +60,8 @@ def pack(found: Sequence[Metric]) -> Tensor:
 
 def unpack(message: Tensor) -> list[list[PartState]]:
     """Inverts `pack`: returns the parts of each metric, on the CPU."""
+    from leyden.checkpoint.format.codec import decode
+
     if not message.numel():
         return []
     start = PREFIX + int.from_bytes(bytes(message[:PREFIX].tolist()), "little")

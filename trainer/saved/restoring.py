@@ -19,8 +19,9 @@ from leyden.core.saved_state import SavedState
 from leyden.data.positions import check_loaders
 from leyden.strategies.weights import check_partial
 from leyden.trainer.events.progress import Progress
+from leyden.trainer.saved.goal import Goal
 from leyden.trainer.saved.identity import Identity
-from leyden.trainer.saved.resuming import Goal, Reader, progress_of
+from leyden.trainer.saved.resuming import Reader, progress_of
 from leyden.trainer.saved.run_states import rank_owners, step_states_of
 from leyden.trainer.saved.user_states import OWN, UserStates
 

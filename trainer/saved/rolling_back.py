@@ -28,8 +28,9 @@ from leyden.launch.heartbeat import Phase
 from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks
+from leyden.trainer.saved.goal import PARTS, Goal
 from leyden.trainer.saved.restoring import Restorer
-from leyden.trainer.saved.resuming import PARTS, Goal, progress_of
+from leyden.trainer.saved.resuming import progress_of
 
 if TYPE_CHECKING:
     from leyden.trainer.run import Run

@@ -21,7 +21,8 @@ from leyden.trainer.saved.identity import Identity
 
 if TYPE_CHECKING:
     from leyden.trainer.run import Run
-    from leyden.trainer.saved.resuming import Goal, Reader
+    from leyden.trainer.saved.goal import Goal
+    from leyden.trainer.saved.resuming import Reader
 
 RECORD = "run"
 """File in a checkpoint: the folder of its run, relative to the checkpoint's folder, and the run's identifier."""

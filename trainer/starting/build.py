@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import AutoAccumulation, GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
-from leyden.callbacks.loggers.silent import DummyLogger
-from leyden.callbacks.timer import parse_duration
 from leyden.checkpoint.checkpoint_io import is_checkpoint_io
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, kind_of
@@ -23,7 +21,6 @@ from leyden.core.given import as_list
 from leyden.core.ported import ported
 from leyden.core.rank_zero import warn
 from leyden.core.text import listed
-from leyden.data.rng import isolated_rng
 from leyden.launch.cluster import is_cluster, publish
 from leyden.strategies.base import Strategy
 from leyden.strategies.master_weights import parameters_of
@@ -36,11 +33,11 @@ from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.plugins import checkpoint_io_of, is_async_plugin
 from leyden.trainer.starting.callback_list import check_callbacks, holds
-from leyden.trainer.starting.uncalled_hooks import misspelled
 
 if TYPE_CHECKING:
     from leyden.checkpoint.checkpoint_io import CheckpointIO
     from leyden.strategies.ranks import Ranks
+    from leyden.trainer.profilers import Profiler
     from leyden.trainer.run import Run
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -82,6 +79,15 @@ def cluster_of(arguments: Arguments) -> Any:
         kinds = " and ".join(type(plugin).__name__ for plugin in found)
         raise ConfigurationError(f"plugins holds more than one cluster environment, {kinds}: pass one.")
     return found[0] if found else None
+
+
+def profiler_of(arguments: Arguments) -> Profiler | None:
+    """Returns the profiler that the arguments name; None without one."""
+    if arguments.profiler is None:
+        return None
+    from leyden.trainer.profilers import find_profiler
+
+    return find_profiler(arguments.profiler)
 
 
 def enter_cluster(arguments: Arguments) -> None:
@@ -158,6 +164,8 @@ def _add_digests(callbacks: list[Callback], arguments: Arguments) -> None:
 
 
 def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
+    from leyden.callbacks.loggers.silent import DummyLogger
+
     wanted = arguments.logger
     loggers = [] if isinstance(wanted, bool) else as_list(wanted)
     check_loggers(loggers, f"logger={wanted!r}")
@@ -194,6 +202,8 @@ def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silen
         loggers: the new loggers.
         silent: True if the run writes nothing: DummyLoggers then stand in for the new loggers.
     """
+    from leyden.callbacks.loggers.silent import DummyLogger
+
     check_loggers(loggers, "trainer.logger")
     others = [callback for callback in callbacks if not isinstance(callback, Logger)]
     return list(in_order(others + ([DummyLogger() for _ in loggers] if silent else list(loggers))))
@@ -311,6 +321,8 @@ def check_steps(module: TrainModule, stage: str) -> None:
     if stage == "fit":
         for method in ("training_step", "configure_optimizers"):
             if not overrides(module, method, TrainModule):
+                from leyden.trainer.starting.uncalled_hooks import misspelled
+
                 hint = misspelled(module, method)
                 raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.{hint}")
         if not module.training:
@@ -336,6 +348,8 @@ def prepare_data(datamodule: DataModule | None, module: TrainModule, ranks: Rank
             owner.prepare_data()
         elif overrides(owner, "prepare_data", base):
             if (ranks.local_rank if owner.prepare_data_per_node else ranks.global_rank) == 0:
+                from leyden.data.rng import isolated_rng
+
                 with isolated_rng():
                     owner.prepare_data()
             ranks.barrier()
@@ -429,4 +443,8 @@ def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
 
 def seconds_of(value: Any) -> float | None:
     """Returns the seconds of a duration; None for a number or None, which are not durations."""
-    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
+    if value is None or isinstance(value, (int, float)):
+        return None
+    from leyden.callbacks.timer import parse_duration
+
+    return parse_duration(value).total_seconds()

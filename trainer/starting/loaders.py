@@ -11,18 +11,12 @@ from leyden.callbacks.base import Callback, in_order
 from leyden.core.errors import ConfigurationError, kind_of
 from leyden.core.ported import ported
 from leyden.core.rank_zero import warn
-from leyden.data.combined import CombinedLoader, holds_loaders, loaders_in_turn
-from leyden.data.cursor import LoaderCursor
-from leyden.data.limits import apart, batches_of, check_not_empty, warn_if_shuffled, without_shuffle
-from leyden.data.sharding import DataRanks
-from leyden.data.sifted import sifting
-from leyden.data.streams import shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.module import TrainModule
-from leyden.trainer.starting.uncalled_hooks import misspelled
 
 if TYPE_CHECKING:
+    from leyden.data.cursor import LoaderCursor
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments.arguments import Arguments
     from leyden.trainer.profilers import Profiler
@@ -97,6 +91,8 @@ class Loaders:
     def _fetch(self, kind: str) -> Any:
         owner = self._owner(kind)
         if owner is None:
+            from leyden.trainer.starting.uncalled_hooks import misspelled
+
             stage, module = STAGES[kind], type(self._module).__name__
             hints = (misspelled(each, f"{kind}_dataloader") for each in (self._datamodule, self._module) if each)
             raise ConfigurationError(
@@ -116,6 +112,12 @@ class Loaders:
         Returns:
             The cursor over this rank's shard of it, and the number of batches in an epoch (None if it has no length).
         """
+        from leyden.data.combined import CombinedLoader, holds_loaders
+        from leyden.data.cursor import LoaderCursor
+        from leyden.data.limits import batches_of, check_not_empty, without_shuffle
+        from leyden.data.sharding import DataRanks
+        from leyden.data.sifted import sifting
+
         arguments = self._arguments
         loader = self._fetch("train")
         if isinstance(loader, (dict, list, tuple)) and holds_loaders(loader):
@@ -154,6 +156,9 @@ class Loaders:
 
     def _sharded(self, loader: Any, trains: bool) -> Any:
         """Returns this rank's shard of a loader; the loader itself on a single rank without a fixed global batch."""
+        from leyden.data.sharding import DataRanks
+        from leyden.data.streams import shard
+
         strategy, arguments = self._strategy, self._arguments
         even, global_batch_size = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
         # Not data_size: ranks of one tp group read the same samples, and must agree on their shuffled order.
@@ -172,6 +177,8 @@ class Loaders:
 
     def limited(self, length: int) -> int | None:
         """Returns how many training batches of an epoch of that length remain under `limit_train_batches`."""
+        from leyden.data.limits import batches_of
+
         return batches_of(self._arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
@@ -179,6 +186,10 @@ class Loaders:
 
         The list is empty if the limit is 0, or if fit has no validation loader or no validation step.
         """
+        from leyden.data.combined import loaders_in_turn
+        from leyden.data.cursor import LoaderCursor
+        from leyden.data.limits import apart, batches_of, check_not_empty, warn_if_shuffled
+
         self.sizes[kind] = []
         optional = kind == "val" and self._fits
         name = f"limit_{kind}_batches"

@@ -44,7 +44,7 @@ from leyden.accelerator.settings.plugins import (
     TorchDynamoPlugin,
 )
 from leyden.core.errors import ConfigurationError, kind_of, nearest
-from leyden.launch.watchdog import hang_limit
+from leyden.launch.heartbeat import hang_limit
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.events.preemption import preemption_from

@@ -17,7 +17,7 @@ from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings
 from leyden.core.environment import STARTER, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError
-from leyden.launch.watchdog import hang_limit
+from leyden.launch.heartbeat import hang_limit
 from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
