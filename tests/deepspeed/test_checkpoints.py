@@ -170,7 +170,7 @@ def fit(
         "weights": {key: value.float().numpy().copy() for key, value in weights.items()},
         "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
         "steps": getattr(getattr(trainer.strategy, "engine", None), "global_steps", END),
-        "path": f"{folder}/checkpoints/step={steps}",
+        "path": f"{folder}/version_0/checkpoints/step={steps}",
     }
 
 

@@ -477,8 +477,8 @@ def fail_and_skip(folder: str) -> dict[str, Any]:
 
 
 def test_failed_loads_and_skipped_steps_leave_the_state_unchanged(tmp_path: Path) -> None:
-    for rank in run_world(2, fail_and_skip, str(tmp_path)):
+    for number, rank in enumerate(run_world(2, fail_and_skip, str(tmp_path))):
         for stage in (2, 3):
             assert rank[f"load {stage}"] and rank[f"skipped {stage}"]
-            # Warns only once.
-            assert len(rank[f"warned {stage}"]) == 1
+            # Warns only once, on rank 0.
+            assert len(rank[f"warned {stage}"]) == (number == 0)
