@@ -8,11 +8,17 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from leyden.core.errors import ConfigurationError
 
+STARTED_IN = ""
+"""The folder in which this process was started; empty if it is gone.
+
+Scripts import Leyden before they, or Hydra, change it, so this module must be among those that `Trainer` needs."""
+with suppress(OSError):
+    STARTED_IN = os.getcwd()
 STARTER = "LEYDEN_STARTER"
 """Set by Leyden's launchers to "script", "spawn" or "fork"."""
 CLUSTER = "LEYDEN_CLUSTER"

@@ -13,13 +13,11 @@ from typing import Any
 from leyden.checkpoint.format.errors import blame
 from leyden.checkpoint.format.secrets import masked_words
 from leyden.checkpoint.reader import CheckpointReader
-from leyden.core.environment import rank_environment
+from leyden.core.environment import STARTED_IN, rank_environment
 from leyden.core.saved_state import SavedState
 from leyden.trainer.launched import COMMAND
 
 FILE = "command"
-STARTED_IN = os.getcwd()
-"""The folder in which this process was started. Scripts import Leyden before they, or Hydra, change it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ import torch
 
 from leyden.callbacks.loggers.logger import Logger
 from leyden.checkpoint.format.secrets import masked_text, masked_value
+from leyden.core.environment import STARTED_IN
 from leyden.core.errors import kind_of
 from leyden.core.rank_zero import warn
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.reporting.command import STARTED_IN, Command, words_here
+from leyden.trainer.reporting.command import Command, words_here
 from leyden.trainer.reporting.repository import Repository
 
 if TYPE_CHECKING:

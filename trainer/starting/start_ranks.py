@@ -5,9 +5,7 @@ A process started by torchrun or another launcher already is a rank, and starts 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from leyden.core.environment import STARTED_IN
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import map_tensors
 from leyden.data.rng import rng_state, set_rng_state
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.module import TrainModule
     from leyden.trainer.run import Run
-
-_started_in: str | None = None
-with suppress(OSError):
-    # Ranks run the command line again, so they start in the folder in which this process started.
-    _started_in = os.getcwd()
 
 
 def start_ranks(
@@ -56,7 +50,8 @@ def start_ranks(
         patience = None
         if preemption is not None:
             patience = SAVING if preemption.grace is None else preemption.grace + 30
-        raise SystemExit(run_ranks(ranks.local_size, machines_of(ranks.num_nodes), _started_in, patience))
+        # Ranks run the command line again, so they start in the folder in which this process started.
+        raise SystemExit(run_ranks(ranks.local_size, machines_of(ranks.num_nodes), STARTED_IN or None, patience))
     if ranks.num_nodes > 1:
         raise ConfigurationError(
             f"start_method={method!r} starts the ranks of one machine only, but num_nodes={ranks.num_nodes}: use "
