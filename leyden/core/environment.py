@@ -16,7 +16,8 @@ from leyden.core.errors import ConfigurationError
 STARTED_IN = ""
 """The folder in which this process was started; empty if it is gone.
 
-Scripts import Leyden before they, or Hydra, change it, so this module must be among those that `Trainer` needs."""
+Scripts import Leyden before they, or Hydra, change it, so this module must be among those that `Trainer` needs.
+"""
 with suppress(OSError):
     STARTED_IN = os.getcwd()
 STARTER = "LEYDEN_STARTER"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -20,6 +22,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 D = TypeVar("D")
 
+# Two threads would otherwise show each other's messages.
+_ONE_AT_A_TIME = threading.RLock()
 LOGGER = logging.getLogger("leyden")
 if LOGGER.level == logging.NOTSET:
     # The root logger's default level, WARNING, would hide most of what a run says.
@@ -129,20 +133,34 @@ class _Writer(logging.Handler):
         self._write(self.format(record))
 
 
+def _start_anew() -> None:
+    """Forgets, in a forked process, what another thread of the parent was showing."""
+    global _ONE_AT_A_TIME
+    _ONE_AT_A_TIME = threading.RLock()
+    for handler in list(LOGGER.handlers):
+        if isinstance(handler, _Writer):
+            LOGGER.removeHandler(handler)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
+
+
 def _log(write: Callable[[str], None], level: int, message: object, *args: Any, **kwargs: Any) -> None:
     """Logs to the handlers that the script has set up. Without any, `write` shows the message."""
     # Attributes the message to the caller's line, two frames up: above this function and the one that called it.
     kwargs = {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2}
-    if LOGGER.hasHandlers():
-        LOGGER.log(level, message, *args, **kwargs)
-        return
-    # Only for this message: a handler that stays would keep a stale stream, and would repeat what other handlers show.
-    writer = _Writer(write)
-    LOGGER.addHandler(writer)
-    try:
-        LOGGER.log(level, message, *args, **kwargs)
-    finally:
-        LOGGER.removeHandler(writer)
+    with _ONE_AT_A_TIME:
+        if LOGGER.hasHandlers():
+            LOGGER.log(level, message, *args, **kwargs)
+            return
+        # Only for this message: a handler that stays would keep a stale stream, and repeat what other handlers show.
+        writer = _Writer(write)
+        LOGGER.addHandler(writer)
+        try:
+            LOGGER.log(level, message, *args, **kwargs)
+        finally:
+            LOGGER.removeHandler(writer)
 
 
 def rank_zero_warn(message: object, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
@@ -134,3 +135,18 @@ def test_a_warning_names_the_users_line_on_rank_0(rank: int) -> None:
     texts = [str(warning.message) for warning in seen]
     assert texts == (["sample 3 is bad"] if rank else ["lr is low", "lr is high", "sample 3 is bad"])
     assert {warning.filename for warning in seen} == {__file__}
+
+
+def test_threads_do_not_show_each_others_messages() -> None:
+    shown: list[str] = []
+    other = threading.Thread(target=lambda: inform("two", lambda text: shown.append(f"two: {text}")))
+
+    def write(text: str) -> None:
+        other.start()
+        # It must wait for this message.
+        other.join(0.3)
+        shown.append(f"one: {text}")
+
+    inform("one", write)
+    other.join()
+    assert shown == ["one: one", "two: two"]
