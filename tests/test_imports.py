@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.accelerator.settings", "leyden.accelerator.ranks"),
     ("leyden.accelerator.loop", "leyden.accelerator.prepared"),
     # The Accelerator, and its rooms `records` and `standalone`.
-    ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.accelerator"),
+    ("leyden.trainer.trainer", "leyden.accelerator"),
     ("leyden.compat",),
     ("leyden.cli.settings", "leyden.cli.models"),
     tuple(f"leyden.cli.{room}" for room in ("checkpoint", "configuration", "estimate")),
