@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import check_has_logger, is_logged, log_to_all
+from leyden.callbacks.loggers.logger import check_has_logger, is_logged, log_to_all
 from leyden.core.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import is_logged
+from leyden.callbacks.loggers.logger import is_logged
 from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.local_weights import local_part

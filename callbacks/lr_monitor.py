@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import check_has_logger, is_logged, log_to_all
+from leyden.callbacks.loggers.logger import check_has_logger, is_logged, log_to_all
 from leyden.core.checks import check_choice
 from leyden.core.errors import ConfigurationError
 

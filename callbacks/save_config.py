@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import folder_of
+from leyden.callbacks.loggers.logger import folder_of
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.secrets import OWNERS, is_marked, masked_values
 from leyden.core.errors import ConfigurationError

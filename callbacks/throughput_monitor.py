@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import log_to_all
+from leyden.callbacks.loggers.logger import log_to_all
 from leyden.callbacks.peak_flops import peak_flops
 from leyden.core.checks import check_whole
 from leyden.core.errors import ConfigurationError, kind_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.loggers.run_loggers import folder_of
+from leyden.callbacks.loggers.logger import folder_of
 from leyden.checkpoint.digests import DigestReader, merged
 from leyden.checkpoint.format.digests import DigestFile, Place
 from leyden.checkpoint.format.tensors import is_sharded

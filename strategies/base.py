@@ -4,24 +4,104 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from leyden.core.errors import ConfigurationError
 from leyden.core.tree import move_to_device, widest_float
-from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.master_weights import MasterWeights, parameters_of
 from leyden.strategies.outputs import StepOutputs
-from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
-from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, is_plain, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
+
+
+class OwnLoop:
+    """The part of a strategy that only the Accelerator calls, not the Trainer. Most strategies keep these no-ops."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Returns the wrapper that the loop calls in place of a module, such as DDP's."""
+        return module
+
+    def release(self) -> None:
+        """Drops the wrappers, and with them their references to the process group."""
+
+    def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Returns a context in which ranks that are out of batches still take part in the others' collectives."""
+        return nullcontext()
+
+    def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Returns a context in which backward exchanges gradients although the forward pass ran without sync."""
+        return nullcontext()
+
+    def clip_each_step(self, value: float) -> None:
+        """Sets the norm that an engine clips each step to. Only a launch's configuration can ask for it."""
+
+    def end_turn(self) -> None:
+        """Marks the end of one iteration, so that a strategy that records operations can submit them to the device.
+
+        Called before the next batch is drawn, or after an optimizer step if no loader is prepared.
+        """
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of a run. None means not set, or not known yet.
+
+    Attributes:
+        accumulation: number of batches per optimizer step. Also None if it changes during the run.
+        clip_value: norm or value that gradients are clipped to.
+        clip_algorithm: "norm" or "value".
+        batch_size: number of samples per batch on one rank.
+        manual: True if the module calls backward and steps itself (manual optimization).
+        own_backward: True if the module overrides `backward`.
+        sync_batchnorm: True if batch norm computes its statistics over all ranks.
+        optimizers: number of optimizers.
+        schedulers: number of learning-rate schedulers.
+    """
+
+    accumulation: int | None = None
+    clip_value: float | None = None
+    clip_algorithm: str | None = None
+    batch_size: int | None = None
+    manual: bool | None = None
+    own_backward: bool | None = None
+    sync_batchnorm: bool | None = None
+    optimizers: int | None = None
+    schedulers: int | None = None
+
+
+DRAWS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_})
+COMPUTED = frozenset({"constant_", "ones_", "zeros_", "eye_", "dirac_"})
+IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class EmptyInit(TorchFunctionMode):
+    """A context that skips random initialization. Tensors keep uninitialized memory until weights are loaded.
+
+    Example:
+        >>> from torch import nn
+        >>> with EmptyInit():
+        ...     layer = nn.Linear(2, 2)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == IS_META:
+            # Functions of torch.nn.init that redraw until all values are valid skip meta tensors.
+            return True
+        draws = getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ not in COMPUTED
+        if func in DRAWS or draws:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
 
 T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.strategies.base import Refused, shadow_items
-from leyden.strategies.buckets import broadcast_all, sum_all
+from leyden.strategies.base import OwnLoop, Refused, shadow_items
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.local_weights import digest_of
-from leyden.strategies.own_loop import OwnLoop
-from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
+from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy, broadcast_all, sum_all
 from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import multiprocessing.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,11 +25,9 @@ from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.tree import map_tensors
 from leyden.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
 from leyden.launch.meeting import meet
-from leyden.strategies.base import Strategy
-from leyden.strategies.buckets import broadcast_all
+from leyden.strategies.base import RunSettings, Strategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
-from leyden.strategies.settings import RunSettings
 
 T = TypeVar("T")
 REDUCTIONS = {
@@ -509,3 +507,48 @@ def _leave() -> None:
     with ended_after(LEAVE) if failed else nullcontext():
         gc.collect()
         dist.destroy_process_group()
+
+
+BUCKET = 25 * 2**20
+"""Size of a buffer in bytes, as in torch's DDP."""
+
+
+def broadcast_all(tensors: Iterable[Tensor]) -> None:
+    """Copies rank 0's values to every rank, in place."""
+    for bucket in buckets_of(tensors):
+        # As bytes, since backends do not support every dtype.
+        _through_buffer(bucket, lambda buffer: dist.broadcast(buffer.view(torch.uint8), 0))
+
+
+def sum_all(tensors: Iterable[Tensor]) -> None:
+    """Sums tensors over the ranks, in place."""
+    dense = []
+    for tensor in tensors:
+        if tensor.is_sparse:
+            dist.all_reduce(tensor)
+        else:
+            dense.append(tensor)
+    for bucket in buckets_of(dense):
+        _through_buffer(bucket, dist.all_reduce)
+
+
+def buckets_of(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Divides tensors by dtype and device into buckets that fit a buffer. A larger tensor gets a bucket of its own."""
+    found: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        if key not in found or sizes[key] + tensor.nbytes > BUCKET:
+            found.setdefault(key, []).append([])
+            sizes[key] = 0
+        found[key][-1].append(tensor)
+        sizes[key] += tensor.nbytes
+    return [bucket for buckets in found.values() for bucket in buckets]
+
+
+def _through_buffer(tensors: Sequence[Tensor], communicate: Callable[[Tensor], Any]) -> None:
+    """Copies tensors to a flat buffer, communicates it, and copies the result back."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    communicate(flat)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

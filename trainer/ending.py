@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.rank_zero import warn
-from leyden.launch.interrupt import is_quiet, raise_quietly
+from leyden.launch.leaving import is_quiet, raise_quietly
 
 if TYPE_CHECKING:
     from leyden.trainer.run import Run

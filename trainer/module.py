@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from leyden.callbacks.base import Callback
     from leyden.strategies.base import Strategy
-    from leyden.trainer.logging.logs import Logs
-    from leyden.trainer.logging.traced import TracedLogs
+    from leyden.trainer.logging.logs import Logs, TracedLogs
     from leyden.trainer.logging.values import Reduction
     from leyden.trainer.trainer import Trainer
 

@@ -1,10 +1,10 @@
-"""Run: one call of fit, validate, test or predict, with all of its parts."""
+"""Run: one call of fit, validate, test or predict, with all of its parts. RunState: the stage that it is in."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.ending import call_teardown
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.progress import Progress
-from leyden.trainer.events.state import RunState
 from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, are_finite, read_back, readable_losses
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from leyden.trainer.events.departure import Departure
     from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.events.signals import Signals
-    from leyden.trainer.logging.traced import TracedLogs
+    from leyden.trainer.logging.logs import TracedLogs
     from leyden.trainer.module import TrainModule
     from leyden.trainer.profilers import Profiler
     from leyden.trainer.saved.goal import Goal
@@ -63,6 +62,47 @@ if TYPE_CHECKING:
     from leyden.trainer.starting.callback_list import CallbackList
     from leyden.trainer.starting.fit_limits import FitLimits
     from leyden.trainer.starting.loaders import Transfer
+
+
+@dataclass(slots=True)
+class RunState:
+    """The stage of a run.
+
+    Attributes:
+        stage: the Trainer method that is running: "fit", "validate", "test" or "predict"; None outside of a run.
+        pass_of: the evaluation that is running, also within fit: "validation", "test" or "predict"; None without one.
+        sanity_checking: True while the evaluation is the sanity check before training.
+        is_set_up: True once every `setup` has been called. From then on, the participants of the run are fixed.
+    """
+
+    stage: str | None = None
+    pass_of: str | None = None
+    sanity_checking: bool = False
+    is_set_up: bool = False
+
+    @property
+    def fn(self) -> str | None:
+        """Lightning's name for `stage`."""
+        return self.stage
+
+    def settle(self) -> None:
+        """Records that every `setup` has been called. No callback joins or leaves the run after this."""
+        self.is_set_up = True
+
+    @contextmanager
+    def evaluating(self, pass_of: str) -> Iterator[None]:
+        """Records that an evaluation runs within the block."""
+        self.pass_of = pass_of
+        yield
+        # Not in a `finally`: an error is reported with the stage it came from. The next run has a new state.
+        self.pass_of = None
+
+    @contextmanager
+    def checking_sanity(self) -> Iterator[None]:
+        """Records that the block is the sanity check. As in `evaluating`, an error leaves the record in place."""
+        self.sanity_checking = True
+        yield
+        self.sanity_checking = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -237,7 +277,7 @@ class Run:
         """The log that the steps of a compiled module record into; None without torch.compile."""
         if self.compiled is None:
             return None
-        from leyden.trainer.logging.traced import TracedLogs
+        from leyden.trainer.logging.logs import TracedLogs
 
         return TracedLogs(self.logs)
 

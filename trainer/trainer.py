@@ -30,12 +30,11 @@ from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.signals import LEAVE, Signals
-from leyden.trainer.events.state import RunState
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.module import TrainModule
 from leyden.trainer.reporting import summary
-from leyden.trainer.run import Run
+from leyden.trainer.run import Run, RunState
 from leyden.trainer.saved.checkpoint_folders import are_on_each_node, checkpoint_callbacks, folder_of_last
 from leyden.trainer.saved.goal import Goal, goal_of_fit, goal_of_weights, with_best_path
 from leyden.trainer.starting import build
@@ -62,13 +61,12 @@ if TYPE_CHECKING:
     from leyden.trainer.events.preemption import Preemption
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.events.signals import Signals
-    from leyden.trainer.events.state import RunState
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
     from leyden.trainer.plugins import Plugin
     from leyden.trainer.profilers import Profiler
-    from leyden.trainer.run import Run
+    from leyden.trainer.run import Run, RunState
     from leyden.trainer.saved.restoring import Restorer
     from leyden.trainer.starting.fit_limits import FitLimits
 
@@ -1022,7 +1020,7 @@ class Trainer:
             `state_dict`, or that draws global random numbers during the epoch; and, with `all_ranks`, for a loader that
             you have sharded yourself.
         """
-        from leyden.trainer.reporting.samples import sample_indices
+        from leyden.trainer.reporting.advice import sample_indices
 
         if self._fit is None:
             return None

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from leyden.callbacks.loggers.logger import FolderLogger
 from leyden.callbacks.loggers.plain import plain_numbers
 from leyden.checkpoint.format import staging
-from leyden.checkpoint.format.plain_files import check_plain, opener
 from leyden.core.errors import ConfigurationError
+from leyden.core.paths import check_plain, opener
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
 

@@ -21,9 +21,8 @@ from leyden.callbacks.loggers.plain import HParams, flatten_hparams, plain_numbe
 from leyden.callbacks.loggers.silent import Silent
 from leyden.callbacks.model_summary import undisturbed
 from leyden.checkpoint.format import staging
-from leyden.checkpoint.format.plain_files import check_plain
 from leyden.core.errors import ConfigurationError, StateError, needs
-from leyden.core.paths import local_path
+from leyden.core.paths import check_plain, local_path
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState, brief
 

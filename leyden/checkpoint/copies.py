@@ -1,25 +1,74 @@
-"""Snapshots of a checkpoint's tensors, copied in the background while the next forward and backward pass runs.
+"""The contents of a checkpoint's files, and snapshots of its tensors, copied in the background of the next step.
 
-The scheme is that of CheckFreq (Mohan et al., FAST 2021). Weights and optimizer state change only in an optimizer step,
-so only the step waits for copies that are still pending.
+The next forward and backward pass runs meanwhile. The scheme is that of CheckFreq (Mohan et al., FAST 2021): weights
+and optimizer state change only in an optimizer step, so only the step waits for copies that are still pending.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from leyden.checkpoint.contents import Content, Tensors
+from leyden.checkpoint.format.manifest import FileEntry
+from leyden.checkpoint.format.safefile import write_file, write_tensors
+from leyden.checkpoint.format.secrets import OWNERS, is_marked
 from leyden.checkpoint.format.tensors import is_sharded, local_part
+from leyden.checkpoint.format.unflushed import Unflushed
 from leyden.core.errors import LeydenError
 from leyden.core.tree import leaves
+
+
+class Content(ABC):
+    """The content of one file, before it is written."""
+
+    @abstractmethod
+    def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
+        """Writes the content to a new file and returns the file's manifest entry.
+
+        Args:
+            path: the path of the new file.
+            unflushed: takes over the open file, and flushes it later.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Content):
+    """A file of JSON."""
+
+    data: bytes
+
+    def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
+        mode = OWNERS if is_marked(self.data.decode()) else 0o666
+        return write_file(path, [self.data], unflushed=unflushed, mode=mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors(Content):
+    """A safetensors file.
+
+    Attributes:
+        tensors: plain dense tensors, by key.
+        metadata: strings for the file's header.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] | None = None
+
+    def write(self, path: Path, unflushed: Unflushed) -> FileEntry:
+        return write_tensors(path, self.tensors, self.metadata, unflushed)
+
 
 Key: TypeAlias = tuple[str, str]
 """The name of a checkpoint's file, and the name of a tensor in it."""

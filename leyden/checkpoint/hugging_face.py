@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from leyden.checkpoint.conversions import converted, is_model
 from leyden.checkpoint.format.errors import CheckpointError, blame
 from leyden.checkpoint.format.manifest import LAYOUT, MANIFEST, PROGRESS
-from leyden.checkpoint.format.memory import room
-from leyden.checkpoint.format.safefile import CheckedFile, read_header
+from leyden.checkpoint.format.safefile import CheckedFile, read_header, room
 from leyden.checkpoint.format.shard_table import Table, Want, fill, whole_table
 from leyden.checkpoint.format.tensors import dtype_named
 from leyden.core.errors import ConfigurationError, nearest

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.format.plain_files import opener
 from leyden.core.errors import LeydenError
+from leyden.core.paths import opener
 from leyden.core.rank_zero import inform, to_stderr, warn
 from leyden.launch.processes import place, runs, started
 

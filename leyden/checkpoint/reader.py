@@ -28,8 +28,7 @@ from leyden.checkpoint.format.manifest import (
     parts_in,
     read_manifest,
 )
-from leyden.checkpoint.format.memory import room
-from leyden.checkpoint.format.safefile import CheckedFile, read_tensors
+from leyden.checkpoint.format.safefile import CheckedFile, read_tensors, room
 from leyden.checkpoint.format.shard_table import Table, Want, check_spec, fill
 from leyden.checkpoint.format.tensors import (
     TRANSLATED,

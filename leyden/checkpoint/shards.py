@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.format.memory import room
+from leyden.checkpoint.format.safefile import room
 from leyden.checkpoint.format.shard_table import Sizes, Table, Want
 from leyden.checkpoint.format.tensors import dtype_named, is_sharded, local_part
 from leyden.checkpoint.shard_plan import Box, ShardPlan, ShardPlans

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.checkpoint.contents import Content, Tensors, Text
-from leyden.checkpoint.copies import Copies
+from leyden.checkpoint.copies import Content, Copies, Tensors, Text
 from leyden.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.checkpoint.format import staging
 from leyden.checkpoint.format.codec import encode

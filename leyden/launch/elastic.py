@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.environment import AGENT, killed_in_words, ranks_in_words, with_variables
-from leyden.launch.interrupt import were_interrupted
-from leyden.launch.leaving import INTERRUPTED, ExitNotes
+from leyden.launch.leaving import INTERRUPTED, ExitNotes, were_interrupted
 from leyden.launch.meeting import gloo_on_loopback
 from leyden.launch.processes import children, status_of
 from leyden.launch.tries import tries

@@ -18,7 +18,7 @@ import torch
 
 from leyden.core.environment import CUDA_IN_USE, STARTER, RankEnvironment, killed_in_words
 from leyden.core.errors import ConfigurationError, LeydenError
-from leyden.launch.interrupt import raise_quietly
+from leyden.launch.leaving import raise_quietly
 from leyden.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
 from leyden.launch.processes import threads_each
 from leyden.launch.tries import Tries, tries

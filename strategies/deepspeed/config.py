@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.core.errors import ConfigurationError, kind_of, nearest
 from leyden.core.paths import local_path
-from leyden.strategies.settings import RunSettings
+from leyden.strategies.base import RunSettings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

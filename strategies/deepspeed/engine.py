@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.core.errors import ConfigurationError
+from leyden.strategies.base import RunSettings
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.deepspeed.engine_state import Piece, pieces_of
+from leyden.strategies.deepspeed.engine_state import NamedOptimizer, Piece, pieces_of, refresh
 from leyden.strategies.deepspeed.initialize import (
     CallableModel,
     StepModule,
@@ -21,8 +22,9 @@ from leyden.strategies.deepspeed.initialize import (
     import_deepspeed,
     make_engine,
 )
+from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.precision import Precision
-from leyden.strategies.settings import RunSettings
+from leyden.strategies.weights import WeightReader
 
 
 class ZeroEngine:
@@ -224,3 +226,31 @@ def is_partitioned(tensor: Any) -> bool:
 def _close(engines: list[Any]) -> None:
     while engines:
         close_engine(engines.pop())
+
+
+class ZeroMasterWeights(MasterWeights):
+    """The engine's flat float32 copies of the weights. Each rank holds its part."""
+
+    def __init__(self, zero: ZeroEngine) -> None:
+        self._zero = zero
+
+    def groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        return self._zero.groups
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        pieces = self._zero.pieces
+        return NamedOptimizer(optimizer, self._zero.groups, pieces) if pieces else optimizer
+
+    def parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        if self._zero.engine is None:
+            return None
+        pieces = self._zero.pieces
+        return {name: pieces[id(p)].fragment() if id(p) in pieces else p for name, p in module.named_parameters()}
+
+    def load(self, reader: WeightReader, module: nn.Module) -> None:
+        pieces = {key: piece for key, piece in self._zero.pieces.items() if piece.is_copy}
+        stored = set(reader.names()) if pieces else ()
+        fragments = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
+        if fragments:
+            reader.fill({name: fragment for name, fragment in fragments.items() if name in stored})
+            refresh(self._zero.engine)

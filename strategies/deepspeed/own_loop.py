@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from leyden.core.errors import ConfigurationError
+from leyden.strategies.base import OwnLoop, RunSettings
 from leyden.strategies.deepspeed.engine import ZeroEngine
-from leyden.strategies.own_loop import OwnLoop
-from leyden.strategies.settings import RunSettings
 
 
 class EngineModel(nn.Module):

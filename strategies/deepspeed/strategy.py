@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from leyden.core.errors import ConfigurationError, LeydenError, nearest
 from leyden.core.rank_zero import warn
-from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items
-from leyden.strategies.buckets import broadcast_all
+from leyden.strategies.base import ClipAlgorithm, Refused, RunSettings, shadow_items
 from leyden.strategies.deepspeed.config import ARGUMENTS, OFFLOADS, ZeroConfig
-from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
+from leyden.strategies.deepspeed.engine import ZeroEngine, ZeroMasterWeights, is_partitioned
 from leyden.strategies.deepspeed.engine_state import counters, refresh, release, restore_counters, weights
 from leyden.strategies.deepspeed.initialize import (
     device_number,
@@ -26,11 +25,9 @@ from leyden.strategies.deepspeed.initialize import (
     join_group,
     make_scheduler,
 )
-from leyden.strategies.deepspeed.master_weights import ZeroMasterWeights
 from leyden.strategies.deepspeed.own_loop import ZeroLoop
 from leyden.strategies.precision import HalfPrecision
-from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
-from leyden.strategies.settings import RunSettings
+from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy, broadcast_all
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window, zeroed
 

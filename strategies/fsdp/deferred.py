@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from leyden.core.errors import ConfigurationError
-from leyden.strategies.empty_init import IS_META
+from leyden.strategies.base import IS_META
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of
 from leyden.core.rank_zero import warn
 from leyden.strategies.base import ClipAlgorithm, Refused, shadow_items, stepped_parameters
-from leyden.strategies.buckets import sum_all
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.collectives import CollectiveCounter
 from leyden.strategies.fsdp.fsdp1_names import Translation
@@ -37,7 +36,7 @@ from leyden.strategies.fsdp.sharding import (
 )
 from leyden.strategies.fsdp.values import Slot, Values
 from leyden.strategies.local_weights import LocalWeights
-from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy
+from leyden.strategies.process_group import GROUP_SETTINGS, ProcessGroupStrategy, sum_all
 from leyden.strategies.window import Window, read_loss, zeroed
 
 T = TypeVar("T")

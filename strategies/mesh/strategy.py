@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +29,6 @@ from leyden.strategies.master_weights import parameters_of
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
 from leyden.strategies.mesh.layout import NO_CP, ORDER, Layout
-from leyden.strategies.mesh.own_loop import run_in_steps
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
 from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages, refuse_arguments
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
@@ -36,6 +37,7 @@ from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
 from leyden.strategies.mesh.pipeline.state import StageWeights, load_targets, state_to_save, whole_state
 from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
+from leyden.strategies.mesh.styles import gathered
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 
@@ -619,3 +621,30 @@ def _holdings_of(module: nn.Module) -> Holdings | None:
     """Returns the parts of a module that this rank's stages hold; None if no run has cut it into stages."""
     holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
     return holdings
+
+
+def run_in_steps(module: nn.Module, step: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
+    """Wraps a model's forward in the context of a step. Split outputs, such as logits, are gathered.
+
+    A loss that the model computes itself is computed from the split logits, before they are gathered.
+
+    Args:
+        module: the model.
+        step: returns the context of one forward, given its inputs and whether the model trains.
+    """
+    instance_forward = vars(module).get("forward")
+    if getattr(instance_forward, "_leyden_step", False):
+        return
+
+    @functools.wraps(type(module).forward if instance_forward is None else instance_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with step((args, kwargs), self.training):
+            if instance_forward is None:
+                outputs = type(self).forward(self, *args, **kwargs)
+            else:
+                outputs = instance_forward(*args, **kwargs)
+            return map_tensors(outputs, gathered)
+
+    forward._leyden_step = True  # type: ignore[attr-defined]
+    # A bound method, so that a deep copy of the model is bound to the copy.
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]

@@ -16,9 +16,7 @@ from leyden.core.devices import parse_devices
 from leyden.core.environment import rank_environment
 from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.core.tree import map_tensors
-from leyden.strategies.base import Refused, Strategy
-from leyden.strategies.empty_init import EmptyInit
-from leyden.strategies.own_loop import OwnLoop
+from leyden.strategies.base import EmptyInit, OwnLoop, Refused, Strategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
 from leyden.strategies.weights import StateWriter, WeightReader

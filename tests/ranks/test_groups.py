@@ -14,8 +14,7 @@ from torch import nn
 
 from leyden import Trainer
 from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
-from leyden.strategies.buckets import BUCKET, buckets_of, sum_all
-from leyden.strategies.process_group import backends_in
+from leyden.strategies.process_group import BUCKET, backends_in, buckets_of, sum_all
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from leyden import Trainer
 from leyden.core.errors import ConfigurationError
 from leyden.strategies import SingleDeviceStrategy
-from leyden.strategies.settings import RunSettings
+from leyden.strategies.base import RunSettings
 
 
 class Halving(SingleDeviceStrategy):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from leyden.launch.interrupt import raise_quietly
+from leyden.launch.leaving import raise_quietly
 
 NOTICE = 0
 """Stands in for a signal number when the notice came from elsewhere. No signal has this number."""

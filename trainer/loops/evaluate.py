@@ -22,8 +22,7 @@ from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, in_turns, read_back
 from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.batches import takes_iterator
-from leyden.trainer.loops.micro_batches import MicroBatches
-from leyden.trainer.loops.user_step import step_arguments, without_side_effects
+from leyden.trainer.loops.user_step import MicroBatches, step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
 from leyden.trainer.reporting.rows import StepRows
 

@@ -17,8 +17,7 @@ from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.loops.micro_batches import MicroBatches
-from leyden.trainer.loops.user_step import step_arguments, without_side_effects
+from leyden.trainer.loops.user_step import MicroBatches, step_arguments, without_side_effects
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:

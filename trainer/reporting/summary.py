@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.text import aligned
-from leyden.strategies.settings import RunSettings
+from leyden.strategies.base import RunSettings
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.module import TrainModule
 from leyden.trainer.starting.loaders import batch_sizes

@@ -15,7 +15,7 @@ from leyden.checkpoint.owners import Unclaimed
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
 from leyden.trainer.events.progress import Progress
-from leyden.trainer.saved.run_states import rank_owners, step_states_of
+from leyden.trainer.saved.states import rank_owners, step_states_of
 
 if TYPE_CHECKING:
     from leyden.trainer.engine.schedulers import SchedulerConfig

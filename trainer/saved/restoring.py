@@ -22,8 +22,7 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.saved.goal import Goal
 from leyden.trainer.saved.identity import Identity
 from leyden.trainer.saved.resuming import Reader, progress_of
-from leyden.trainer.saved.run_states import rank_owners, step_states_of
-from leyden.trainer.saved.user_states import OWN, UserStates
+from leyden.trainer.saved.states import OWN, UserStates, rank_owners, step_states_of
 
 if TYPE_CHECKING:
     from leyden.trainer.run import Run

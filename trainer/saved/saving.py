@@ -28,8 +28,7 @@ from leyden.trainer.saved.identity import FILE as IDENTITY
 from leyden.trainer.saved.resuming import ROLLBACK_PATHS
 from leyden.trainer.saved.rolling_back import check_reaches_all_ranks, rollback_paths
 from leyden.trainer.saved.run_folder import RECORD, record_of
-from leyden.trainer.saved.run_states import rank_owners, step_states_of
-from leyden.trainer.saved.user_states import UserStates
+from leyden.trainer.saved.states import UserStates, rank_owners, step_states_of
 from leyden.trainer.starting.build import saves_asynchronously
 
 if TYPE_CHECKING:

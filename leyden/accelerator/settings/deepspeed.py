@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.core.errors import ConfigurationError
+from leyden.strategies.base import RunSettings
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.settings import RunSettings
 
 if TYPE_CHECKING:
     from leyden.accelerator.settings.options import Options

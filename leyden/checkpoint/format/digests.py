@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from leyden.checkpoint.format.manifest import XXH3, digest_of
-from leyden.checkpoint.format.plain_files import opener
 from leyden.core.errors import LeydenError, StateError
+from leyden.core.paths import opener
 from leyden.core.saved_state import SavedState
 
 FORMAT = 1

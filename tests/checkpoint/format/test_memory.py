@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leyden.checkpoint.format.memory import room
+from leyden.checkpoint.format.safefile import room
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

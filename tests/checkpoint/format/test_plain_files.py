@@ -14,8 +14,8 @@ from models import QUIET, Squares
 
 from leyden import LeydenError, Trainer
 from leyden.callbacks import CSVLogger, ModelCheckpoint, TensorBoardLogger
-from leyden.checkpoint.format.plain_files import check_plain, opener
 from leyden.checkpoint.lock import NAME, FolderLock
+from leyden.core.paths import check_plain, opener
 
 
 def as_link(path: Path) -> Path:

@@ -14,9 +14,9 @@ from models import QUIET, Line
 from leyden import Trainer
 from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.strategies import find_strategy
+from leyden.strategies.base import RunSettings
 from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
-from leyden.strategies.settings import RunSettings
 
 SETTINGS = {**QUIET, "max_steps": 1}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}

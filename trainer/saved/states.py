@@ -1,4 +1,7 @@
-"""The states of callbacks, DataModule and `on_save_checkpoint`: from rank 0, or from each rank (`state_per_rank`)."""
+"""What a run saves besides weights: states of the user's code (`UserStates`), and the run's own parts that have state.
+
+Callbacks, the DataModule and `on_save_checkpoint` save state from rank 0, or from each rank (`state_per_rank`).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,27 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
+from leyden.checkpoint.buffers import Buffers
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format.codec import class_names, known_classes
 from leyden.checkpoint.format.errors import blame
 from leyden.checkpoint.format.manifest import KEPT
 from leyden.checkpoint.format.secrets import masked_values
-from leyden.checkpoint.owners import Unclaimed
+from leyden.checkpoint.gradients import OpenGradients, UnreducedGradients
+from leyden.checkpoint.owners import RankStateOwner, Unclaimed
 from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.step_states import StepStates
 from leyden.core.errors import ConfigurationError
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
+from leyden.data.rng import RandomNumbers
 from leyden.trainer.events.progress import Progress
+from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.saved.identity import plain
 
 if TYPE_CHECKING:
     from leyden.trainer.run import Run
+
 
 OWN = "own"
 """The entry in a rank's file that holds its own states."""
@@ -262,3 +271,22 @@ def _digest(state: Any) -> str:
 def _compared(tensor: Tensor) -> Any:
     values = plain(tensor) if tensor.numel() <= COMPARED else None
     return [str(tensor.dtype), list(tensor.shape), values]
+
+
+def step_states_of(run: Run) -> StepStates:
+    """Returns the states that a step changes, except the weights: optimizers, schedulers and scaler."""
+    schedulers = [config.scheduler for config in run.schedulers]
+    return StepStates(run.engine.strategy, run.module, run.engine.optimizers, schedulers)
+
+
+def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
+    """Returns the owners of rank-specific state, except the data position. RNG state is last: others may draw."""
+    return {
+        "buffers": Buffers(run.module, ranks),
+        "logs": run.logs,
+        "metrics": MetricStates(run.module),
+        "trained": run.trained,
+        "gradients": OpenGradients(run.module, run.engine),
+        "unreduced": UnreducedGradients(run.module, run.engine),
+        "rng": RandomNumbers(),
+    }
