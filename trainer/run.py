@@ -10,8 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.checkpoint.background import BackgroundSaves
-from leyden.checkpoint.shard_plan import ShardPlans
+from leyden.checkpoint.saves import Saves
 from leyden.checkpoint.trained import Trained
 from leyden.core.rank_zero import inform, warn
 from leyden.launch.heartbeat import Heartbeat, Phase
@@ -36,14 +35,13 @@ from leyden.trainer.starting.build import (
     warn_if_untrained,
     warn_of_parts_in_eval_mode,
 )
-from leyden.trainer.starting.loaders import Loaders, transfer_of, transformed
+from leyden.trainer.starting.loaders import Loaders
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.callbacks.loggers.logger import Logger
     from leyden.checkpoint.checkpoint_io import CheckpointIO
-    from leyden.checkpoint.lock import FolderLock
     from leyden.checkpoint.owners import Unclaimed
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments.arguments import Arguments
@@ -61,7 +59,6 @@ if TYPE_CHECKING:
     from leyden.trainer.saved.resuming import Reader
     from leyden.trainer.starting.callback_list import CallbackList
     from leyden.trainer.starting.fit_limits import FitLimits
-    from leyden.trainer.starting.loaders import Transfer
 
 
 @dataclass(slots=True)
@@ -113,38 +110,34 @@ class Run:
     rest carry over from the previous run (see `next`), so a `validate` after a `fit` still knows the current step.
 
     Attributes:
-        engine: the strategy, the accumulation window and the optimizers. Lent by the Trainer, like the next five.
+        engine: the strategy, the accumulation window and the optimizers. Lent by the Trainer, like all before `hooks`.
         arguments: the Trainer's arguments, checked.
         limits: the limits that end a fit.
         signals: the handlers of Ctrl-C and SIGTERM.
         profiler: the profiler of hooks and steps; None without one.
         callback_list: the Trainer's callbacks, from run to run.
         heartbeat: this rank's liveness reports to the launcher.
-        hooks: the dispatcher of hooks. Created for this run, like the next thirteen.
+        hooks: the dispatcher of hooks. Created for this run, like all before `progress`.
         module: the module that this run trains or evaluates.
         datamodule: the DataModule that provides the loaders; None without one.
         compiled: the `torch.compile` wrapper around the module; None without one.
         loaders: the data loaders.
         logs: the values logged so far.
         state: the current stage.
-        transfer: moves a batch to the device; None before setup, and if there is nothing to do.
-        train_transfer: the same for training batches, which callbacks may transform.
         should_stop: True once a callback, a signal or the user has asked the run to end.
         resting: True once the schedulers have been stopped from stepping.
         origin: a description of the starting point, for the user.
         ckpt_path: the checkpoint that the run starts from; None without one.
         is_profiled: True while the profiler measures the run.
-        lock: the lock on the checkpoint folder; None unless this run holds it exclusively.
-        saves: the checkpoints that are being written in the background.
+        saves: writes the checkpoints, holds the lock on their folder.
         continued: checkpoints saved by this same training before the fit, the newest last. A rollback may use them.
-        progress: the progress of training. Carried over, like the next seven; a fit from scratch starts a new one.
+        progress: the progress of training. Carried over, like the rest; a fit from scratch starts a new one.
         saved: resumable checkpoints that the fit has saved, the newest last.
         schedulers: the learning-rate schedulers, each with its stepping schedule.
         trained: the parameters that the fit has frozen or unfrozen.
         identity: the identity of this training, compared by `ckpt_path="auto"`; None before a fit.
         writer_folder: the first rank's log folder; None until a fit on several ranks has announced itself.
         folder: the run's folder, with its checkpoints; None before the first fit, and if it writes nothing.
-        shard_plans: the assignment of a checkpoint's shards to the ranks that write them.
     """
 
     engine: Engine
@@ -162,15 +155,12 @@ class Run:
     loaders: Loaders
     logs: Logs
     state: RunState
-    transfer: Transfer | None = field(default=None, init=False)
-    train_transfer: Transfer | None = field(default=None, init=False)
     should_stop: bool = field(default=False, init=False)
     resting: bool = field(default=False, init=False)
     origin: str = field(default="from scratch", init=False)
     ckpt_path: str | None = field(default=None, init=False)
     is_profiled: bool = field(default=False, init=False)
-    lock: FolderLock | None = field(default=None, init=False)
-    saves: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
+    saves: Saves = field(default_factory=Saves)
     continued: list[Path] = field(default_factory=list, init=False)
 
     progress: Progress
@@ -180,7 +170,6 @@ class Run:
     identity: Identity | None = None
     writer_folder: str | None = None
     folder: str | None = None
-    shard_plans: ShardPlans = field(default_factory=ShardPlans)
 
     def next(
         self,
@@ -214,6 +203,7 @@ class Run:
             loaders=Loaders(module, datamodule, self.strategy, self.arguments, stage == "fit", given),
             logs=Logs(hooks, module, over_ranks(self.strategy)),
             state=RunState(stage),
+            saves=Saves(plans=self.saves.plans),
             progress=Progress() if starts_anew else self.progress,
             saved={} if starts_anew else self.saved,
         )
@@ -347,13 +337,15 @@ class Run:
         lock = lock_of(self)
         if lock is not None:
             ranks = CheckpointRanks(self.strategy, lock.path.parent, are_on_each_node(self.callbacks))
-            ranks.keep(lock.acquire if alone else lock.check_free)
-            self.lock = lock if alone else None
+            if alone:
+                self.saves.hold(lock, ranks)
+            else:
+                ranks.keep(lock.check_free)
 
     def release(self) -> None:
         """Releases the lock on the checkpoint folder, if this run holds it."""
-        if self.lock is not None:
-            self.lock.release()
+        if self.saves.lock is not None:
+            self.saves.lock.release()
 
     def departure(self) -> Departure:
         """Returns the object that ends this run when it is preempted."""
@@ -398,8 +390,7 @@ class Run:
         module._join(module.trainer, self.traced or self.logs)
         self.engine.prepare_module(module)
         gather_readers(module, strategy)
-        self.transfer = transfer_of(strategy, module, self.datamodule, self.profiler)
-        self.train_transfer = transformed(self.transfer, self.callbacks, module)
+        self.loaders.prepare_transfer(self.profiler, self.callbacks)
         if self.profiler is not None and self.compiled is None:
             self.profiler.watch(module)
         if self.profiler is not None and stage != "fit":

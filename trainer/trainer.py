@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.loggers.logger import Logger
-    from leyden.checkpoint.background import PendingSave
     from leyden.checkpoint.checkpoint_io import CheckpointIO
+    from leyden.checkpoint.saves import PendingSave
     from leyden.strategies.precision.base import Precision
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine

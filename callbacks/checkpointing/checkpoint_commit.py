@@ -17,8 +17,8 @@ from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
     from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
-    from leyden.checkpoint.background import PendingSave
     from leyden.checkpoint.checkpoint_io import CheckpointIO
+    from leyden.checkpoint.saves import PendingSave
     from leyden.trainer.trainer import Trainer
 
 

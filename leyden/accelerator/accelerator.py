@@ -37,8 +37,6 @@ from leyden.accelerator.settings.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from leyden.checkpoint.background import BackgroundSaves
-from leyden.checkpoint.shard_plan import ShardPlans
 from leyden.strategies.base import Strategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import Window
@@ -158,10 +156,8 @@ class Accelerator:
         self._trackers = Trackers(log_with, self._state)
         self.registered: list[Any] = []
         self.state_hooks = saving.StateHooks()
-        self.shard_plans = ShardPlans()
-        self.saves = BackgroundSaves(holds_exit=True)
-        self.lock = saving.lock_folder(self.strategy, options)
-        self._end = LoopEnd(options.preemption, self._stepping, self.lock)
+        self.saves = saving.saves_of(self.strategy, options)
+        self._end = LoopEnd(options.preemption, self._stepping, self.saves.lock)
         hint_at_first_print(self._state)
 
     if not TYPE_CHECKING:

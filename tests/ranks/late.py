@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from leyden.checkpoint.background import PendingSave
 from leyden.checkpoint.copies import Copies
+from leyden.checkpoint.saves import PendingSave
 
 THREAD = "leyden-save"
 

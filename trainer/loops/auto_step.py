@@ -184,9 +184,9 @@ class AutoStep(AutomaticStep):
         if self.engine.share is not None and self.engine.share.idle:
             # Ranks without a sample do not take part in the trial.
             return
-        if self.fit.train_transfer is not None:
+        if self.fit.loaders.train_transfer is not None:
             with isolated_rng():
-                largest = self.fit.train_transfer(largest, 0)
+                largest = self.fit.loaders.train_transfer(largest, 0)
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None

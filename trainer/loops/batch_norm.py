@@ -23,6 +23,7 @@ from leyden.trainer.loops.agreement import InterruptiblePass
 from leyden.trainer.loops.user_step import step_arguments, without_side_effects
 
 if TYPE_CHECKING:
+    from leyden.strategies.ranks import Ranks
     from leyden.trainer.run import Run
 
 
@@ -64,14 +65,14 @@ def update_batch_norm(run: Run) -> bool:
         for buffer, value in zip(statistics, statistics_before, strict=True):
             buffer.copy_(value)
     elif run.strategy.ranks.world_size > 1:
-        _average(run, layers)
+        _average(run.strategy.ranks, layers)
     run.strategy.end_evaluation()
     return is_complete
 
 
 def _run_batches(run: Run, cursor: LoaderCursor) -> bool:
     """Runs the batches through the step; returns False if a signal interrupted the pass."""
-    strategy, transfer = run.strategy, run.train_transfer
+    strategy, transfer = run.strategy, run.loaders.train_transfer
     # Without the DDP wrapper, which would broadcast rank 0's statistics in each batch.
     step = run.module.training_step if strategy.replicates else run.step_function("training_step")
     takes_index = step_arguments(run.module.training_step)[0]
@@ -110,13 +111,13 @@ def _accumulating(module: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]
                 layer.momentum = momentum
 
 
-def _average(run: Run, layers: list[_BatchNorm]) -> None:
+def _average(ranks: Ranks, layers: list[_BatchNorm]) -> None:
     """Averages the statistics over all ranks, weighted by each rank's number of batches."""
     for layer in layers:
         mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
         if mean is None or variance is None or count is None:
             continue
-        share = count / run.strategy.ranks.reduce(count.double(), reduction="sum")
+        share = count / ranks.reduce(count.double(), reduction="sum")
         for statistic in (mean, variance):
-            statistic.copy_(run.strategy.ranks.reduce(statistic.double() * share, reduction="sum"))
-        count.copy_(run.strategy.ranks.reduce(count.double(), reduction="max"))
+            statistic.copy_(ranks.reduce(statistic.double() * share, reduction="sum"))
+        count.copy_(ranks.reduce(count.double(), reduction="max"))

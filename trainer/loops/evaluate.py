@@ -101,7 +101,7 @@ class EvaluationLoop:
         """Runs the batches of one loader; returns False if a signal interrupted the pass."""
         if limit == 0:
             return True
-        run, logs, transfer = self._run, self.logs, self._run.transfer
+        run, logs, transfer = self._run, self.logs, self._run.loaders.transfer
         engine, rows, inside_step = run.engine, self._rows, self.hooks.inside(self.step_name)
         loader_idx = (index,) if len(self.loaders) > 1 else ()
         logs.begin_loader(index if loader_idx else None)
@@ -158,8 +158,8 @@ class EvaluationLoop:
                 f"strategy={run.strategy.name!r} needs every rank in each {self.stage} batch, but this rank has none. "
                 "Give the loader a length, or the same number of batches on each rank."
             )
-        if run.transfer is not None:
-            filler = run.transfer(filler, index)
+        if run.loaders.transfer is not None:
+            filler = run.loaders.transfer(filler, index)
         with self.logs.discarding(), without_side_effects(run.module):
             run.strategy.evaluate(self.step, filler, self._step_indices(batch_idx, index))
 

@@ -155,9 +155,10 @@ class FitLoop:
             a signal stops the run inside the epoch; a resume continues there.
         """
         progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
-        transfer, count_batch, fires_batch_start = self._run.train_transfer, self.counter.count, self._fires_batch_start
+        transfer, count_batch = self._run.loaders.train_transfer, self.counter.count
         accumulates, is_sharded = self.accumulation is not None, self.counter.shares
-        has_follow_up, fires_batch_end = self._has_follow_up, self._fires_batch_end
+        has_follow_up = self._has_follow_up
+        fires_batch_start, fires_batch_end = self._fires_batch_start, self._fires_batch_end
         self._remaining = self._batches()
         for batch, is_last in self._remaining:
             batch_idx = progress.batch
@@ -235,7 +236,7 @@ class FitLoop:
         return self._begin_share(*drawn) if self.counter.shares else self._to_device(drawn)
 
     def _to_device(self, batch: Any) -> Any:
-        transfer = self._run.train_transfer
+        transfer = self._run.loaders.train_transfer
         return batch if transfer is None or batch is None or batch is NO_SAMPLES else transfer(batch, 0)
 
     def _end_share(self) -> None:

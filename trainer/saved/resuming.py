@@ -34,10 +34,11 @@ from leyden.trainer.saved.checkpoint_folders import (
 from leyden.trainer.saved.goal import PARTS, Goal
 from leyden.trainer.saved.identity import FILE as IDENTITY
 from leyden.trainer.saved.identity import Difference, Identity
-from leyden.trainer.saved.run_folder import accepts, root_of
+from leyden.trainer.saved.run_folder import Versions, accepts
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
+    from leyden.strategies.base import Strategy
     from leyden.trainer.run import Run
 
 ROLLBACK_PATHS = "goes_back"
@@ -64,7 +65,9 @@ def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None
         return None, "from scratch"
     if goal.continues:
         return None, f"where the last fit ended (epoch {run.progress.epoch}, step {run.progress.global_step})"
-    ranks = CheckpointRanks(run.strategy, folder or root_of(run), are_on_each_node(run.callbacks))
+    strategy, is_fit = run.strategy, run.state.stage == "fit"
+    root = folder or Versions(run.arguments, run.callbacks).root
+    ranks = CheckpointRanks(strategy, root, are_on_each_node(run.callbacks))
     plugin = run.checkpoint_io
     if plugin is not None and not _is_folder(goal.path):
         name = os.path.expanduser(os.fspath(goal.path))
@@ -73,59 +76,60 @@ def open_reader(run: Run, goal: Goal, folder: str | None) -> tuple[Reader | None
                 f"ckpt_path={name!r}: {type(plugin).__name__} cannot list its checkpoints. Pass the path of one, such "
                 "as trainer.last_checkpoint."
             )
-        found = _load_through(plugin, name, run, ranks)
+        found = _load_through(plugin, name, Path(run.arguments.default_root_dir), ranks)
         if isinstance(found, ForeignWeights):
-            return found, _description_of_file(run, goal, found)
-        return found, _description(run, goal, found, Path(name))
+            return found, _description_of_file(found, goal, is_fit, strategy.ranks.is_global_zero)
+        return found, _description(found, Path(name), goal, strategy.data_size)
     # Reads optimizer states while it verifies them, into memory that the Restorer then uses without a copy.
-    ahead = CheckpointReader.read_ahead if _needs_whole_optimizers(run, goal) else None
+    ahead = CheckpointReader.read_ahead if is_fit and _needs_whole_optimizers(strategy, goal) else None
     if goal.path in ("last", "auto"):
         newest = _newest(run, folder, goal, ranks, ahead)
-        return (None, "from scratch (there is no checkpoint yet)") if newest is None else _opened(run, goal, newest)
+        if newest is None:
+            return None, "from scratch (there is no checkpoint yet)"
+        return _opened(newest, goal, strategy.data_size)
     path = _path_of(goal)
     if path.is_file():
         weights = ForeignWeights(path, goal.trust, goal.weights_only)
-        return weights, _description_of_file(run, goal, weights)
+        return weights, _description_of_file(weights, goal, is_fit, strategy.ranks.is_global_zero)
     if HuggingFaceFolder.is_one(path):
         return HuggingFaceFolder(path), f"weights of {path}"
-    return _opened(run, goal, open_verified(path, ranks, ahead))
+    return _opened(open_verified(path, ranks, ahead), goal, strategy.data_size)
 
 
-def _opened(run: Run, goal: Goal, reader: CheckpointReader) -> tuple[CheckpointReader, str]:
+def _opened(reader: CheckpointReader, goal: Goal, data_size: int) -> tuple[CheckpointReader, str]:
     if goal.weights_only and goal.parts != {"weights"}:
         warn(
             "weights_only=True only affects how pickle files of other trainers are read. "
             f"{reader.path} is a Leyden checkpoint, which holds no pickle, and is resumed in full. To load only its "
             "weights, pass restore='weights'.",
         )
-    return reader, _description(run, goal, reader, reader.path)
+    return reader, _description(reader, reader.path, goal, data_size)
 
 
-def _needs_whole_optimizers(run: Run, goal: Goal) -> bool:
-    """Returns True if every rank restores the full states of the optimizers."""
-    is_whole = run.strategy.replicates and not run.strategy.drives_one
-    return is_whole and run.state.stage == "fit" and "optimizers" in goal.parts
+def _needs_whole_optimizers(strategy: Strategy, goal: Goal) -> bool:
+    """Returns True if every rank of a fit restores the full states of the optimizers."""
+    return strategy.replicates and not strategy.drives_one and "optimizers" in goal.parts
 
 
-def _description(run: Run, goal: Goal, reader: CheckpointReader, path: Path) -> str:
+def _description(reader: CheckpointReader, path: Path, goal: Goal, data_size: int) -> str:
     """Returns a description of a checkpoint, for the user."""
     progress = progress_of(reader)
     if goal.parts == {"weights"}:
         return f"weights of {path}"
     notes = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     readers = len(set(saved_data_ranks(reader)))
-    if "rng" in goal.parts and readers not in (0, run.strategy.data_size):
+    if "rng" in goal.parts and readers not in (0, data_size):
         notes += f"; saved by {readers} rank(s): the random generators of ranks from 1 on are reseeded"
     return f"{path} (epoch {progress.epoch}, step {progress.global_step}{notes})"
 
 
-def _description_of_file(run: Run, goal: Goal, weights: ForeignWeights) -> str:
+def _description_of_file(weights: ForeignWeights, goal: Goal, is_fit: bool, warns: bool) -> str:
     """Returns a description of another trainer's file, for the user. Warns if the file holds only weights."""
     path = weights.path
-    continues = run.state.stage == "fit" and goal.parts != {"weights"}
+    continues = is_fit and goal.parts != {"weights"}
     if continues and weights.holds_run:
         return f"{path} (epoch {weights.entry('epoch')}, step {weights.entry('global_step')})"
-    if continues and weights.is_lightning and run.strategy.ranks.is_global_zero:
+    if continues and weights.is_lightning and warns:
         warn(
             f"{path} has no {OPTIMIZERS}, like files of Lightning's ModelCheckpoint(save_weights_only=True): fit loads "
             "its weights, and training starts from step 0. Pass restore='weights' to avoid this warning.",
@@ -139,10 +143,9 @@ def _is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _load_through(
-    plugin: CheckpointIO, path: str, run: Run, ranks: CheckpointRanks
+    plugin: CheckpointIO, path: str, root: Path, ranks: CheckpointRanks
 ) -> CheckpointReader | ForeignWeights:
-    """Loads a checkpoint from a plugin. The first rank unpacks it into a temporary folder, which all ranks read."""
-    root = Path(run.arguments.default_root_dir)
+    """Loads a checkpoint from a plugin. The first rank unpacks it below `root`, into a folder that all ranks read."""
     loaded: list[dict[str, Any]] = []
 
     def unpacked() -> str | None:
@@ -198,7 +201,7 @@ def _newest(
     found = newest_reader(places, goal.path == "auto", ranks, ahead, accepts(run, goal, folder))
     if found is None and goal.path == "last":
         raise CheckpointError(
-            places[0][0] if places else root_of(run),
+            places[0][0] if places else Versions(run.arguments, run.callbacks).root,
             "holds no complete checkpoint, but ckpt_path='last' needs one. Use 'auto' to start from scratch.",
         )
     return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +33,11 @@ from leyden.trainer.saved.restoring import Restorer
 from leyden.trainer.saved.resuming import progress_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.events.hooks import Hooks
+    from leyden.trainer.logging.logs import Logs
     from leyden.trainer.run import Run
 
 KEPT = frozenset({"loaders", "rng"})
@@ -72,7 +77,7 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
         restorer = Restorer(run, reader, Goal(str(reader.path), frozenset(PARTS) - KEPT), within=True)
         begun = _epochs_begun(before, now)
         gained = restorer.gained()
-        _check_gained(run, gained, begun)
+        _check_gained(run.callbacks, gained, begun)
         restorer.restore_weights()
         # Gradients accumulated by a custom step belong to weights that no longer exist.
         for optimizer in run.engine.optimizers:
@@ -84,7 +89,7 @@ def roll_back(run: Run, loop: ReadLoop | None, further_batches: int) -> Path:
         if before.is_inside and not before.ended and before.epoch == now.epoch:
             states.load("logs", "metrics")
         else:
-            _forget_epoch(run)
+            _forget_epoch(run.logs, run.module)
         _repeat_epochs(run, before, now, begun)
         if len(gained) > len(restorer.gained()):
             raise LeydenError(
@@ -103,7 +108,7 @@ def _check_place(run: Run) -> None:
         raise LeydenError(
             "roll_back only works between two steps: call it in on_train_batch_end, if trainer.window_is_over."
         )
-    check_reaches_all_ranks(run, "roll_back")
+    check_reaches_all_ranks(run.engine, run.hooks, "roll_back")
     if replay_of(run.arguments) is not None:
         raise LeydenError(
             "leyden replay cannot repeat a rollback, and the run rolled back here: replay a later step from a "
@@ -116,15 +121,16 @@ def _check_place(run: Run) -> None:
         raise LeydenError(f"the run cannot roll back to a checkpoint: {why}.")
 
 
-def check_reaches_all_ranks(run: Run, method: str) -> None:
+def check_reaches_all_ranks(engine: Engine, hooks: Hooks, method: str) -> None:
     """Raises LeydenError in an `on_train_batch_end` that a rank without samples does not call.
 
     Args:
-        run: the run.
+        engine: the run's engine.
+        hooks: the run's hooks.
         method: the method that the hook has called, and that all ranks must call.
     """
-    share = run.engine.share
-    is_batch_end = run.hooks.current == "on_train_batch_end" and not run.hooks.is_closing
+    share = engine.share
+    is_batch_end = hooks.current == "on_train_batch_end" and not hooks.is_closing
     if is_batch_end and share is not None and share.idle:
         raise LeydenError(
             f"all ranks must call {method}, but a rank without samples in this batch does not call this "
@@ -185,9 +191,9 @@ def _epochs_begun(before: Progress, now: Progress) -> range:
     return range(before.epoch + (before.phase != "epoch_start"), now.epoch + 1)
 
 
-def _check_gained(run: Run, gained: Sequence[str], begun: range) -> None:
+def _check_gained(callbacks: Iterable[Callback], gained: Sequence[str], begun: range) -> None:
     """Raises LeydenError if the rollback would remove parameter groups that no callback would add again."""
-    repeats = any(type(callback).repeat_epoch_start is not Callback.repeat_epoch_start for callback in run.callbacks)
+    repeats = any(type(callback).repeat_epoch_start is not Callback.repeat_epoch_start for callback in callbacks)
     if gained and not (begun and repeats):
         raise LeydenError(
             f"the parameter group of {_listed(gained)} was added to the optimizer after the last checkpoint, and no "
@@ -200,13 +206,13 @@ def _listed(names: Sequence[str]) -> str:
     return listed(names, SHOWN)
 
 
-def _forget_epoch(run: Run) -> None:
+def _forget_epoch(logs: Logs, module: nn.Module) -> None:
     """Clears the logged sums and metrics of the epoch, if the checkpoint is from an earlier epoch."""
-    run.logs.forget("train")
+    logs.forget("train")
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return
-    for part in run.module.modules():
+    for part in module.modules():
         if isinstance(part, torchmetrics.Metric):
             part.reset()
 

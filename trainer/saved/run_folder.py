@@ -18,20 +18,20 @@ from leyden.trainer.arguments.replay import replay_of
 from leyden.trainer.saved.checkpoint_folders import CHECKPOINTS, are_on_each_node, checkpoint_callbacks, places_of
 from leyden.trainer.saved.identity import FILE as IDENTITY
 from leyden.trainer.saved.identity import Identity
+from leyden.trainer.starting.build import loggers_of
 
 if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.arguments.arguments import Arguments
+    from leyden.trainer.datamodule import DataModule
+    from leyden.trainer.module import TrainModule
     from leyden.trainer.run import Run
     from leyden.trainer.saved.goal import Goal
     from leyden.trainer.saved.resuming import Reader
 
 RECORD = "run"
 """File in a checkpoint: the folder of its run, relative to the checkpoint's folder, and the run's identifier."""
-
-
-def root_of(run: Run) -> str:
-    """Returns the folder that holds the versions: `default_root_dir`, or a folder in it with the logger's name."""
-    lead, root = _lead(run), run.arguments.default_root_dir
-    return root if lead is None else lead.runs_below(root)
 
 
 def find_folder(run: Run, goal: Goal) -> tuple[str | None, str | None]:
@@ -43,19 +43,22 @@ def find_folder(run: Run, goal: Goal) -> tuple[str | None, str | None]:
         The folder in which "auto" and "last" search, and the run's folder. None if there is none yet: the checkpoint
         may decide, see `enter_folder`.
     """
-    if _writes_nothing(run):
+    versions = Versions(run.arguments, run.callbacks)
+    if versions.writes_nothing:
         return None, None
-    own, former = _given(run) or _former(run), _former(run)
-    if _given(run) is not None or goal.path not in ("auto", "last") or not _places_checkpoints(run):
+    former, given = versions.former(run.folder), versions.given
+    own = given or former
+    if given is not None or goal.path not in ("auto", "last") or not versions.place_checkpoints:
         return own, own
-    identity, continues = _wanted(run, goal), run.state.stage == "fit" and "progress" in goal.parts
+    identity = _wanted(goal, run.module, run.datamodule)
+    continues = run.state.stage == "fit" and "progress" in goal.parts
     claims = goal.path == "auto" and continues
 
     def found() -> str | None:
-        newest = _newest_version(run, identity, former)
-        return newest if newest is not None or not claims else _empty(run) or _claim(root_of(run))
+        newest = versions.newest(identity, former)
+        return newest if newest is not None or not claims else versions.empty() or versions.claim()
 
-    folder = _agreed(run, found)
+    folder = _agreed(run.strategy, versions, found)
     return folder, folder if continues else former
 
 
@@ -69,24 +72,25 @@ def enter_folder(run: Run, reader: Reader | None, goal: Goal) -> str | None:
         reader: the reader of the checkpoint that the run resumes; None without one.
         goal: the checkpoint to resume, and the parts to restore.
     """
-    if _writes_nothing(run) or run.state.stage != "fit":
+    versions = Versions(run.arguments, run.callbacks)
+    if versions.writes_nothing or run.state.stage != "fit":
         return run.folder
     continued = reader if isinstance(reader, CheckpointReader) and "progress" in goal.parts else None
-    is_found = run.folder is not None and (goal.path in ("auto", "last") or run.folder == _given(run))
+    is_found = run.folder is not None and (goal.path in ("auto", "last") or run.folder == versions.given)
 
     def entered() -> str | None:
         folder = run.folder
         if not is_found and continued is not None:
-            folder = _folder_of(run, continued) or folder
-        folder = folder or _claimed(run)
+            folder = versions.folder_of(continued) or folder
+        folder = folder or versions.claimed
         if folder is None:
-            return _claim(root_of(run)) if _needs_folder(run) else None
+            return versions.claim() if versions.are_needed else None
         if read_run_id(Path(folder)) is None:
             os.makedirs(folder, exist_ok=True)
             write_run_id(Path(folder))
         return folder
 
-    return _agreed(run, entered)
+    return _agreed(run.strategy, versions, entered)
 
 
 def record_of(folder: str | None, path: Path) -> dict[str, str] | None:
@@ -102,119 +106,171 @@ def accepts(run: Run, goal: Goal, folder: str | None) -> Callable[[Path], bool] 
 
     It is for a `dirpath` that several runs may use, beside checkpoints in the run's folder.
     """
-    if folder is None or not _places_checkpoints(run):
+    versions = Versions(run.arguments, run.callbacks)
+    if folder is None or not versions.place_checkpoints:
         return None
-    identity, home = _wanted(run, goal), os.path.realpath(folder)
+    identity, home = _wanted(goal, run.module, run.datamodule), os.path.realpath(folder)
 
     def accepted(path: Path) -> bool:
         if Path(os.path.realpath(path)).is_relative_to(home):
             return True
         with suppress(CheckpointError):
             reader = CheckpointReader(path)
-            return _is_own(reader, identity) and _folder_of(run, reader) in (None, folder)
+            return _is_own(reader, identity) and versions.folder_of(reader) in (None, folder)
         return False
 
     return accepted
 
 
-def _agreed(run: Run, choice: Callable[[], str | None]) -> str | None:
+def _agreed(strategy: Strategy, versions: Versions, choice: Callable[[], str | None]) -> str | None:
     """Returns the folder that rank 0 chooses; on machines without a common folder, that of the same name here."""
-    chosen, root = CheckpointRanks(run.strategy, root_of(run)).first(lambda: (choice(), root_of(run)))
-    if chosen is None or not are_on_each_node(run.callbacks):
+    chosen, root = CheckpointRanks(strategy, versions.root).first(lambda: (choice(), versions.root))
+    if chosen is None or not versions.are_on_each_node:
         return chosen
-    return str(Path(root_of(run), os.path.relpath(chosen, root)))
+    return str(Path(versions.root, os.path.relpath(chosen, root)))
 
 
-def _writes_nothing(run: Run) -> bool:
-    arguments = run.arguments
-    return bool(arguments.fast_dev_run) or arguments.barebones or replay_of(arguments) is not None
-
-
-def _needs_folder(run: Run) -> bool:
-    """Returns True if a part of the run writes to its folder."""
-    is_home = run.arguments.preemption is not None and not checkpoint_callbacks(run.callbacks)
-    return is_home or any(callback.uses_run_folder for callback in run.callbacks)
-
-
-def _places_checkpoints(run: Run) -> bool:
-    """Returns True if checkpoints go to the run's folder, and not only to folders that the user named."""
-    callbacks = checkpoint_callbacks(run.callbacks)
-    return not callbacks or any(callback.uses_run_folder for callback in callbacks)
-
-
-def _lead(run: Run) -> Logger | None:
-    """Returns the logger that names the run's folder: the first that writes to one, else the first."""
-    loggers = [logger for logger in run.loggers if logger.uses_run_folder]
-    return next((logger for logger in loggers if isinstance(logger, FolderLogger)), next(iter(loggers), None))
-
-
-def _former(run: Run) -> str | None:
-    """Returns the folder of the Trainer's last fit, unless its loggers have changed since."""
-    is_below = run.folder is not None and os.path.abspath(Path(run.folder).parent) == os.path.abspath(root_of(run))
-    return run.folder if is_below else None
-
-
-def _wanted(run: Run, goal: Goal) -> Identity | None:
+def _wanted(goal: Goal, module: TrainModule, datamodule: DataModule | None) -> Identity | None:
     """Returns the identity that a checkpoint must have; None if any will do."""
     is_own = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
-    return Identity.of(run.module, run.datamodule) if is_own else None
+    return Identity.of(module, datamodule) if is_own else None
 
 
-def _claim(root: str) -> str:
-    folder = Path(root) / f"version_{claim_version(root)}"
-    write_run_id(folder)
-    return str(folder)
+class Versions:
+    """The folders `version_N` of a Trainer's runs.
 
+    Args:
+        arguments: the Trainer's arguments.
+        callbacks: the callbacks of the run, its loggers among them.
 
-def _given(run: Run) -> str | None:
-    """Returns the folder that the user's `version` of the logger names; None without one."""
-    lead = _lead(run)
-    return lead.given_folder(run.arguments.default_root_dir) if isinstance(lead, FolderLogger) else None
-
-
-def _claimed(run: Run) -> str | None:
-    """Returns the folder that the logger has claimed before the run; None if it has not."""
-    lead = _lead(run)
-    return lead.claimed_folder(run.arguments.default_root_dir) if isinstance(lead, FolderLogger) else None
-
-
-def _empty(run: Run) -> str | None:
-    """Returns the folder that the logger has claimed before the run, if it holds no checkpoint."""
-    claimed = _claimed(run)
-    return None if claimed is None or ordered(Path(claimed, CHECKPOINTS)) else claimed
-
-
-# the newest version ---------------------------------------------------------------------------------------------------
-def _newest_version(run: Run, identity: Identity | None, former: str | None) -> str | None:
-    """Returns the newest version with a checkpoint of this training.
-
-    Raises:
-        CheckpointError: if there is none, but a version whose checkpoints are all damaged.
+    Attributes:
+        root: the folder that holds the versions: `default_root_dir`, or a folder in it with the logger's name.
+        place_checkpoints: True if checkpoints go to the run's folder, and not only to folders that the user named.
     """
-    depth = max((own.depth for own in checkpoint_callbacks(run.callbacks) if own.uses_run_folder), default=0)
-    elsewhere = {_folder_of(run, reader) for reader in _readers_elsewhere(run) if _is_own(reader, identity)}
-    damaged: list[str] = []
-    versions = _versions(root_of(run))
-    for folder in [former, *(version for version in versions if version != former)] if former else versions:
-        errors: list[CheckpointError] = []
-        if folder in elsewhere or _holds_own(Path(folder, CHECKPOINTS), depth, identity, errors):
-            for error in damaged:
-                warn(f"skipping a damaged checkpoint: {error}")
-            return folder
-        damaged += map(str, errors)
-    if damaged:
-        raise CheckpointError(
-            root_of(run),
-            "has versions whose checkpoints are all damaged, so that nothing tells which training saved them. Remove "
-            f"them to start from scratch. {'; '.join(damaged)}",
-        )
-    old = Path(run.arguments.default_root_dir, CHECKPOINTS)
-    if identity is not None and _holds_own(old, depth, identity, []):
-        warn(
-            f"{old} holds checkpoints of this training by an earlier version of Leyden. 'auto' starts anew in a folder "
-            f"of its own. To continue them, pass one by name: fit(ckpt_path={str(all_checkpoints(old)[-1])!r})."
-        )
-    return None
+
+    def __init__(self, arguments: Arguments, callbacks: list[Callback]) -> None:
+        self._arguments, self._callbacks = arguments, callbacks
+        loggers = [logger for logger in loggers_of(callbacks) if logger.uses_run_folder]
+        folders = (logger for logger in loggers if isinstance(logger, FolderLogger))
+        self._lead: Logger | None = next(folders, next(iter(loggers), None))
+        """The logger that names the run's folder: the first that writes to one, else the first."""
+        self._saving = checkpoint_callbacks(callbacks)
+        home = arguments.default_root_dir
+        self.root = home if self._lead is None else self._lead.runs_below(home)
+        self.place_checkpoints = not self._saving or any(callback.uses_run_folder for callback in self._saving)
+
+    @property
+    def writes_nothing(self) -> bool:
+        """True if no run of this Trainer writes to a folder."""
+        arguments = self._arguments
+        return bool(arguments.fast_dev_run) or arguments.barebones or replay_of(arguments) is not None
+
+    @property
+    def are_needed(self) -> bool:
+        """True if a part of the run writes to its folder."""
+        is_home = self._arguments.preemption is not None and not self._saving
+        return is_home or any(callback.uses_run_folder for callback in self._callbacks)
+
+    @property
+    def are_on_each_node(self) -> bool:
+        """True if every machine keeps its own checkpoints."""
+        return are_on_each_node(self._callbacks)
+
+    @property
+    def given(self) -> str | None:
+        """The folder that the user's `version` of the logger names; None without one."""
+        lead = self._lead
+        return lead.given_folder(self._arguments.default_root_dir) if isinstance(lead, FolderLogger) else None
+
+    @property
+    def claimed(self) -> str | None:
+        """The folder that the logger has claimed before the run; None if it has not."""
+        lead = self._lead
+        return lead.claimed_folder(self._arguments.default_root_dir) if isinstance(lead, FolderLogger) else None
+
+    def empty(self) -> str | None:
+        """Returns the folder that the logger has claimed before the run, if it holds no checkpoint."""
+        claimed = self.claimed
+        return None if claimed is None or ordered(Path(claimed, CHECKPOINTS)) else claimed
+
+    def former(self, folder: str | None) -> str | None:
+        """Returns the folder of the Trainer's last fit, unless its loggers have changed since."""
+        is_below = folder is not None and os.path.abspath(Path(folder).parent) == os.path.abspath(self.root)
+        return folder if is_below else None
+
+    def claim(self) -> str:
+        """Makes the next version, and returns its folder."""
+        folder = Path(self.root) / f"version_{claim_version(self.root)}"
+        write_run_id(folder)
+        return str(folder)
+
+    def newest(self, identity: Identity | None, former: str | None) -> str | None:
+        """Returns the newest version with a checkpoint of this training.
+
+        Args:
+            identity: the identity of this training; None if any will do.
+            former: the folder of the Trainer's last fit, which is looked at first.
+
+        Raises:
+            CheckpointError: if there is none, but a version whose checkpoints are all damaged.
+        """
+        depth = max((callback.depth for callback in self._saving if callback.uses_run_folder), default=0)
+        elsewhere = {self.folder_of(reader) for reader in self._readers_elsewhere() if _is_own(reader, identity)}
+        damaged: list[str] = []
+        versions = _versions(self.root)
+        for folder in [former, *(version for version in versions if version != former)] if former else versions:
+            errors: list[CheckpointError] = []
+            if folder in elsewhere or _holds_own(Path(folder, CHECKPOINTS), depth, identity, errors):
+                for error in damaged:
+                    warn(f"skipping a damaged checkpoint: {error}")
+                return folder
+            damaged += map(str, errors)
+        if damaged:
+            raise CheckpointError(
+                self.root,
+                "has versions whose checkpoints are all damaged, so that nothing tells which training saved them. "
+                f"Remove them to start from scratch. {'; '.join(damaged)}",
+            )
+        old = Path(self._arguments.default_root_dir, CHECKPOINTS)
+        if identity is not None and _holds_own(old, depth, identity, []):
+            warn(
+                f"{old} holds checkpoints of this training by an earlier version of Leyden. 'auto' starts anew in a "
+                "folder of its own. To continue them, pass one by name: "
+                f"fit(ckpt_path={str(all_checkpoints(old)[-1])!r})."
+            )
+        return None
+
+    def _readers_elsewhere(self) -> Iterator[CheckpointReader]:
+        """Yields readers of the checkpoints in folders that the user named."""
+        for folder, depth in places_of(self._callbacks, None):
+            for path in all_checkpoints(folder, depth):
+                with suppress(CheckpointError):
+                    yield CheckpointReader(path)
+
+    def folder_of(self, reader: CheckpointReader) -> str | None:
+        """Returns the folder of the run that saved a checkpoint, if it still is one of these versions."""
+        if reader.has(RECORD):
+            found = reader.json(RECORD)
+            place, saved = (found.get("folder"), found.get("run")) if isinstance(found, dict) else (None, None)
+            if not isinstance(place, str) or not isinstance(saved, str) or "\0" in place:
+                raise CheckpointError(reader.path / f"{RECORD}.json", "does not name the folder of a run.")
+            folder = Path(os.path.realpath(os.path.join(os.path.realpath(reader.path.parent), place)))
+            name: int | str = folder.name if folder.parent == Path(os.path.realpath(self.root)) else ""
+        else:
+            state = self._logger_state(reader)
+            version, saved = state.get("version"), state.get("run")
+            name = f"version_{version}" if isinstance(version, int) else ""
+        folder = Path(self.root, str(name))
+        return str(folder) if name and saved is not None and read_run_id(folder) == saved else None
+
+    def _logger_state(self, reader: CheckpointReader) -> dict[str, Any]:
+        """Returns the state of the logger that names the run's folder, from a checkpoint of an earlier version."""
+        if self._lead is None or not reader.has("callbacks"):
+            return {}
+        tree = reader.json("callbacks")
+        states = tree.get("tree") if isinstance(tree, dict) else None
+        state = states.get(self._lead.state_key) if isinstance(states, dict) else None
+        return state if isinstance(state, dict) else {}
 
 
 def _versions(root: str) -> list[str]:
@@ -224,14 +280,6 @@ def _versions(root: str) -> list[str]:
         found = sorted((number for number in numbers if isinstance(number, int)), reverse=True)
         return [str(Path(root, f"version_{number}")) for number in found]
     return []
-
-
-def _readers_elsewhere(run: Run) -> Iterator[CheckpointReader]:
-    """Yields readers of the checkpoints in folders that the user named."""
-    for folder, depth in places_of(run.callbacks, None):
-        for path in all_checkpoints(folder, depth):
-            with suppress(CheckpointError):
-                yield CheckpointReader(path)
 
 
 def _holds_own(folder: Path, depth: int, identity: Identity | None, errors: list[CheckpointError]) -> bool:
@@ -269,33 +317,3 @@ def _is_own(reader: CheckpointReader, identity: Identity | None) -> bool:
         return True
     with blame(reader.path / f"{IDENTITY}.json"):
         return not any(found.counts for found in identity.differences(before))
-
-
-# the folder of a checkpoint's run -------------------------------------------------------------------------------------
-def _folder_of(run: Run, reader: CheckpointReader) -> str | None:
-    """Returns the folder of the run that saved a checkpoint, if it still is a version of this Trainer's runs."""
-    root = root_of(run)
-    if reader.has(RECORD):
-        found = reader.json(RECORD)
-        place, saved = (found.get("folder"), found.get("run")) if isinstance(found, dict) else (None, None)
-        if not isinstance(place, str) or not isinstance(saved, str) or "\0" in place:
-            raise CheckpointError(reader.path / f"{RECORD}.json", "does not name the folder of a run.")
-        folder = Path(os.path.realpath(os.path.join(os.path.realpath(reader.path.parent), place)))
-        name: int | str = folder.name if folder.parent == Path(os.path.realpath(root)) else ""
-    else:
-        state = _logger_state(run, reader)
-        version, saved = state.get("version"), state.get("run")
-        name = f"version_{version}" if isinstance(version, int) else ""
-    folder = Path(root, str(name))
-    return str(folder) if name and saved is not None and read_run_id(folder) == saved else None
-
-
-def _logger_state(run: Run, reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the state of the logger that names the run's folder, from a checkpoint of an earlier version."""
-    lead = _lead(run)
-    if lead is None or not reader.has("callbacks"):
-        return {}
-    tree = reader.json("callbacks")
-    states = tree.get("tree") if isinstance(tree, dict) else None
-    state = states.get(lead.state_key) if isinstance(states, dict) else None
-    return state if isinstance(state, dict) else {}

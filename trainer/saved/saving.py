@@ -7,16 +7,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from leyden.checkpoint.background import is_possible
 from leyden.checkpoint.checkpoint_io import CheckpointIO, pack
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.owners import collect_rank, write_rank
 from leyden.checkpoint.reader import CheckpointReader
+from leyden.checkpoint.saves import is_possible
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError, LeydenError
 from leyden.trainer.arguments.replay import replay_of
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run import Run
 
@@ -96,23 +96,10 @@ def save(
         loop = None
     strategy = run.engine.strategy
     ranks = CheckpointRanks(strategy, path, are_on_each_node(run.callbacks))
-    if run.lock is not None:
-        ranks.keep(run.lock.check_held)
-    places = places_of(run.callbacks, run.folder)
-    is_scheduled = _is_scheduled(run)
-    record = run.note_save if is_scheduled and not weights_only else run.note_weights
-    optimizers, copies = stepping_optimizers(run.engine), None
-    # One save at a time: both calls wait for a pending save.
-    if asynchronous:
-        copies = run.saves.take(optimizers)
-    else:
-        run.saves.wait()
-    with ExitStack() as stack:
-        writer = stack.enter_context(
-            CheckpointWriter(
-                path, overwrite=overwrite, ranks=ranks, places=places, plans=run.shard_plans, copies=copies
-            )
-        )
+    is_scheduled = _is_scheduled(run.hooks, run.progress)
+    optimizers = stepping_optimizers(run.engine)
+
+    def contents(writer: CheckpointWriter) -> dict[str, Any]:
         # The loop first, because it sends the row of the last step to the loggers before they are saved.
         progress = run.progress if loop is None else loop.progress_to_save()
         for logger in run.loggers:
@@ -127,18 +114,21 @@ def save(
                 writer.json(ROLLBACK_PATHS, _relative(rollback_paths(run), Path(os.path.realpath(path.parent))))
         if hparams := users.hparams():
             writer.state("hparams", hparams)
-        facts: dict[str, Any] = {
-            "progress": progress.to_dict(),
-            "world_size": strategy.ranks.world_size,
-            "strategy": strategy.name or "custom",
-            "data_ranks": strategy.data_ranks,
-        }
-        if copies is None:
-            written = writer.commit(**facts)
-            record(written)
-            return written
-        writer.beside()
-        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks, record).path
+        return progress.to_dict()
+
+    return run.saves.write(
+        path,
+        contents,
+        strategy=strategy,
+        ranks=ranks,
+        overwrite=overwrite,
+        places=places_of(run.callbacks, run.folder),
+        background=asynchronous,
+        optimizers=optimizers,
+        stepped=optimizers,
+        hooks=run.hooks,
+        committed=run.note_save if is_scheduled and not weights_only else run.note_weights,
+    )
 
 
 def _check_savable(run: Run, exact: bool) -> None:
@@ -150,16 +140,16 @@ def _check_savable(run: Run, exact: bool) -> None:
             "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not save. "
             "Call it after the window's step (in on_train_batch_end, if trainer.window.closes), or pass exact=False."
         )
-    check_reaches_all_ranks(run, "save_checkpoint")
+    check_reaches_all_ranks(run.engine, run.hooks, "save_checkpoint")
 
 
-def _is_scheduled(run: Run) -> bool:
+def _is_scheduled(hooks: Hooks, progress: Progress) -> bool:
     """Returns False if the save is due to the end of the run.
 
     A run that continues would not save at this point, so no rollback uses the checkpoint.
     """
-    is_paused = run.hooks.current == "on_train_epoch_end" and run.progress.phase == "paused"
-    return not is_paused and run.hooks.current not in ("on_train_end", "on_exception")
+    is_paused = hooks.current == "on_train_epoch_end" and progress.phase == "paused"
+    return not is_paused and hooks.current not in ("on_train_end", "on_exception")
 
 
 def save_through(
@@ -182,7 +172,7 @@ def save_through(
     ranks = CheckpointRanks(run.engine.strategy, path)
     if not what["overwrite"]:
         path = ranks.first(lambda: _free(path))
-    folder = ranks.first(lambda: _temporary(run))
+    folder = ranks.first(lambda: _temporary(Path(run.arguments.default_root_dir)))
     try:
         what |= {"asynchronous": False, "overwrite": False}
         written = save(run, loop, folder / "checkpoint", **what)
@@ -203,9 +193,8 @@ def _free(path: Path) -> Path:
     return next(one for one in itertools.chain([path], names) if not os.path.lexists(one))
 
 
-def _temporary(run: Run) -> Path:
+def _temporary(root: Path) -> Path:
     """Creates a temporary folder that all ranks can access."""
-    root = Path(run.arguments.default_root_dir)
     root.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=root)).absolute()
 

@@ -65,6 +65,15 @@ class Loaders:
         """The training loader under `overfit_batches`, which is validated in place of the validation loaders."""
         self.fetched: dict[str, Any] = {}
         """The loaders of each kind, as passed in or as returned by their owner."""
+        self.transfer: Transfer | None = None
+        """Moves a batch to the device; None before setup, and if there is nothing to do."""
+        self.train_transfer: Transfer | None = None
+        """The same for training batches, which callbacks may transform."""
+
+    def prepare_transfer(self, profiler: Profiler | None, callbacks: list[Callback]) -> None:
+        """Finds out, once the module is set up, what moves a batch to the device."""
+        self.transfer = transfer_of(self._strategy, self._module, self._datamodule, profiler)
+        self.train_transfer = transformed(self.transfer, callbacks, self._module)
 
     @property
     def given(self) -> Mapping[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from leyden.accelerator.records.accelerate_folder import AccelerateFolder, is_folder
 from leyden.accelerator.records.tracking import LoggerTracker
 from leyden.accelerator.settings.plugins import AUTOMATIC
-from leyden.checkpoint.background import is_possible
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.checkpoint.format.errors import CheckpointError, blame, naming
@@ -30,6 +28,7 @@ from leyden.checkpoint.owners import (
     write_rank,
 )
 from leyden.checkpoint.reader import CheckpointReader, open_verified
+from leyden.checkpoint.saves import Saves, is_possible
 from leyden.checkpoint.step_states import SCHEDULERS, StepStates, check_count
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of, nearest
@@ -142,7 +141,7 @@ def save_folder(accelerator: Accelerator, output_dir: str | os.PathLike[str] | N
         LeydenError: after `end_training`, for the folder that it has released.
     """
     path = _save_folder(accelerator, output_dir)
-    lock = accelerator.lock
+    lock = accelerator.saves.lock
     if lock is not None and lock.is_released and os.path.realpath(path.parent) == os.path.realpath(lock.path.parent):
         raise LeydenError(
             f"save_state() after end_training(), which released {lock.path.parent} to other runs. Call save_state() "
@@ -232,15 +231,8 @@ def save(
         logger.save()
     models = accelerator.bare_models
     ranks = CheckpointRanks(strategy, path)
-    if accelerator.lock is not None:
-        ranks.keep(accelerator.lock.check_held)
-    overwrite = ranks.first(lambda: is_checkpoint(path))
-    # The script may change weights at any time, not only in a step, so copy everything eagerly.
-    copies = accelerator.saves.take(()) if asynchronous and is_possible(strategy) else None
-    with ExitStack() as stack:
-        writer = stack.enter_context(
-            CheckpointWriter(path, overwrite=overwrite, ranks=ranks, plans=accelerator.shard_plans, copies=copies)
-        )
+
+    def contents(writer: CheckpointWriter) -> dict[str, Any]:
         kept = accelerator.state_hooks.run_before_save(models, writer)
         _step_states(accelerator).save(writer, combined(models, kept))
         writer.state("user", _user_state(accelerator))
@@ -248,23 +240,22 @@ def save(
         # Random states last, since loaders may draw random numbers.
         own = {"loaders": loaders, **collect_rank({"rng": RandomNumbers()})}
         write_rank(writer, strategy, own)
-        facts: dict[str, Any] = {
-            "progress": _progress(accelerator),
-            "world_size": strategy.ranks.world_size,
-            "strategy": strategy.name or "custom",
-            "data_ranks": strategy.data_ranks,
-        }
-        pending = None
-        if copies is None:
-            saved = writer.commit(**facts)
-        else:
-            writer.beside()
-            pending = accelerator.saves.start(writer, stack.pop_all(), copies, facts, accelerator.optimizers, None)
-            saved = pending.path
+        return _progress(accelerator)
+
+    saved = accelerator.saves.write(
+        path,
+        contents,
+        strategy=strategy,
+        ranks=ranks,
+        overwrite=ranks.first(lambda: is_checkpoint(path)),
+        background=asynchronous and is_possible(strategy),
+        # The script may change weights at any time, not only in a step, so nothing is copied later.
+        optimizers=accelerator.optimizers,
+    )
     if not _is_automatic(accelerator, path):
         return saved
     config.continue_after(saved)
-    limit = config.total_limit
+    limit, pending = config.total_limit, accelerator.saves.pending
     if pending is None:
         ranks.first(lambda: _remove_old(saved.parent, limit))
     elif ranks.rank == 0:
@@ -354,19 +345,20 @@ def checkpoint_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[st
     return found
 
 
-def lock_folder(strategy: Strategy, options: Options) -> FolderLock | None:
-    """Locks the folder of a loop with `resume="auto"` and returns the lock; None for any other loop.
+def saves_of(strategy: Strategy, options: Options) -> Saves:
+    """Returns the saves of a loop. With `resume="auto"` the loop holds its folder alone.
 
     Raises:
-        LeydenError: on all ranks, if another run holds the lock; names its process.
+        LeydenError: on all ranks, if another run holds the folder; names its process.
     """
+    saves = Saves(holds_exit=True)
     if not options.resumes:
-        return None
+        return saves
     # `project_dir` may be set later, and a script may change its working directory.
     folder = options.project.checkpoint_folder.absolute()
     lock = FolderLock(folder, elsewhere="Accelerator(project_dir=…). accelerator.end_training() releases it")
-    CheckpointRanks(strategy, folder).first(lock.acquire)
-    return lock
+    saves.hold(lock, CheckpointRanks(strategy, folder))
+    return saves
 
 
 def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, strict: bool, trust: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""Checkpoints written in the background while training continues: one at a time, by a thread."""
+"""Writes checkpoints one at a time: at once, or by a thread while training continues."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.shard_plan import ShardPlans
 from leyden.core.rank_zero import warn
 
 if TYPE_CHECKING:
+    from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
     from leyden.checkpoint.copies import Copies, HostMemory, Key
+    from leyden.checkpoint.lock import FolderLock
     from leyden.checkpoint.writer import CheckpointWriter
     from leyden.strategies.base import Strategy
     from leyden.trainer.events.hooks import Hooks
@@ -117,20 +120,26 @@ class PendingSave:
             self.error = error
 
 
-class BackgroundSaves:
-    """The background saves of a run.
+class Saves:
+    """Writes the checkpoints of a run, or of a custom training loop.
 
-    From the start of a save until its result has been collected, every optimizer has a step pre-hook. It waits for the
-    copies, and raises the thread's error. So do the user's hooks that may change the weights. The first save's pre-hook
-    may stay until the next save, because it also finds tensors that something other than a step writes. A run that
-    saves nothing has no such hooks.
+    From the start of a save in the background until its result has been collected, every optimizer has a step pre-hook.
+    It waits for the copies, and raises the thread's error. So do the user's hooks that may change the weights. The
+    first save's pre-hook may stay until the next save, because it also finds tensors that something other than a step
+    writes. A run that saves nothing has no such hooks.
 
     Args:
         holds_exit: keep the process alive until the last save ends. False if something else waits for it, such as the
             end of fit.
+        plans: the assignment of shards to the ranks that write them, from earlier saves.
+
+    Attributes:
+        lock: the lock on the folder; None unless this run holds it exclusively.
     """
 
-    def __init__(self, holds_exit: bool = False) -> None:
+    def __init__(self, holds_exit: bool = False, plans: ShardPlans | None = None) -> None:
+        self.lock: FolderLock | None = None
+        self._plans = ShardPlans() if plans is None else plans
         self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
         self._written: set[Key] | None = None
@@ -142,6 +151,85 @@ class BackgroundSaves:
         self._hooks: Hooks | None = None
         self._is_over = False
 
+    def hold(self, lock: FolderLock, ranks: CheckpointRanks) -> None:
+        """Takes a folder's lock for this run. All ranks call it.
+
+        Raises:
+            LeydenError: on all ranks, if another run holds the folder; names its process.
+        """
+        ranks.keep(lock.acquire)
+        self.lock = lock
+
+    def write(
+        self,
+        path: Path,
+        contents: Callable[[CheckpointWriter], Mapping[str, Any]],
+        *,
+        strategy: Strategy,
+        ranks: CheckpointRanks,
+        overwrite: bool,
+        places: Sequence[tuple[Path, int]] = (),
+        background: bool = False,
+        optimizers: Sequence[Optimizer] = (),
+        stepped: Sequence[Optimizer] = (),
+        hooks: Hooks | None = None,
+        committed: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Writes a checkpoint, after waiting for the previous save to end. All ranks call it.
+
+        Args:
+            path: the folder of the checkpoint.
+            contents: passes all state to the checkpoint's writer, and returns the progress that the manifest records.
+            strategy: the strategy of the run.
+            ranks: the ranks that write the checkpoint.
+            overwrite: replace an existing checkpoint. Otherwise the name gets a suffix.
+            places: folders whose save counters the new one must exceed; see CheckpointWriter.
+            background: copy the tensors, and write them in a thread.
+            optimizers: the optimizers that wait for the copies before a step.
+            stepped: those whose parameters and state change in a step alone: they are copied in the thread, too.
+            hooks: the run's hooks, which wait too; None if there are none.
+            committed: called with the path of the committed checkpoint, by the thread if there is one.
+
+        Returns:
+            The path of the checkpoint; in the background the planned one.
+
+        Raises:
+            CheckpointError: if this save fails, or if the previous one did.
+        """
+        from leyden.checkpoint.writer import CheckpointWriter
+
+        if self.lock is not None:
+            ranks.keep(self.lock.check_held)
+        self.wait()
+        copies = self._snapshot(stepped) if background else None
+        with ExitStack() as stack:
+            writer = stack.enter_context(
+                CheckpointWriter(
+                    path, overwrite=overwrite, ranks=ranks, places=places, plans=self._plans, copies=copies
+                )
+            )
+            facts: dict[str, Any] = {
+                "progress": contents(writer),
+                "world_size": strategy.ranks.world_size,
+                "strategy": strategy.name or "custom",
+                "data_ranks": strategy.data_ranks,
+            }
+            if copies is None:
+                written = writer.commit(**facts)
+                if committed is not None:
+                    committed(written)
+                return written
+            writer.beside()
+            copies.begin()
+            self._make_wait(copies, optimizers, hooks)
+            self._pending = PendingSave(writer, stack.pop_all(), copies, facts, self._holds_exit, committed)
+            return self._pending.path
+
+    @property
+    def plans(self) -> ShardPlans:
+        """The assignment of shards to the ranks that write them."""
+        return self._plans
+
     @property
     def is_over(self) -> bool:
         """True once the run ends. From then on no save starts in the background."""
@@ -152,57 +240,26 @@ class BackgroundSaves:
         """The save whose result has not been collected; None if there is none."""
         return self._pending
 
-    def take(self, optimizers: Iterable[Optimizer]) -> Copies:
-        """Starts a snapshot, after waiting for the previous save to end.
-
-        Args:
-            optimizers: the optimizers whose parameters and state are copied in the background; everything else is
-                copied eagerly.
-
-        Raises:
-            CheckpointError: if the previous save failed.
-        """
+    def _snapshot(self, stepped: Iterable[Optimizer]) -> Copies:
+        """Begins a snapshot, which copies the parameters and state of these optimizers later, and all else at once."""
         from leyden.checkpoint.copies import Copies, HostMemory, addresses_of
 
-        self.wait()
         self._clear()
         if self._memory is None:
             self._memory = HostMemory()
-        stepped = addresses_of(optimizers)
-        return Copies(self._memory, stepped, self._written if stepped else ())
+        addresses = addresses_of(stepped)
+        return Copies(self._memory, addresses, self._written if addresses else ())
 
-    def start(
-        self,
-        writer: CheckpointWriter,
-        stack: ExitStack,
-        copies: Copies,
-        facts: Mapping[str, Any],
-        optimizers: Iterable[Optimizer],
-        hooks: Hooks | None,
-        committed: Callable[[Path], None] | None = None,
-    ) -> PendingSave:
-        """Starts the thread, after the writer has been given all state.
-
-        Args:
-            writer: the checkpoint's writer.
-            stack: the context that closes the writer.
-            copies: the snapshot from `take`.
-            facts: arguments of the writer's `commit`.
-            optimizers: the optimizers that wait before a step, if their step calls torch's pre-hooks.
-            hooks: the run's hooks, which wait too; None if there are none.
-            committed: as for `PendingSave`.
-        """
+    def _make_wait(self, copies: Copies, optimizers: Iterable[Optimizer], hooks: Hooks | None) -> None:
+        """Lets steps and hooks wait for the copies, if the optimizers' steps call torch's pre-hooks."""
         from leyden.checkpoint.copies import calls_hooks
 
-        copies.begin()
         self._copies, self._hooks = copies, hooks
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step) for optimizer in filter(calls_hooks, optimizers)
         ]
         if hooks is not None:
             hooks.precede(self.finish_copies)
-        self._pending = PendingSave(writer, stack, copies, facts, self._holds_exit, committed)
-        return self._pending
 
     def finish_copies(self) -> None:
         """Waits until all tensors are copied, so that the caller may change them.
