@@ -82,13 +82,15 @@ LAZY = {
         "torch.distributed.checkpoint",
     ),
 }
-# Modules that are imported only when a command runs or layers are converted, so their library may load with them.
+# Modules that are imported only when a command runs, layers are converted or a bar is drawn, so their library may load
+# with them.
 OWNERS = {
     "leyden.cli": "click",
     "leyden.compat.migrate": "click",
     "leyden.compat.migrate.script": "libcst",
     "leyden.cli.configuration.argument_parser": "jsonargparse",
     "leyden.strategies.precision.float8_linear": "torchao",
+    "leyden.callbacks.bars.rich_screen": "rich",
 }
 # Loading their files can run code. Checkpoints of other trainers are pickles, and need `trust=True`.
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -1,30 +1,31 @@
-"""Keeps printed and logged text above progress bars, by clearing the bars while text is written."""
+"""Keeps printed and logged text above progress bars."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-STREAMS = ("stdout", "stderr")
 
-
-class LineBufferedStream:
-    """Stands in for a terminal stream while bars are on the screen, and forwards text line by line.
+class AboveBars:
+    """Stands in for a terminal stream while bars are on the screen, and shows its text line by line above them.
 
     An unfinished line is buffered until its end or a `flush`, as on a terminal.
 
     Args:
         stream: the terminal stream. All other attributes and methods are forwarded to it.
+        show: writes text above the bars. It takes the stream and the text.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, show: Callable[[Any, str], None]) -> None:
+        self._stream, self._show = stream, show
         self._unfinished = ""
         """The text of the last line, while it has no newline."""
+        self._column: int | None = None
+        """The column at which the unfinished line above the bars continues; None if that line is complete."""
         self._has_ended = False
 
     def write(self, text: str) -> int:
@@ -34,7 +35,7 @@ class LineBufferedStream:
             return written
         lines, newline, self._unfinished = (self._unfinished + text).rpartition("\n")
         if newline:
-            self._write_lines(lines + newline)
+            self._write_above(lines + newline, None)
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
@@ -45,69 +46,29 @@ class LineBufferedStream:
     def flush(self) -> None:
         """Shows an unfinished line, such as a prompt or a row of dots."""
         if self._unfinished and not self._has_ended:
-            self._write_unfinished()
+            text, self._unfinished = self._unfinished, ""
+            # Text that moves the cursor up comes from another bar, which restores the cursor on its own.
+            if "\x1b[A" in text:
+                self._write_above(text, None)
+            else:
+                self._write_above(text + "\n", self._column_after(text))
         self._stream.flush()
 
     def end(self) -> None:
         """Writes the unfinished line. Code that kept a reference then writes straight to the terminal stream."""
         if not self._has_ended:
-            self._end()
+            self._stream.write(self._unfinished)
+            self._stream.flush()
         self._has_ended = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    # how a subclass shows text
-    def _write_lines(self, text: str) -> None:
-        """Writes complete lines."""
-        raise NotImplementedError
-
-    def _write_unfinished(self) -> None:
-        """Shows the unfinished line."""
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        """Writes the unfinished line for the last time."""
-        raise NotImplementedError
-
-
-class AboveBars(LineBufferedStream):
-    """Clears tqdm bars while text is written, and redraws them below it.
-
-    Args:
-        stream: the terminal stream.
-        bars: a function that returns the bars on the screen.
-    """
-
-    def __init__(self, stream: Any, bars: Callable[[], Sequence[Any]]) -> None:
-        super().__init__(stream)
-        self._bars = bars
-        self._column: int | None = None
-        """The column at which the unfinished line above the bars continues; None if that line is complete."""
-
-    def _write_lines(self, text: str) -> None:
-        self._write(text, None)
-
-    def _write_unfinished(self) -> None:
-        text, self._unfinished = self._unfinished, ""
-        # Text that moves the cursor up comes from another bar, which restores the cursor on its own.
-        moves_up = "\x1b[A" in text
-        if moves_up or not self._bars():
-            self._write(text, None)
-        else:
-            self._write(text + "\n", self._column_after(text))
-
-    def _write(self, text: str, column: int | None) -> None:
-        bars = self._bars()
-        for bar in bars:
-            bar.clear()
+    def _write_above(self, text: str, column: int | None) -> None:
         if self._column is not None:
-            self._stream.write("\x1b[A" + (f"\x1b[{self._column}C" if self._column else ""))
+            text = "\x1b[A" + (f"\x1b[{self._column}C" if self._column else "") + text
         self._column = column
-        self._stream.write(text)
-        self._stream.flush()
-        for bar in bars:
-            bar.refresh()
+        self._show(self._stream, text)
 
     def _column_after(self, text: str) -> int | None:
         from tqdm.utils import disp_len  # type: ignore[import-untyped, unused-ignore]
@@ -121,39 +82,42 @@ class AboveBars(LineBufferedStream):
         # After a full line, text continues on the next line.
         return None if width and not column else column
 
-    def _end(self) -> None:
-        self._stream.write(self._unfinished)
-        self._stream.flush()
-
 
 class ReplacedStreams:
-    """Replaces `sys.stdout` and `sys.stderr`, and the streams of `logging` handlers.
+    """Makes all terminal output appear above the bars, until `end`.
+
+    It replaces `sys.stdout` and `sys.stderr`, if they are terminals, and the streams of `logging` handlers.
 
     Args:
-        replacements: the original stream and its replacement, by "stdout" or "stderr".
+        show: writes text above the bars. It takes the stream and the text.
     """
 
-    def __init__(self, replacements: Mapping[str, tuple[Any, LineBufferedStream]]) -> None:
-        self._replacements = replacements
-        self._handlers: list[logging.StreamHandler[Any]] = []
-        for name, (_, new) in replacements.items():
+    def __init__(self, show: Callable[[Any, str], None]) -> None:
+        self._replaced: dict[str, tuple[Any, AboveBars]] = {}
+        """The original stream and its replacement, by "stdout" or "stderr"."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            # A bar of another run, or a display of Rich, may already replace the stream.
+            is_replaced = isinstance(stream, AboveBars) or hasattr(stream, "rich_proxied_file")
+            if stream is not None and not is_replaced and stream.isatty():
+                self._replaced[name] = (stream, AboveBars(stream, show))
+        for name, (_, new) in self._replaced.items():
             setattr(sys, name, new)
         for handler in _stream_handlers():
-            for old, new in replacements.values():
+            for old, new in self._replaced.values():
                 if handler.stream is old:
                     handler.setStream(new)
-                    self._handlers.append(handler)
                     break
 
     def end(self) -> None:
         """Restores the streams, except those that other code has replaced since."""
-        for name, (old, new) in self._replacements.items():
+        for name, (old, new) in self._replaced.items():
             new.end()
             if getattr(sys, name) is new:
                 setattr(sys, name, old)
         # Includes handlers created in the meantime, such as by `logging.basicConfig` within a step.
-        for handler in [*self._handlers, *_stream_handlers()]:
-            for old, new in self._replacements.values():
+        for handler in _stream_handlers():
+            for old, new in self._replaced.values():
                 if handler.stream is new:
                     handler.setStream(old)
                     break
@@ -161,7 +125,7 @@ class ReplacedStreams:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Restores `sys.stdout` and `sys.stderr` within the block, so that a new bar draws on the terminal itself."""
-        active = {name: (old, new) for name, (old, new) in self._replacements.items() if getattr(sys, name) is new}
+        active = {name: (old, new) for name, (old, new) in self._replaced.items() if getattr(sys, name) is new}
         for name, (old, _) in active.items():
             setattr(sys, name, old)
         try:
@@ -169,22 +133,6 @@ class ReplacedStreams:
         finally:
             for name, (_, new) in active.items():
                 setattr(sys, name, new)
-
-
-def begin(bars: Callable[[], Sequence[Any]]) -> ReplacedStreams:
-    """Makes all terminal output appear above the bars, until `ReplacedStreams.end`.
-
-    Args:
-        bars: a function that returns the bars on the screen.
-    """
-    streams = {name: getattr(sys, name) for name in STREAMS}
-    return ReplacedStreams(
-        {
-            name: (stream, AboveBars(stream, bars))
-            for name, stream in streams.items()
-            if stream is not None and not isinstance(stream, LineBufferedStream) and stream.isatty()
-        }
-    )
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:

@@ -70,7 +70,7 @@ class PacedProgressBar(ProgressBar, ABC):
         """Returns True if the output can redraw a bar."""
 
     @abstractmethod
-    def _open_training(self, trainer: Trainer) -> None:
+    def _open_training(self) -> None:
         """Creates the training bar."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class PacedProgressBar(ProgressBar, ABC):
         """Draws the training bar. If `metrics` is None, the bar keeps its previous metrics."""
 
     @abstractmethod
-    def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
+    def _open_evaluation(self, stage: str, total: int | None) -> None:
         """Creates the evaluation bar for a stage: "sanity", "validation", "test" or "predict"."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class PacedProgressBar(ProgressBar, ABC):
             return
         self._is_training, self._is_plain = True, not self._can_redraw()
         if not self._is_plain:
-            self._open_training(trainer)
+            self._open_training()
         if in_notebook():
             self._table = EpochTable()
 
@@ -239,7 +239,7 @@ class PacedProgressBar(ProgressBar, ABC):
             return
         if self._is_training:
             self._draw_training(trainer.progress.batch, None)
-        self._open_evaluation(trainer, stage, self._eval_total)
+        self._open_evaluation(stage, self._eval_total)
         self._eval_due = 0.0
 
     def _show_evaluation(self) -> None:

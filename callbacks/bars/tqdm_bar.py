@@ -8,19 +8,31 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from io import StringIO
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from leyden.callbacks.bars import above_bars
+from leyden.callbacks.bars.above_bars import ReplacedStreams
 from leyden.callbacks.bars.paced_bar import PacedProgressBar, in_notebook
 from leyden.callbacks.bars.progress_bar import format_metrics
 from leyden.core.checks import check_whole
 from leyden.core.errors import needs
 
-if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
-
-
 WITHOUT_TIMES = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
+
+
+def _bar_of(*stages: str) -> property:
+    """Returns a property: the bar of the one of these stages that is running, else a silent bar."""
+
+    def running(bars: dict[str, Any]) -> str:
+        return next((stage for stage in stages if stage in bars), stages[-1])
+
+    def get_bar(self: TQDMProgressBar) -> Any:
+        bar = self._bars.get(running(self._bars))
+        return silent_bar() if bar is None else bar
+
+    def set_bar(self: TQDMProgressBar, bar: Any) -> None:
+        self._bars[running(self._bars)] = bar
+
+    return property(get_bar, set_bar, doc=f"The bar of this stage: {stages[-1]}. A silent bar if it is not running.")
 
 
 class TQDMProgressBar(PacedProgressBar):
@@ -65,56 +77,23 @@ class TQDMProgressBar(PacedProgressBar):
         self._leave = leave
         self._bars: dict[str, Any] = {}
         """The bars on the screen, by stage: "train", below it "metrics" if they need a line, then an evaluation."""
-        self._silent: Any = None
         self._displays: list[Any] = []
         """In a notebook, the displays of closed bars, for reuse by later bars."""
-        self._printing: above_bars.ReplacedStreams | None = None
+        self._printing: ReplacedStreams | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copies and other processes: without bars, which hold a lock and a file."""
-        return {**super().__getstate__(), "_bars": {}, "_silent": None, "_displays": [], "_printing": None}
+        return {**super().__getstate__(), "_bars": {}, "_displays": [], "_printing": None}
 
     @property
     def process_position(self) -> int:
         """Number of lines left free above the bars."""
         return self._position
 
-    # the bars by stage: a silent bar if the stage has none (outside of the stage, in a log file, on other ranks)
-    @property
-    def train_progress_bar(self) -> Any:
-        """The bar of the training epochs."""
-        return self._bar("train")
-
-    @train_progress_bar.setter
-    def train_progress_bar(self, bar: Any) -> None:
-        self._bars["train"] = bar
-
-    @property
-    def val_progress_bar(self) -> Any:
-        """The bar of the validation, or of the sanity check."""
-        return self._bar("sanity" if "sanity" in self._bars else "validation")
-
-    @val_progress_bar.setter
-    def val_progress_bar(self, bar: Any) -> None:
-        self._bars["sanity" if "sanity" in self._bars else "validation"] = bar
-
-    @property
-    def test_progress_bar(self) -> Any:
-        """The bar of the test."""
-        return self._bar("test")
-
-    @test_progress_bar.setter
-    def test_progress_bar(self, bar: Any) -> None:
-        self._bars["test"] = bar
-
-    @property
-    def predict_progress_bar(self) -> Any:
-        """The bar of the prediction."""
-        return self._bar("predict")
-
-    @predict_progress_bar.setter
-    def predict_progress_bar(self, bar: Any) -> None:
-        self._bars["predict"] = bar
+    train_progress_bar = _bar_of("train")
+    val_progress_bar = _bar_of("sanity", "validation")
+    test_progress_bar = _bar_of("test")
+    predict_progress_bar = _bar_of("predict")
 
     def init_train_tqdm(self) -> Any:
         """Creates the bar of the training epochs. Each epoch sets its own description."""
@@ -137,21 +116,11 @@ class TQDMProgressBar(PacedProgressBar):
         """Creates the bar of a prediction."""
         return self._new_bar(self.predict_description, leave=True)
 
-    def print(
-        self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool | None = None
-    ) -> None:
-        bar = next(reversed(self._bars.values()), None)
-        if bar is None or file not in (None, sys.stdout, sys.stderr):
-            super().print(*args, sep=sep, end=end, file=file, flush=flush)
-        else:
-            text = (" " if sep is None else sep).join(str(arg) for arg in args)
-            bar.write(text, file=sys.stdout if file is None else file, end="\n" if end is None else end)
-
     # how PacedProgressBar draws ---------------------------------------------------------------------------------------
     def _can_redraw(self) -> bool:
         return is_interactive()
 
-    def _open_training(self, trainer: Trainer) -> None:
+    def _open_training(self) -> None:
         if "train" not in self._bars:
             self._bars["train"] = self._create(self.init_train_tqdm)
         self._begin_printing()
@@ -159,9 +128,9 @@ class TQDMProgressBar(PacedProgressBar):
     def _open_epoch(self, name: str, done: int, total: int | None) -> None:
         bar = self._bars["train"]
         if self._leave and bar.n:
-            bar.close()
-            self._close_metrics()
-            bar = self._bars["train"] = self._create(self.init_train_tqdm)
+            self._close_training()
+            self._open_training()
+            bar = self._bars["train"]
         bar.set_description_str(name, refresh=False)
         bar.reset(total)
         if done:
@@ -174,7 +143,7 @@ class TQDMProgressBar(PacedProgressBar):
             self._show_metrics(bar, format_metrics(metrics))
         draw(bar, done)
 
-    def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
+    def _open_evaluation(self, stage: str, total: int | None) -> None:
         self._bars[stage] = self._create(getattr(self, f"init_{stage}_tqdm"))
         self._begin_printing()
         self._bars[stage].reset(total)
@@ -197,11 +166,14 @@ class TQDMProgressBar(PacedProgressBar):
 
     def _close(self) -> None:
         self._close_evaluation()
-        if "train" in self._bars:
-            self._bars.pop("train").close()
-        self._close_metrics()
+        self._close_training()
         # Displays belong to a notebook cell, and the next run may be in another one.
         self._displays.clear()
+
+    def _close_training(self) -> None:
+        for name in ("train", "metrics"):
+            if name in self._bars:
+                self._bars.pop(name).close()
         self._end_printing()
 
     def _evaluation_bars(self) -> dict[str, Any]:
@@ -215,26 +187,16 @@ class TQDMProgressBar(PacedProgressBar):
             self._bars["metrics"] = self._create(make)
         line = self._bars.get("metrics")
         if line is not None:
-            bar.set_postfix_str("", refresh=False)
-            line.set_description_str(cut(text, line.format_dict["ncols"]), refresh=False)
-            line.refresh()
+            from tqdm.utils import disp_trim  # type: ignore[import-untyped, unused-ignore]
 
-    def _close_metrics(self) -> None:
-        if "metrics" in self._bars:
-            self._bars.pop("metrics").close()
+            bar.set_postfix_str("", refresh=False)
+            columns = line.format_dict["ncols"]
+            line.set_description_str(disp_trim(text, columns) if columns else text, refresh=False)
+            line.refresh()
 
     def _create(self, make: Callable[[], Any]) -> Any:
         with nullcontext() if self._printing is None else self._printing.suspended():
             return make()
-
-    def _bar(self, stage: str) -> Any:
-        if stage in self._bars:
-            return self._bars[stage]
-        if self._silent is None:
-            from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-            self._silent = tqdm(disable=True)
-        return self._silent
 
     def _new_bar(self, description: str, leave: bool, below: int = 0) -> Any:
         options: dict[str, Any] = {"desc": description, "bar_format": self.BAR_FORMAT}
@@ -245,7 +207,16 @@ class TQDMProgressBar(PacedProgressBar):
     def _begin_printing(self) -> None:
         """Makes printed and logged text appear above the bars, until `_end_printing`."""
         if self._printing is None:
-            self._printing = above_bars.begin(lambda: list(self._bars.values()))
+            self._printing = ReplacedStreams(self._print_above)
+
+    def _print_above(self, stream: Any, text: str) -> None:
+        bars = list(self._bars.values())
+        for bar in bars:
+            bar.clear()
+        stream.write(text)
+        stream.flush()
+        for bar in bars:
+            bar.refresh()
 
     def _end_printing(self) -> None:
         if self._printing is not None and not self._bars:
@@ -290,11 +261,6 @@ def least_width(bar: Any, fields: dict[str, Any]) -> int:
     return int(disp_len(bar.format_meter(**{**fields, "ncols": None})))
 
 
-def cut(text: str, columns: int | None) -> str:
-    """Shortens a text to the terminal's width."""
-    return text if not columns or len(text) <= columns else f"{text[: columns - 1]}…"
-
-
 def draw(bar: Any, done: int) -> None:
     """Advances the bar to `done` batches and draws it."""
     if done > bar.n:
@@ -303,6 +269,14 @@ def draw(bar: Any, done: int) -> None:
         if getattr(bar, "last_print_n", done) == done:
             return
     bar.refresh()
+
+
+@cache
+def silent_bar() -> Any:
+    """Returns a bar that shows nothing, importing tqdm on the first call."""
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    return tqdm(disable=True)
 
 
 @cache

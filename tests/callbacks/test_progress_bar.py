@@ -398,6 +398,22 @@ def test_a_line_can_be_written_in_parts(
 
 
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_a_line_in_parts_goes_on_below_a_bar_that_is_left(
+    tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    class PrintsDots(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            print(".", end="", flush=True)
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "140")
+    with Terminal("stdout", "stderr") as terminal:
+        trainer(tmp_path, kind(leave=True)).fit(PrintsDots(), DATA)
+    lines = [line for line in terminal.screen() if line.startswith(("...", "Ep"))]
+    assert [line[:9] for line in lines] == ["." * 9, "Epoch 0/1", "." * 9, "Epoch 1/1"]
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 def test_a_handler_created_during_the_run_works_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:

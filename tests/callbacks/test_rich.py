@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def color_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def done(lines: list[str], name: str) -> list[str]:
     """Returns the counts drawn by a bar, such as "3/10", without repeats."""
-    found = [match[1] for line in lines if (match := re.match(rf"{name} +[━╸╺]+ (\d+/(\d+|--)) ", line))]
+    found = [match[1] for line in lines if (match := re.match(rf"{name} +[━╸╺]+ +(\d+/(\d+|\?)) ", line))]
     return [text for index, text in enumerate(found) if index == 0 or found[index - 1] != text]
 
 
@@ -158,6 +160,29 @@ def test_custom_columns_and_tasks_are_drawn(tmp_path: Path, every_batch: None) -
     lines = terminal.drawn()
     assert any("10 of 10" in line for line in lines if line.startswith("Epoch 0/0"))
     assert any("10 of 10" in line for line in lines if line.startswith("mine"))
+
+
+def test_the_speed_and_the_time_of_training_do_not_include_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from leyden.callbacks.bars.rich_screen import RichScreen, speed_of
+
+    screen = RichScreen(Console(file=io.StringIO()), [], "", is_transient=False)
+    screen.add_task("train", visible=False)
+    [task] = screen.tasks
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    screen.show_task(task.id, "resumed", 5, 10)
+    assert (speed_of(task), task.time_remaining) == ("", None)
+    now = 2.0
+    screen.update(task.id, completed=7)
+    screen.stop_task(task.id)
+    now = 100.0
+    assert task.elapsed == 2.0
+    screen.resume_task(task.id, 98.0)
+    now = 102.0
+    screen.update(task.id, completed=9)
+    assert (speed_of(task), task.elapsed, task.time_remaining) == ("1.00it/s", 4.0, 1.0)
 
 
 def test_the_summary_is_a_table_on_a_terminal(tmp_path: Path) -> None:
