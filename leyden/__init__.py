@@ -134,7 +134,7 @@ def __getattr__(name: str) -> Any:
     if name in (*_ROOMS, *_MODULES):
         return importlib.import_module(f"leyden.{name}")
     if name not in _HOMES and not name.startswith("_"):
-        from leyden.accelerator.standalone.absent import attribute
+        from leyden.compat.accelerate.absent import attribute
 
         return attribute(__name__, name)
     return lazy_name(__name__, _HOMES, name)

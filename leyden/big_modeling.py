@@ -1,6 +1,6 @@
 """Stand-in for `accelerate.big_modeling`, which defines no names of its own."""
 
-from leyden.accelerator.standalone.absent import lacking
+from leyden.compat.accelerate.absent import lacking
 
 __all__ = []
 __getattr__ = lacking(__name__)

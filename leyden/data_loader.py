@@ -2,8 +2,8 @@
 
 from leyden.accelerator.prepared.loader import skip_first_batches
 from leyden.accelerator.prepared.rank_loaders import SeedableRandomSampler
-from leyden.accelerator.standalone.absent import lacking
 from leyden.accelerator.standalone.world import synchronize_rng_states
+from leyden.compat.accelerate.absent import lacking
 
 __all__ = ["SeedableRandomSampler", "skip_first_batches", "synchronize_rng_states"]
 __getattr__ = lacking(__name__)

@@ -1,6 +1,6 @@
 """Stand-in for `accelerate.optimizer`, so that scripts written for Accelerate only change the package name."""
 
-from leyden.accelerator.standalone.absent import lacking
+from leyden.compat.accelerate.absent import lacking
 from leyden.trainer.engine.prepared import PreparedOptimizer as AcceleratedOptimizer
 
 __all__ = ["AcceleratedOptimizer"]

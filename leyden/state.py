@@ -2,7 +2,7 @@
 
 from leyden.accelerator.loop.gradient_state import GradientState
 from leyden.accelerator.ranks import AcceleratorState, DistributedType, PartialState
-from leyden.accelerator.standalone.absent import lacking
+from leyden.compat.accelerate.absent import lacking
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
 __getattr__ = lacking(__name__)

@@ -1,12 +1,5 @@
 """Stand-in for `accelerate.tracking`, so that scripts written for Accelerate only change the package name."""
 
-from leyden.accelerator.records.service_trackers import (
-    AimTracker,
-    ClearMLTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
-    TrackioTracker,
-)
 from leyden.accelerator.records.tracking import (
     CometMLTracker,
     GeneralTracker,
@@ -15,7 +8,14 @@ from leyden.accelerator.records.tracking import (
     WandBTracker,
     on_main_process,
 )
-from leyden.accelerator.standalone.absent import lacking
+from leyden.compat.accelerate.absent import lacking
+from leyden.compat.accelerate.trackers import (
+    AimTracker,
+    ClearMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+)
 
 __all__ = [
     "AimTracker",

@@ -46,6 +46,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.cli.launch",),
     ("leyden.cli",),
 )
+# Guests live in compat, above the rooms. These alone open the door to one, when its file or its name comes up.
+DOORS = {
+    ("leyden.trainer.saved.restoring", "leyden.compat.lightning.run"),
+    ("leyden.accelerator", "leyden.compat.accelerate.absent"),
+    ("leyden.accelerator.records.saving", "leyden.compat.accelerate.folder"),
+}
 # Names of packages and of former places of modules, which only re-export.
 REEXPORTS = {
     *("leyden", "leyden.trainer", "leyden.trainer.cli", "leyden.trainer.checkpoint"),
@@ -178,7 +184,7 @@ def test_rooms_import_only_from_rooms_below() -> None:
         for module in SOURCES
         if module not in REEXPORTS
         for name, line in imports_of(module, typing=True)
-        if name == "leyden" or (name in SOURCES and floor(name) > floor(module))
+        if name == "leyden" or (name in SOURCES and floor(name) > floor(module) and (module, name) not in DOORS)
     ]
     assert not wrong
 

@@ -16,6 +16,6 @@ def __getattr__(name: str) -> Any:
         from leyden.accelerator.accelerator import Accelerator
 
         return Accelerator
-    from leyden.accelerator.standalone.absent import attribute
+    from leyden.compat.accelerate.absent import attribute
 
     return attribute(__name__, name)

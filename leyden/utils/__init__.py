@@ -36,7 +36,6 @@ from leyden.accelerator.settings.plugins import (
     RNGType,
     TorchDynamoPlugin,
 )
-from leyden.accelerator.standalone.absent import lacking
 from leyden.accelerator.standalone.memory import find_executable_batch_size, release_memory
 from leyden.accelerator.standalone.world import (
     broadcast,
@@ -54,6 +53,7 @@ from leyden.accelerator.standalone.world import (
     tqdm,
     wait_for_everyone,
 )
+from leyden.compat.accelerate.absent import lacking
 from leyden.core.tree import batch_size_of as find_batch_size
 
 __all__ = [

@@ -57,7 +57,7 @@ def test_init_kwargs_for_an_unused_tracker_raise(tmp_path: Path) -> None:
 
 
 def test_clearml_splits_a_metric_name_into_title_and_series() -> None:
-    from leyden.accelerator.records.service_trackers import _title_and_series
+    from leyden.compat.accelerate.trackers import _title_and_series
 
     names = {"eval_loss": ("loss", "eval"), "loss": ("loss", "train"), "test_": ("test_", "train")}
     assert {name: _title_and_series(name) for name in names} == names

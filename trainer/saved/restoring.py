@@ -25,8 +25,8 @@ from leyden.trainer.saved.resuming import Reader, progress_of
 from leyden.trainer.saved.states import OWN, UserStates, rank_owners, step_states_of
 
 if TYPE_CHECKING:
+    from leyden.compat.lightning.run import LightningRun
     from leyden.trainer.run import Run
-    from leyden.trainer.saved.lightning_run import LightningRun
 
 UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
 NEEDED = ("loader", "logs", "metrics", "rng")
@@ -88,7 +88,7 @@ class Restorer:
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
 
     def _read_lightning(self, file: ForeignWeights) -> None:
-        from leyden.trainer.saved.lightning_run import LightningRun
+        from leyden.compat.lightning.run import LightningRun
 
         run, parts = self._run, self._parts
         if run.state.stage == "fit" and parts != {"weights"} and file.holds_run:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from leyden.accelerator.records.accelerate_folder import AccelerateFolder, is_folder
 from leyden.accelerator.records.tracking import LoggerTracker
 from leyden.accelerator.settings.plugins import AUTOMATIC
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -373,6 +372,8 @@ def load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, str
         strict: require the names of the weights to match.
         trust: also read a folder of Accelerate's own `save_state`, whose files are pickles.
     """
+    from leyden.compat.accelerate.folder import AccelerateFolder, is_folder
+
     accelerator.finish_saving()
     path = checkpoint_to_load(accelerator, input_dir)
     if path is None:

@@ -373,7 +373,7 @@ def build(
     built: list[GeneralTracker] = []
     for entry in entries:
         if isinstance(entry, str) and entry in SERVICES:
-            services = importlib.import_module("leyden.accelerator.records.service_trackers")
+            services = importlib.import_module("leyden.compat.accelerate.trackers")
             entry = getattr(services, SERVICES[entry][0])
         if isinstance(entry, GeneralTracker):
             built.append(entry)

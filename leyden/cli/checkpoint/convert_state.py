@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from leyden.accelerator.records.accelerate_folder import set_host_random
 from leyden.accelerator.records.saving import KIND
 from leyden.checkpoint.foreign import load_weights_only
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.format.errors import CheckpointError
-from leyden.checkpoint.lightning import position_of
 from leyden.checkpoint.writer import CheckpointWriter
+from leyden.compat.accelerate.folder import set_host_random
+from leyden.compat.lightning.state import position_of
 from leyden.core.errors import ConfigurationError, StateError
 from leyden.data.rng import rng_state
 from leyden.trainer.events.progress import Progress

@@ -190,7 +190,7 @@ def _of_lightning(words: list[str], root: int, fabric: bool) -> Found:
 
 
 def _of_accelerate(words: list[str]) -> Found:
-    from leyden.accelerator.standalone.absent import attribute, instead_of
+    from leyden.compat.accelerate.absent import attribute, instead_of
 
     root = sys.modules["leyden"]
     inside, module = words[1:], ""

@@ -1,0 +1,1 @@
+"""What exists because Accelerate does: its checkpoints, its service trackers, the names that Leyden lacks."""

@@ -1,0 +1,1 @@
+"""What exists because Lightning does: runs and states that it saved."""
