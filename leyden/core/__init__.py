@@ -1,1 +1,1 @@
-"""What every room needs, and what knows no room: errors, trees of tensors, text, paths, devices, ranks."""
+"""What every package needs, and what depends on none: errors, trees of tensors, text, paths, devices, ranks."""

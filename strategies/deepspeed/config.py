@@ -27,6 +27,8 @@ SECTIONS = {
         partition_activations cpu_checkpointing contiguous_memory_optimization synchronize_checkpoint_boundary""",
     "aio": "block_size queue_depth single_submit overlap_events thread_count",
 }
+SUPPORTED = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true")
+"""The precisions that an engine can compute in."""
 ARGUMENTS = {
     **{name: f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()},
     **{name: name for name in ("zero_allow_untested_optimizer", "communication_data_type", "steps_per_print")},
@@ -400,10 +402,10 @@ class ZeroConfig:
 
     def _check_precision(self, precision: str, device: str) -> None:
         section = "fp16" if precision.startswith("16") else "bf16" if precision.startswith("bf16") else None
-        if precision in ("64-true", "fp8", "transformer-engine"):
+        if precision not in SUPPORTED:
             raise ConfigurationError(
-                f"DeepSpeed does not support precision={precision!r}. Use precision='32-true' or 'bf16-true', or "
-                "strategy='fsdp'."
+                f"DeepSpeed does not support precision={precision!r}, only {', '.join(SUPPORTED)}. Use one of "
+                "these, or strategy='fsdp'."
             )
         for name in ("fp16", "bf16"):
             enabled = self.given(f"{name}.enabled")

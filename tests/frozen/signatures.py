@@ -105,5 +105,12 @@ def _identity(name: str) -> int:
     return id(getattr(importlib.import_module(module), attribute))
 
 
+def with_additions() -> dict[str, dict[str, str]]:
+    """Returns what is recorded, and the names and methods that have come since. A former path of a name stays."""
+    recorded: dict[str, dict[str, str]] = json.loads(SNAPSHOT.read_text())
+    now = current()
+    return {name: {**recorded.get(name, {}), **now.get(name, {})} for name in sorted({*recorded, *now})}
+
+
 if __name__ == "__main__":
-    SNAPSHOT.write_text(json.dumps(current(), indent=1, ensure_ascii=False) + "\n")
+    SNAPSHOT.write_text(json.dumps(with_additions(), indent=1, ensure_ascii=False) + "\n")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from frozen.signatures import SNAPSHOT, described
+from frozen.signatures import SNAPSHOT, described, with_additions
 
 RECORDED: dict[str, dict[str, str]] = json.loads(SNAPSHOT.read_text())
 
@@ -61,6 +61,12 @@ def test_a_recorded_signature_still_works(name: str) -> None:
     for member, signature in RECORDED[name].items():
         assert member in now or hasattr(owner, member), f"{name}.{member} is gone"
         assert list(breaking_changes(signature, now.get(member, "property"))) == [], f"{name}.{member}"
+
+
+def test_every_public_name_and_method_is_recorded() -> None:
+    missing = {name: sorted(set(found) - set(RECORDED.get(name, {}))) for name, found in with_additions().items()}
+    missing = {name: members for name, members in missing.items() if members or name not in RECORDED}
+    assert not missing, f"run python tests/frozen/signatures.py to record {missing}"
 
 
 @pytest.mark.parametrize(

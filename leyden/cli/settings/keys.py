@@ -141,13 +141,13 @@ TOP: tuple[ConfigKey, ...] = (
     ConfigKey("rdzv_backend", str, "rendezvous backend: static or c10d"),
     ConfigKey("gpu_ids", str, "GPUs of this machine: all, or their numbers, such as 0,1"),
     ConfigKey("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
-    ConfigKey("max_restarts", int, "how often to restart all ranks when one fails; Leyden's own key", least=0),
+    ConfigKey("max_restarts", int, "how many times to restart all ranks when one fails; Leyden's own key", least=0),
     ConfigKey("resume", ("auto", "no"), "auto: a Trainer continues its run, or begins it; Leyden's own key"),
     ConfigKey(
         "hang_timeout",
         str,
         "seconds that a training batch may take before the watchdog ends the job: a number, auto "
-        "(10 times the slowest of late, at least 60) or no; Leyden's own key",
+        "(10 times the slowest recent batch, at least 60) or no; Leyden's own key",
     ),
     ConfigKey("num_cpu_threads_per_process", int, "OMP_NUM_THREADS of each rank; Leyden's own key", least=1),
     ConfigKey("same_network", bool, without="the main address is used as given."),

@@ -25,7 +25,7 @@ SPREADS = {
     "fsdp": "parameters are sharded over the ranks",
     "deepspeed": "DeepSpeed's ZeRO",
     "parallel": "layers are split (tensor parallel), within FSDP or replicas",
-    "megatron": "layers are split and blocks dealt out, by Megatron-LM's settings",
+    "megatron": "layers are split, and blocks divided into stages, by Megatron-LM's settings",
 }
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends that every build of torch has. A file may name others."""

@@ -15,7 +15,7 @@ from samples import numbered
 from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import Callback, ConfigurationError, Trainer
+from leyden import Callback, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, TensorBoardLogger
 from leyden.trainer.events.hooks import EVENTS
 from leyden.trainer.logging.entries import rule_of
@@ -133,6 +133,14 @@ REFUSED = (
 )
 # A successful fit without a checkpoint never calls these.
 REFUSED_ELSEWHERE = ("on_exception", "on_load_checkpoint", "on_validation_model_zero_grad")
+
+
+def test_every_hook_is_a_method_of_callbacks_and_of_modules_with_few_exceptions() -> None:
+    of_modules_alone = {event for event in EVENTS if not hasattr(Callback, event)}
+    of_callbacks_alone = {event for event in EVENTS if not hasattr(TrainModule, event)}
+    # They switch the module between training and evaluation.
+    assert all("_model_" in event for event in of_modules_alone)
+    assert of_callbacks_alone == {"on_sanity_check_start", "on_sanity_check_end", "on_exception"}
 
 
 def test_the_lists_of_hooks_that_allow_or_refuse_self_log_are_complete() -> None:
