@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from leyden.launch.cluster import SLURMEnvironment as SLURMEnvironment
     from leyden.launch.cluster import TorchElasticEnvironment as TorchElasticEnvironment
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
-    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
-    from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy as DeepSpeedStrategy
+    from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.mesh.mesh_strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
-    from leyden.strategies.mesh.strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.precision.amp import MixedPrecision as MixedPrecision
     from leyden.strategies.precision.fp8 import Float8Precision as Float8Precision
     from leyden.strategies.precision.transformer_engine import (
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from leyden.strategies.precision.true import DoublePrecision as DoublePrecision
     from leyden.strategies.precision.true import HalfPrecision as HalfPrecision
     from leyden.strategies.xla.ddp import XLADDPStrategy as XLADDPStrategy
-    from leyden.strategies.xla.strategy import XLAFSDPStrategy as XLAFSDPStrategy
-    from leyden.strategies.xla.strategy import XLAStrategy as XLAStrategy
+    from leyden.strategies.xla.xla_strategy import XLAFSDPStrategy as XLAFSDPStrategy
+    from leyden.strategies.xla.xla_strategy import XLAStrategy as XLAStrategy
 
 _HOMES = {
     **dict.fromkeys(
@@ -56,24 +56,24 @@ _HOMES = {
         "leyden.launch.cluster",
     ),
     "DDPStrategy": "leyden.strategies.ddp",
-    "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",
+    "DeepSpeedStrategy": "leyden.strategies.deepspeed.deepspeed_strategy",
     "DoublePrecision": "leyden.strategies.precision.true",
-    "FSDPStrategy": "leyden.strategies.fsdp.strategy",
+    "FSDPStrategy": "leyden.strategies.fsdp.fsdp_strategy",
     "Float8Precision": "leyden.strategies.precision.fp8",
     "HalfPrecision": "leyden.strategies.precision.true",
-    "MeshStrategy": "leyden.strategies.mesh.strategy",
+    "MeshStrategy": "leyden.strategies.mesh.mesh_strategy",
     "MixedPrecision": "leyden.strategies.precision.amp",
     "ModelParallelStrategy": "leyden.strategies.mesh.model_parallel",
     "TransformerEnginePrecision": "leyden.strategies.precision.transformer_engine",
     "XLADDPStrategy": "leyden.strategies.xla.ddp",
-    "XLAFSDPStrategy": "leyden.strategies.xla.strategy",
-    "XLAStrategy": "leyden.strategies.xla.strategy",
+    "XLAFSDPStrategy": "leyden.strategies.xla.xla_strategy",
+    "XLAStrategy": "leyden.strategies.xla.xla_strategy",
 }
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
-FSDP = ("leyden.strategies.fsdp.strategy", "FSDPStrategy")
-MESH = ("leyden.strategies.mesh.strategy", "MeshStrategy")
-DEEPSPEED = ("leyden.strategies.deepspeed.strategy", "DeepSpeedStrategy")
+FSDP = ("leyden.strategies.fsdp.fsdp_strategy", "FSDPStrategy")
+MESH = ("leyden.strategies.mesh.mesh_strategy", "MeshStrategy")
+DEEPSPEED = ("leyden.strategies.deepspeed.deepspeed_strategy", "DeepSpeedStrategy")
 # Name -> module, class, arguments. Imported lazily: a run without torch.distributed starts faster.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
@@ -96,8 +96,8 @@ SEVERAL |= {
     "mesh": (*MESH, {}),
     "tp": (*MESH, {"dp_shard": 1, "tp": -1}),
     "fsdp_tp": (*MESH, {"tp": "auto"}),
-    "xla": ("leyden.strategies.xla.strategy", "XLAStrategy", {}),
-    "xla_fsdp": ("leyden.strategies.xla.strategy", "XLAFSDPStrategy", {}),
+    "xla": ("leyden.strategies.xla.xla_strategy", "XLAStrategy", {}),
+    "xla_fsdp": ("leyden.strategies.xla.xla_strategy", "XLAFSDPStrategy", {}),
     "xla_ddp": ("leyden.strategies.xla.ddp", "XLADDPStrategy", {}),
     "deepspeed": (*DEEPSPEED, {}),
     "deepspeed_stage_1": (*DEEPSPEED, {"stage": 1}),

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from leyden.accelerator.loop.checks import hint_at_first_print
 from leyden.accelerator.loop.collectives import Collectives
 from leyden.accelerator.loop.ending import LoopEnd
 from leyden.accelerator.loop.gradient_state import GradientState
+from leyden.accelerator.loop.mistakes import hint_at_first_print
 from leyden.accelerator.loop.staged import Step, call_with_batch
 from leyden.accelerator.loop.stepping import Stepping
 from leyden.accelerator.prepared.loader import PreparedLoader, skip_first_batches

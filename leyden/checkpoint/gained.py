@@ -12,6 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 
+def has_more_groups(saved: Any, optimizer: Optimizer) -> bool:
+    """Returns True if a saved state has more groups than the optimizer. A damaged state has none; loading refuses it."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    return isinstance(groups, list) and len(groups) > len(optimizer.param_groups)
+
+
 def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Module) -> None:
     """Adds the groups that the saved optimizer gained after it was created.
 

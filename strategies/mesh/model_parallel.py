@@ -14,10 +14,10 @@ from leyden.core.rank_zero import warn
 from leyden.core.tree import map_tensors
 from leyden.strategies.base import Strategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.filling import fill
+from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 from leyden.strategies.mesh.plan import Plan, is_split
-from leyden.strategies.mesh.strategy import MeshStrategy
+from leyden.strategies.mesh.plan_checks import check_loaded
 from leyden.strategies.window import BackwardHooks, Window
 
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 from leyden.core.errors import ConfigurationError, nearest
 from leyden.core.rank_zero import rank_zero_warn
 from leyden.strategies.mesh.adapters import with_adapters
-from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole, pattern_of
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
+from leyden.strategies.mesh.plan_checks import check_counted, check_layer, check_tied, check_whole, pattern_of
 from leyden.strategies.mesh.rng import TensorParallelRNG
 from leyden.strategies.mesh.styles import (
     Colwise,

@@ -15,8 +15,8 @@ from leyden.core.errors import ConfigurationError
 from leyden.strategies.fsdp.sharding import unsharded
 from leyden.strategies.fsdp.values import Slot, Values, replace
 from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 from leyden.strategies.mesh.plan import Plan, PlanLike
-from leyden.strategies.mesh.strategy import MeshStrategy
 from leyden.strategies.precision import Precision
 from leyden.strategies.process_group import GroupRanks
 

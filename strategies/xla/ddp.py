@@ -19,7 +19,7 @@ from leyden.strategies.process_group import GroupRanks, remember
 from leyden.strategies.ranks import Ranks
 from leyden.strategies.window import Window
 from leyden.strategies.xla import runtime
-from leyden.strategies.xla.strategy import KINDS, XLA_DEVICE, XLALoop, XLAStrategy
+from leyden.strategies.xla.xla_strategy import KINDS, XLA_DEVICE, XLALoop, XLAStrategy
 
 
 class XLARanks(GroupRanks):

@@ -14,7 +14,7 @@ import torch
 from ranks.world import run_world
 from torch import nn
 
-from leyden.checkpoint import contents
+from leyden.checkpoint import copies
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.folder import newest
 from leyden.checkpoint.format import safefile
@@ -85,13 +85,13 @@ def save_spread(folder: str) -> tuple[str, dict[str, int]]:
     shards.SPREAD_FROM = 0
     strategy = join()
     written: dict[str, int] = {}
-    plain = contents.write_tensors
+    plain = copies.write_tensors
 
     def recording(path: Path, tensors: Any, *rest: Any, **named: Any) -> Any:
         written[path.name] = sum(tensor.numel() for tensor in tensors.values())
         return plain(path, tensors, *rest, **named)
 
-    contents.write_tensors = recording  # type: ignore[assignment]
+    copies.write_tensors = recording  # type: ignore[assignment]
     path = write(folder, "one", strategy)
     again = write(folder, "one", strategy)
     assert again.name == "one-v1"

@@ -422,7 +422,7 @@ from configured import OwnNet
 from leyden import LeydenCLI
 kwargs = {"nested": {}, "default": {"default_config_files": ["t.yaml"]}, "variable": {"default_env": True}}
 words = ["--config=outer/o.yaml"] if sys.argv[1] == "nested" else []
-assert "leyden.strategies.fsdp.strategy" not in sys.modules
+assert "leyden.strategies.fsdp.fsdp_strategy" not in sys.modules
 cli = LeydenCLI(OwnNet, args=words, run=False, parser_kwargs=kwargs[sys.argv[1]])
 assert type(cli.trainer.strategy).__name__ == "FSDPStrategy", cli.trainer.strategy
 """

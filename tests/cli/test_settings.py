@@ -12,7 +12,7 @@ from leyden import ConfigurationError
 from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey
 from leyden.cli.settings.settings import accelerate_file, default_file, parse, read_file, write_file
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.fsdp.strategy import FSDPStrategy
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE

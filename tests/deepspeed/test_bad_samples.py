@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
-from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.timeout(300)
 # No good samples on rank 1; in the batch that opens a window of three; in the one that closes it; in all three.

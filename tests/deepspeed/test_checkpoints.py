@@ -147,7 +147,7 @@ def fit(
     rate: float = 0.005,
 ) -> dict[str, Any]:
     """Fits under a layout; returns this rank's samples and losses, and on rank 0 the final weights."""
-    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
     layout = LAYOUTS[name]
     strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
@@ -206,7 +206,7 @@ def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) 
 
 def load_repeatedly(paths: list[str], folder: str) -> dict[str, list[Any]]:
     """With one Trainer, validates several checkpoints, fits, and resumes from the middle of that fit."""
-    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
     found: dict[str, list[Any]] = {}
     for name in ("stage 2", "stage 3"):
@@ -474,7 +474,7 @@ class Wide(TrainModule):
 
 
 def fit_wide(name: str, folder: str) -> Any:
-    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
     layout = LAYOUTS[name]
     strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)

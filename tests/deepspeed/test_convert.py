@@ -19,7 +19,7 @@ def save(folder: str) -> dict[str, dict[str, Any]]:
     """Saves a step of DeepSpeed's engine by its own method; returns the float32 masters."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
     found = {}
     for stage, lower in ((2, False), (3, True)):

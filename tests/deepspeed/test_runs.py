@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import ConfigurationError, Trainer, TrainModule
-from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
 # For the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)

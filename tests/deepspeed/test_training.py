@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
-from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
 # For the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from leyden import Trainer
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -150,16 +150,16 @@ def test_a_preempted_run_commits_its_pending_save(tmp_path: Path) -> None:
 
 def fail(folder: Path) -> None:
     """Rank 1 cannot write its shard of the second checkpoint."""
-    from leyden.checkpoint import contents
+    from leyden.checkpoint import copies
 
-    write = contents.write_tensors
+    write = copies.write_tensors
 
     def full(path: Path, *args: Any, **kwargs: Any) -> Any:
         if ".step=4." in path.parent.name and os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
         return write(path, *args, **kwargs)
 
-    contents.write_tensors = full
+    copies.write_tensors = full
     fit(folder, "fsdp", True, max_steps=40)
 
 

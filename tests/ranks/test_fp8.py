@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.precision import Float8Precision
 
 SETTINGS: dict[str, Any] = {**QUIET, "use_distributed_sampler": False}

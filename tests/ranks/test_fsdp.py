@@ -21,8 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from leyden import Callback, Trainer, TrainModule
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 SETTINGS: dict[str, Any] = {**QUIET, "use_distributed_sampler": False}
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
 from leyden.core.errors import LeydenError
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.precision import MixedPrecision
 from leyden.strategies.window import Window
 

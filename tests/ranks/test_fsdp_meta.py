@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from leyden import Trainer, TrainModule
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 
 class Block(nn.Module):

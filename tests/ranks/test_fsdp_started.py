@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
-from leyden.strategies.fsdp.strategy import FSDPStrategy
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
 
 def check(method: str, folder: Path) -> None:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from leyden import CombinedLoader, LeydenError, Trainer, TrainModule
 from leyden.strategies.base import Strategy
 from leyden.strategies.ddp import DDPStrategy
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 SIZE = 3
 

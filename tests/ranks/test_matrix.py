@@ -48,7 +48,7 @@ class Net(TrainModule):
 def strategy_of(layout: str) -> Any:
     if layout in ("single", "ddp"):
         return "single_device" if layout == "single" else "ddp"
-    from leyden.strategies.fsdp.strategy import FSDPStrategy
+    from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
     return FSDPStrategy(auto_wrap_policy={Block}, device_mesh=(2, 2) if layout == "hsdp" else None)
 

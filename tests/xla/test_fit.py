@@ -12,7 +12,7 @@ from xla.model import Regression, loader
 from xla.process import on_xla
 
 from leyden import Trainer
-from leyden.strategies.xla.strategy import XLAStrategy
+from leyden.strategies.xla.xla_strategy import XLAStrategy
 
 
 def layout_of(module: Regression) -> str:

@@ -72,7 +72,7 @@ def on_one(root: Path) -> list[dict[str, Any]]:
 
 
 def on_four(root: Path) -> list[dict[str, Any]]:
-    from leyden.strategies.xla.strategy import XLAFSDPStrategy
+    from leyden.strategies.xla.xla_strategy import XLAFSDPStrategy
 
     return [
         train(root, strategy=XLAFSDPStrategy(devices=4)),

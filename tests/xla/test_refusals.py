@@ -14,7 +14,7 @@ from xla.model import Regression, loader
 from xla.process import on_xla
 
 from leyden import Accelerator, Trainer, seed_everything
-from leyden.strategies.xla.strategy import XLAStrategy
+from leyden.strategies.xla.xla_strategy import XLAStrategy
 
 ONE = {"accelerator": "xla", "devices": 1}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.foreign import ForeignWeights
 from leyden.checkpoint.format.errors import CheckpointError, blame, naming
-from leyden.checkpoint.gained import add_gained_groups, drop_gained_groups, names_gained
+from leyden.checkpoint.gained import add_gained_groups, drop_gained_groups, has_more_groups, names_gained
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.checkpoint.owners import RankStates, Unclaimed
 from leyden.checkpoint.reader import CheckpointReader
@@ -204,7 +204,7 @@ class Restorer:
         run, saved_form = self._run, self._run.strategy.master_weights.saved_form
         pairs = list(zip(run.engine.optimizers, self._optimizers or (), strict=False))
         # A fused engine steps its own memory, and its optimizers cannot gain groups.
-        if not any(len(own["param_groups"]) > len(optimizer.param_groups) for optimizer, own in pairs):
+        if not any(has_more_groups(own, optimizer) for optimizer, own in pairs):
             return
         identity = Identity.read(reader)
         made = (identity.optimizers if identity is not None else None) or ()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.accelerator.loop.beat import LoopBeat
-from leyden.accelerator.loop.checks import Mistakes
 from leyden.accelerator.loop.collectives import synchronize_generators
+from leyden.accelerator.loop.mistakes import Mistakes
 from leyden.accelerator.loop.staged import StagedSteps, Step
 from leyden.core.errors import ConfigurationError
 from leyden.trainer.engine.engine import Engine, needs_closure

@@ -15,7 +15,7 @@ from leyden.strategies.deepspeed.config import ZeroConfig
 if TYPE_CHECKING:
     from leyden.accelerator.settings.options import Options
     from leyden.strategies.base import Strategy
-    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
 
 @dataclass
@@ -66,7 +66,7 @@ class DeepSpeedPlugin:
         """Builds the strategy."""
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise ConfigurationError("DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer maintained. Leave it out.")
-        from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+        from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
         section = {

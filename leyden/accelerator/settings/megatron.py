@@ -159,7 +159,7 @@ class MegatronLMPlugin:
 
     def build(self) -> str | Strategy:
         """Builds the strategy. The remaining ranks replicate the model, or shard it."""
-        from leyden.strategies.mesh.strategy import MeshStrategy
+        from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
         tp, stages, micro_batches = self.tp_degree or 1, self.pp_degree or 1, self.num_micro_batches or 1
         if tp * stages == 1 and not (self.use_distributed_optimizer or self.recompute_activations):

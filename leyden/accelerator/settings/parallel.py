@@ -267,7 +267,7 @@ class ParallelismConfig:
             )
         layout = self.layout
         if self.tp_enabled or self.pp_enabled:
-            from leyden.strategies.mesh.strategy import MeshStrategy
+            from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
             plugin = {} if fsdp_plugin is None else fsdp_plugin.arguments()
             return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, **plugin)

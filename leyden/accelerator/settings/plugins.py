@@ -440,7 +440,7 @@ class FullyShardedDataParallelPlugin:
         Args:
             device_mesh: (replicate, shard) sizes of the mesh.
         """
-        from leyden.strategies.fsdp.strategy import FSDPStrategy
+        from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
         given = self.arguments()
         if device_mesh is not None:

@@ -10,8 +10,8 @@ from leyden.strategies.outputs import SharedNumbers, StepOutputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from leyden.strategies.mesh.mesh_strategy import MeshStrategy
     from leyden.strategies.mesh.pipeline.steps import PipelineSteps
-    from leyden.strategies.mesh.strategy import MeshStrategy
     from leyden.strategies.ranks import Ranks
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from leyden.core.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.attributes import AssignedAttributes
-from leyden.strategies.mesh.pipeline.checks import refuse_per_layer_outputs
 from leyden.strategies.mesh.pipeline.cut import Holdings
+from leyden.strategies.mesh.pipeline.refusals import refuse_per_layer_outputs
 from leyden.strategies.mesh.pipeline.rng import PipelineRNG, may_draw
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

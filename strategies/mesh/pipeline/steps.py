@@ -27,7 +27,7 @@ from leyden.strategies.micro_batches import MicroBatch, cut, together
 from leyden.strategies.window import BackwardHooks, Window, read_loss, zeroed
 
 if TYPE_CHECKING:
-    from leyden.strategies.mesh.strategy import MeshStrategy
+    from leyden.strategies.mesh.mesh_strategy import MeshStrategy
 
 T = TypeVar("T")
 

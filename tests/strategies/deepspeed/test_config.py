@@ -16,7 +16,7 @@ from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.strategies import find_strategy
 from leyden.strategies.base import RunSettings
 from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+from leyden.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
 SETTINGS = {**QUIET, "max_steps": 1}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}

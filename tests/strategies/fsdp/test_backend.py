@@ -12,7 +12,7 @@ from ranks.world import run_world
 
 from leyden import ConfigurationError
 from leyden.strategies.ddp import DDPStrategy
-from leyden.strategies.fsdp.strategy import FSDPStrategy
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
 
 @pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])

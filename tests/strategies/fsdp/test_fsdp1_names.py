@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 
 from leyden.core.errors import ConfigurationError
-from leyden.strategies.fsdp.strategy import FSDPStrategy
+from leyden.strategies.fsdp.fsdp_strategy import FSDPStrategy
 
 
 def settings(**given: Any) -> dict[str, Any]:

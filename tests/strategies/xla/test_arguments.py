@@ -10,7 +10,7 @@ import pytest
 from leyden import Trainer
 from leyden.core.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.xla.mesh import XLALayout
-from leyden.strategies.xla.strategy import XLAFSDPStrategy, XLAStrategy
+from leyden.strategies.xla.xla_strategy import XLAFSDPStrategy, XLAStrategy
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")

@@ -20,23 +20,23 @@ from leyden.core.errors import ConfigurationError
 from leyden.core.saved_state import SavedState
 from leyden.core.tree import map_tensors
 from leyden.strategies.base import ClipAlgorithm, Refused
+from leyden.strategies.fsdp.fsdp_strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.options import offload_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.master_weights import parameters_of
-from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.consistency import check_batch, check_replicated_gradients, is_sampled, sum_partial
 from leyden.strategies.mesh.layout import NO_CP, ORDER, Layout
 from leyden.strategies.mesh.pipeline.absent import OVERLAPS, AbsentParameter, check_optimizers
-from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages, refuse_arguments
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
 from leyden.strategies.mesh.pipeline.outputs import PipelineOutputs
+from leyden.strategies.mesh.pipeline.refusals import check_again, check_modules, check_stages, refuse_arguments
 from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
-from leyden.strategies.mesh.pipeline.state import StageWeights, load_targets, state_to_save, whole_state
+from leyden.strategies.mesh.pipeline.stage_state import StageWeights, load_targets, state_to_save, whole_state
 from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
+from leyden.strategies.mesh.plan_checks import check_loaded
 from leyden.strategies.mesh.styles import gathered
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
