@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 def has_more_groups(saved: Any, optimizer: Optimizer) -> bool:
-    """Returns True if a saved state has more groups than the optimizer. A damaged state has none; loading refuses it."""
+    """Returns True if a saved state has more groups than the optimizer. Loading refuses a damaged one, not this."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     return isinstance(groups, list) and len(groups) > len(optimizer.param_groups)
 
