@@ -367,6 +367,7 @@ def test_a_fit_inside_a_hook_is_progress_of_the_outer_run(tmp_path: Path, limit:
 
 @READS_PROC
 @pytest.mark.full
+@pytest.mark.timeout(1250)
 def test_every_hang_ends_the_whole_job_and_names_the_culprit_once() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "hangs.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1200)
