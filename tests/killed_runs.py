@@ -38,9 +38,9 @@ from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.early_stopping import EarlyStopping
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.csv_logger import CSVLogger
+from leyden.checkpoint import writer
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.strategies.precision.amp import MixedPrecision
-from leyden.trainer.saved import saving
 
 SIZE, BATCH = 38, 4
 
@@ -332,7 +332,7 @@ class ReportingWriter(CheckpointWriter):
 
 def asynchronous(**arguments: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
     """Returns a function that makes a run whose checkpoints are written by a thread."""
-    saving.CheckpointWriter = ReportingWriter  # type: ignore[misc]
+    writer.CheckpointWriter = ReportingWriter  # type: ignore[misc]
     checkpoint = ModelCheckpoint(every_n_train_steps=1, save_top_k=2, asynchronous=True)
     return run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[checkpoint], **arguments)
 

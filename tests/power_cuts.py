@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpointing.model_checkpoint import ModelCheckpoint
+from leyden.checkpoint import writer
 from leyden.checkpoint.folder import newest
 from leyden.checkpoint.writer import CheckpointWriter
-from leyden.trainer.saved import saving
 
 STEPS = 3
 
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--train-in", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train_in is not None:
-        saving.CheckpointWriter = MarkingWriter  # type: ignore[misc]
+        writer.CheckpointWriter = MarkingWriter  # type: ignore[misc]
         train(args.scenarios[0], args.train_in)
         return
     for scenario in args.scenarios:

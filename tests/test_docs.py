@@ -244,11 +244,11 @@ def test_files_that_docstrings_name_exist() -> None:
     assert checked > 20
 
 
-def test_contributing_lists_every_room_from_the_top_floor_down() -> None:
+def test_contributing_lists_every_package_from_the_top_layer_down() -> None:
     floors = {
         prefix: number for number, prefixes in enumerate(FLOORS) for prefix in prefixes if prefix != CALLBACK_BASE
     }
-    table = GUIDE.read_text(encoding="utf-8").split("| room, from the top |")[1].split("\n\n")[0]
+    table = GUIDE.read_text(encoding="utf-8").split("| package, from the top |")[1].split("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = [[cell.removesuffix(".py").rstrip("/") for cell in re.findall(r"`([^`]+)`", row)] for row in rows]
     modules = [name.replace("/", ".") for names in named for name in names]
