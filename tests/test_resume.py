@@ -69,6 +69,7 @@ ASYNCHRONOUS_KILLS = (
     "KILL@before_optimizer_step:5",
     "KILL@before_commit:2>KILL@before_write:2>KILL@after_commit:1",
 )
+IN_THE_THREAD = {"before_write", "after_write", "before_commit", "after_commit"}
 SIGNALS = (
     "TERM@training_step:14",
     "INT@training_step:1",
@@ -167,6 +168,8 @@ def test_killed_runs_of_other_scenarios_resume_exactly(scenario: str, tmp_path: 
 
 def test_a_killed_run_with_asynchronous_checkpoints_resumes_exactly(tmp_path: Path) -> None:
     check_kills("asynchronous", tmp_path, ASYNCHRONOUS_KILLS)
+    # None was passed over: the thread reports where it is.
+    assert IN_THE_THREAD <= result(tmp_path, "none")["events"].keys()
 
 
 @pytest.mark.full
@@ -175,8 +178,7 @@ def test_a_run_killed_at_random_points_resumes_exactly(seed: int, tmp_path: Path
     """The points lie in the run, and in the thread that writes its checkpoints."""
     chosen = random.Random(seed)
     places = ("training_step", "getitem", "save", "after_train_batch_end", "before_optimizer_step", "validation_step")
-    threads = ("before_write", "after_write", "before_commit", "after_commit")
-    points = {f"KILL@{chosen.choice(places + threads)}:{chosen.randint(1, 30)}" for _ in range(12)}
+    points = {f"KILL@{chosen.choice((*places, *sorted(IN_THE_THREAD)))}:{chosen.randint(1, 30)}" for _ in range(12)}
     check_kills("asynchronous, every batch", tmp_path, tuple(sorted(points)))
 
 
