@@ -200,6 +200,7 @@ def test_ambiguous_names_mark_what_looks_random() -> None:
         (["--header=Authorization: Basic YWJj"], [f"--header=Authorization: {HIDDEN}"]),
         (["-H", "Cookie: a=b; session=c"], ["-H", f"Cookie: {HIDDEN}"]),
         (["curl", "-u", "me:hunter2", "https://h"], ["curl", "-u", f"me:{HIDDEN}", "https://h"]),
+        (["curl", "-ume:hunter2", "-sS"], ["curl", f"-ume:{HIDDEN}", "-sS"]),
         (["curl", "--user", "me:hunter2"], ["curl", "--user", f"me:{HIDDEN}"]),
         (["curl", "--user=me:hunter2"], ["curl", f"--user=me:{HIDDEN}"]),
         (["docker", "run", "--user", "1000:1000"], ["docker", "run", "--user", "1000:1000"]),
