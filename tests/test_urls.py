@@ -49,6 +49,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "WandbLogger": lambda url: WandbLogger(save_dir=url),
     "MLFlowLogger": lambda url: MLFlowLogger(save_dir=url),
     "SimpleProfiler": SimpleProfiler,
+    "SimpleProfiler, filename": lambda url: SimpleProfiler(filename=url),
     "PyTorchProfiler": PyTorchProfiler,
     "CometLogger": lambda url: CometLogger(save_dir=url),
     "WandbLogger, dir": lambda url: WandbLogger(dir=url),
@@ -95,6 +96,7 @@ def test_a_url_is_refused(name: str, url: Any, tmp_path: Path, monkeypatch: pyte
         ("convert", URL),
         ("config", "default", "--config_file", URL),
         ("launch", "--config_file", URL, "train.py"),
+        ("launch", "--cpu", "--num_processes", "2", "--log_dir", URL, "train.py"),
     ],
     ids=" ".join,
 )

@@ -78,7 +78,7 @@ class Profiler:
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = Path(local_path(dirpath, f"{type(self).__name__}: dirpath")) if dirpath is not None else None
-        self.filename = filename
+        self.filename = filename if filename is None else local_path(filename, f"{type(self).__name__}: filename")
 
     @property
     def local_rank(self) -> int:

@@ -17,6 +17,7 @@ from leyden.cli.settings.machine import Machine
 from leyden.cli.settings.settings import Settings
 from leyden.core.environment import STARTER, RankEnvironment, rank_environment
 from leyden.core.errors import ConfigurationError
+from leyden.core.paths import local_path
 from leyden.launch.heartbeat import hang_limit
 from leyden.trainer.launched import LaunchSettings
 
@@ -47,6 +48,10 @@ class ElasticOptions:
     log_dir: str | None = None
     tee: str | None = None
     role: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.log_dir is not None:
+            local_path(self.log_dir, "log_dir")
 
 
 @dataclass(frozen=True, slots=True)
