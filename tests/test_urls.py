@@ -94,6 +94,7 @@ def test_a_url_is_refused(name: str, url: Any, tmp_path: Path, monkeypatch: pyte
         ("bisect", URL, "."),
         ("replay", URL, "--step", "1"),
         ("convert", URL),
+        ("config", "--config_file", URL),
         ("config", "default", "--config_file", URL),
         ("launch", "--config_file", URL, "train.py"),
         ("launch", "--cpu", "--num_processes", "2", "--log_dir", URL, "train.py"),

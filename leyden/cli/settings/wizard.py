@@ -15,6 +15,7 @@ from leyden.cli.settings.keys import FAMILIES, TOP, ConfigKey
 from leyden.cli.settings.machine import Machine, this_machine
 from leyden.cli.settings.settings import Settings, default_file, read_file, write_file
 from leyden.core.errors import ConfigurationError
+from leyden.core.paths import local_path
 from leyden.core.text import aligned
 
 KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
@@ -364,7 +365,7 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
     if ctx.invoked_subcommand is not None:
         ctx.obj = file
         return
-    path = Path(file) if file else default_file()
+    path = Path(local_path(file, "config_file")) if file else default_file()
     machine = this_machine()
     if gpus is not None:
         machine = dataclasses.replace(machine, gpus=gpus, bf16=gpus > 0, fp8=gpus > 0, numa_nodes=0)
