@@ -97,7 +97,8 @@ def processes(token: str) -> list[int]:
 def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
     """Runs the script, in which one rank fails at step 5; returns its exit code, stdout and stderr.
 
-    Asserts that no process is left and that the newest checkpoint was written by the step before the failure.
+    Asserts that no process is left and that the newest checkpoint was written by the step before the failure. A rank
+    whose loader's worker was killed may still train on the batches that were loaded ahead.
     """
     (folder / "script.py").write_text(SCRIPT)
     token = uuid.uuid4().hex
@@ -114,7 +115,9 @@ def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
         os.sched_yield()
     assert not processes(token), "a process is still running"
     found = newest(folder / SAVED)
-    assert found is not None and "step=5" in found.name
+    assert found is not None and found.name in [
+        f"epoch=0-step={step}" for step in ((5, 6, 7) if how == "worker" else (5,))
+    ]
     return done.returncode, done.stdout, done.stderr
 
 
