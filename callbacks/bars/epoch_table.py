@@ -75,7 +75,7 @@ class EpochTable:
             self._due = now + UPDATE_SECONDS
 
     def _show(self) -> None:
-        from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+        from IPython.display import display
 
         columns = ["epoch", *self._names, "time"]
         cells = [columns, *([row.get(column, "") for column in columns] for row in self._rows)]

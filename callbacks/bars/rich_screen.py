@@ -58,7 +58,7 @@ class RichScreen(Progress):
     def start(self) -> None:
         if self.console.is_jupyter:
             # Rich's own notebook display needs ipywidgets, and a saved notebook does not show it.
-            from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+            from IPython.display import display
 
             self._handle = display(self, display_id=True)
             return

@@ -321,6 +321,6 @@ def notebook_bar() -> type[Any]:
 
 
 def _new_display() -> Any:
-    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+    from IPython.display import display
 
     return display({"text/plain": ""}, raw=True, display_id=True)
