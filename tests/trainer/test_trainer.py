@@ -673,7 +673,7 @@ def test_a_scripts_logging_takes_the_lines_of_a_run(quiet: Any, capfd: pytest.Ca
 
 
 def test_verbose_false_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from leyden.callbacks import EarlyStopping, Timer
+    from leyden.callbacks import EarlyStopping, Timer, TQDMProgressBar
 
     def callbacks() -> list[Any]:
         return [EarlyStopping("flat", patience=1, check_on_train_epoch_end=True), Timer("00:00:10:00")]
@@ -699,6 +699,8 @@ def test_verbose_false_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixtu
         out, err = capfd.readouterr()
         assert (out + err == "") is not verbose
     trainer = Trainer(accelerator="cpu", verbose=False, enable_progress_bar=True, logger=False)
+    assert trainer.progress_bar_callback is not None
+    trainer = Trainer(accelerator="cpu", verbose=False, callbacks=TQDMProgressBar(), logger=False)
     assert trainer.progress_bar_callback is not None
     trainer = Trainer(accelerator="cpu", verbose=False, logger=False)
     trainer.print("the user's own text")

@@ -242,7 +242,9 @@ def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
             f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would "
             "overwrite each other: pass one."
         )
-    if bars and not (arguments.enable_progress_bar or arguments.barebones or replay_of(arguments)):
+    # verbose=False adds no bar, but keeps the user's.
+    shown = arguments.enable_progress_bar or not arguments.verbose
+    if bars and not (shown or arguments.barebones or replay_of(arguments)):
         raise ConfigurationError(
             f"enable_progress_bar=False, but callbacks holds a {type(bars[0]).__name__}: choose one."
         )
