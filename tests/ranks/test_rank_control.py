@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +48,13 @@ def error_in_main_block(accelerator: Any) -> str:
 
 def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
     model, optimizer, scheduler, loader = build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if one_by_one:
-            model = accelerator.prepare_model(model)
-            optimizer = accelerator.prepare_optimizer(optimizer)
-            scheduler = accelerator.prepare_scheduler(scheduler)
-            loader = accelerator.prepare_data_loader(loader)
-        else:
-            model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    if one_by_one:
+        model = accelerator.prepare_model(model)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+        scheduler = accelerator.prepare_scheduler(scheduler)
+        loader = accelerator.prepare_data_loader(loader)
+    else:
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     sizes = []
     for batch in loader:
         sizes.append(len(batch))
@@ -67,12 +67,41 @@ def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
         "weights": [p.detach().tolist() for p in accelerator.unwrap_model(model).parameters()],
         "rate": scheduler.get_last_lr()[0],
         "sizes": sizes,
-        "warned": [os.path.basename(e.filename) for e in caught if "len() of a loader" in str(e.message)],
         "same": accelerator.prepare_optimizer(optimizer) is optimizer
         and accelerator.prepare_scheduler(scheduler) is scheduler
         and accelerator.prepare_data_loader(loader) is loader,
     }
     accelerator.free_memory()
+    return found
+
+
+def long_schedules() -> dict[str, list[str]]:
+    """Returns the files to which warnings about each schedule point. Each rank has 6 of 12 batches, 3 steps of two."""
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    rates = torch.optim.lr_scheduler
+
+    def steps(number: int) -> Any:
+        return partial(lambda step, *, num_training_steps: 1 - step / num_training_steps, num_training_steps=number)
+
+    schedules: dict[str, Callable[[Any], Any]] = {
+        "5 epochs": lambda optimizer: rates.CosineAnnealingLR(optimizer, 3 * 5),
+        "5 epochs of a loader not prepared": lambda optimizer: rates.CosineAnnealingLR(optimizer, 6 * 5),
+        "5 epochs by a function": lambda optimizer: rates.LambdaLR(optimizer, steps(3 * 5)),
+        "5 epochs by a function, twice": lambda optimizer: rates.LambdaLR(optimizer, steps(2 * 3 * 5)),
+        "no end": lambda optimizer: rates.ReduceLROnPlateau(optimizer, patience=6),
+    }
+    found = {}
+    for name, schedule in schedules.items():
+        model, optimizer, _, _ = build()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.prepare(model, optimizer, schedule(optimizer))
+            accelerator.prepare(DataLoader(torch.randn(24, 2), 2))
+        found[name] = [os.path.basename(e.filename) for e in caught if "multiplied by num_processes" in str(e.message)]
+        accelerator.free_memory()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     return found
 
 
@@ -121,6 +150,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
         "failed": error_in_main_block(accelerator),
         "one call": trained(accelerator, one_by_one=False),
         "one by one": trained(accelerator, one_by_one=True),
+        "schedules": long_schedules(),
         "list": [batch.tolist() for batch in accelerator.prepare_data_loader([torch.tensor([n]) for n in range(4)])],
         "ddp": sync_late("ddp"),
         "fsdp": sync_late("fsdp"),
@@ -158,8 +188,17 @@ def test_a_scheduler_prepared_alone_steps_once_per_optimizer_step(found: list[di
     # 8 samples in batches of 2 on 2 ranks are 2 batches each, which make one step.
     assert [rank["one by one"]["sizes"] for rank in found] == [[2, 2], [2, 2]]
     assert [rank["one by one"]["rate"] for rank in found] == [0.05, 0.05]
-    # Once, on rank 0; the line of `prepare` is the user's.
-    assert [rank["one call"]["warned"] for rank in found] == [["test_rank_control.py"], []]
+
+
+def test_only_schedules_that_may_be_multiplied_warn_on_rank_0_at_the_users_line(found: list[dict[str, Any]]) -> None:
+    assert found[0]["schedules"] == {
+        "5 epochs": [],
+        "5 epochs of a loader not prepared": ["test_rank_control.py"],
+        "5 epochs by a function": [],
+        "5 epochs by a function, twice": ["test_rank_control.py"],
+        "no end": [],
+    }
+    assert not any(found[1]["schedules"].values())
 
 
 def test_a_list_of_batches_is_split_across_the_ranks(found: list[dict[str, Any]]) -> None:

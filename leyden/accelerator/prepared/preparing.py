@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader
 from leyden.accelerator.loop.staged import StagedModel
 from leyden.accelerator.prepared.loader import PreparedLoader
 from leyden.accelerator.prepared.rank_loaders import rank_loader
-from leyden.accelerator.prepared.scheduler import PreparedScheduler
+from leyden.accelerator.prepared.scheduler import PreparedScheduler, lengths_of
 from leyden.accelerator.settings.deepspeed import DummyOptim, DummyScheduler, complete_config
 from leyden.core.errors import ConfigurationError, kind_of
-from leyden.core.rank_zero import rank_zero_warn, warn
+from leyden.core.rank_zero import warn
 from leyden.core.tree import map_tensors
+from leyden.data.limits import length_of
 from leyden.data.sources import Composite
 from leyden.strategies.master_weights import parameters_of
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, report
@@ -57,6 +58,7 @@ class Preparing:
         self._stepping = stepping
         self._strategy = stepping.strategy
         self._options = options
+        self._warned_of_schedules = False
 
     def prepare(self, objects: Sequence[Any], places: Sequence[bool] | None) -> Any:
         """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters.
@@ -214,17 +216,9 @@ class Preparing:
                 f"{kind_of(given)} was prepared, but its optimizer was not. Prepare the optimizer too, before or in "
                 "the same call.",
             )
-        with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.data_size
-        prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)
-        if with_optimizer and ranks > 1 and not self.schedulers:
-            # Accelerate's schedulers count the steps of all ranks.
-            rank_zero_warn(
-                f"schedulers count optimizer steps, on {ranks} ranks as on one. A warm-up or total is now too long if "
-                "it was multiplied by num_processes or computed from the len() of a loader that was not prepared yet: "
-                "remove the factor, or prepare the loader first.",
-                stacklevel=4,
-            )
+        prepared = PreparedScheduler(given, own, self._stepping, self._options.step_scheduler_with_optimizer)
         self.schedulers.append(prepared)
+        self._warn_of_long_schedules()
         return prepared
 
     def _real_scheduler(self, given: DummyScheduler) -> Any:
@@ -253,7 +247,30 @@ class Preparing:
         move = None if not moves or strategy.leaves_batches else strategy.to_device
         prepared = PreparedLoader(rank_loader(given, strategy, self.data), self._stepping, move, given)
         self.loaders.append(prepared)
+        self._warn_of_long_schedules()
         return prepared
+
+    def _warn_of_long_schedules(self) -> None:
+        """Warns once if a schedule is as long as it would be for Accelerate, which counts the steps of all ranks."""
+        ranks, window = self._strategy.data_size, self._stepping.accumulation.num_steps
+        if ranks == 1 or self._warned_of_schedules or not self._options.step_scheduler_with_optimizer:
+            return
+        # The longest loader is the training loader; those without a length count as empty.
+        own, batches = max(((length_of(one) or 0, length_of(one.given) or 0) for one in self.loaders), default=(0, 0))
+        if batches <= own:
+            return
+        # Steps in an epoch of the loader as it was before `prepare`, and those of the prepared one times the ranks.
+        epochs = {-(-batches // window), -(-own // window) * ranks} - {1}
+        lengths = {length for prepared in self.schedulers for length in lengths_of(prepared.scheduler)}
+        found = [length for length in lengths if any(length % steps == 0 for steps in epochs)]
+        if found:
+            self._warned_of_schedules = True
+            warn(
+                f"schedulers count optimizer steps, on {ranks} ranks as on one, and one of {max(found)} steps is "
+                f"prepared for a loader of {own} batches. It is too long if its length was multiplied by num_processes "
+                "or computed from the len() of a loader that was not prepared yet: remove the factor, or prepare the "
+                "loader first.",
+            )
 
     @contextmanager
     def joining(self, models: Sequence[Any], even_batches: bool | None) -> Iterator[None]:

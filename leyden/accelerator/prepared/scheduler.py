@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from leyden.core.rank_zero import warn
 from leyden.trainer.engine.prepared import PreparedOptimizer, unchanged
@@ -80,3 +84,28 @@ class PreparedScheduler:
                 f"{type(self.scheduler).__name__} has reached its total_steps={total}; the learning rate stays "
                 "constant from here on.",
             )
+
+
+def lengths_of(scheduler: Any) -> set[int]:
+    """Returns the numbers of steps that a scheduler was made with, as far as they can be seen; other integers too.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.ones(1)], lr=0.1)
+        >>> lengths_of(torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=100))
+        {100}
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        # Its patience counts calls.
+        return set()
+    numbers = [*getattr(scheduler, "milestones", ())]
+    numbers += [value for name, value in vars(scheduler).items() if not name.startswith("_") and name != "last_epoch"]
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        if isinstance(function, functools.partial):
+            # As transformers' get_scheduler makes them.
+            numbers += [*function.args, *function.keywords.values()]
+        elif inspect.isfunction(function):
+            seen = inspect.getclosurevars(function)
+            numbers += [*seen.nonlocals.values(), *seen.globals.values()]
+    parts = [lengths_of(part) for part in getattr(scheduler, "_schedulers", ())]
+    return {number for number in numbers if type(number) is int and number > 0}.union(*parts)
