@@ -103,8 +103,13 @@ class ProgressBar(Callback):
     # batch counts: inf if a loader has no length
     @property
     def total_train_batches(self) -> float:
-        """Number of batches in a training epoch."""
-        return self.trainer.num_training_batches
+        """Number of batches in a training epoch. With max_steps alone, fewer in the epoch that it ends."""
+        trainer = self.trainer
+        if trainer.max_epochs != -1 or trainer.max_steps < 0:
+            return trainer.num_training_batches
+        window, done = trainer.accumulate_grad_batches, trainer.progress.batch
+        left = (trainer.max_steps - trainer.global_step) * window
+        return min(trainer.num_training_batches, done - done % window + left)
 
     @property
     def total_val_batches_current_dataloader(self) -> float:

@@ -99,6 +99,20 @@ def test_a_loader_without_a_length_shows_a_count(tmp_path: Path, every_batch: No
     assert any(re.search(r"^Epoch 0/0: 3it \[", line) for line in lines)
 
 
+@pytest.mark.parametrize("loader", [DATA, DataLoader(STREAM, batch_size=1)], ids=["list", "stream"])
+def test_max_steps_alone_is_the_total_of_the_epoch_that_it_ends(loader: Any, tmp_path: Path, every_batch: None) -> None:
+    class Totals(TQDMProgressBar):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            super().on_train_batch_end(trainer, *args)
+            totals.append(self.total_train_batches)
+
+    totals: list[float] = []
+    with Terminal() as terminal:
+        trainer(tmp_path, Totals(), max_epochs=-1, max_steps=2, accumulate_grad_batches=2).fit(Net(), loader)
+    assert totals == [4] * 4
+    assert numbers(terminal.drawn(), "Epoch 0") == [f"{done}/4" for done in range(5)]
+
+
 class ReadCounter(TQDMProgressBar):
     reads = 0
 
