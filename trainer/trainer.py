@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.callbacks.base import Callback
+from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.loggers.logger import Logger
 from leyden.core.environment import rank_environment
@@ -1167,6 +1167,16 @@ class Trainer:
         if self._fit is not None and accumulation is not None and accumulation.counts_samples:
             self._fit.load_training_data()
         return self._run.batches_per_step
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, batches: int) -> None:
+        if self.state.is_set_up:
+            raise LeydenError(
+                "trainer.accumulate_grad_batches was assigned during a run: assign it before the run, or use "
+                "GradientAccumulation({epoch: batches})."
+            )
+        others = [callback for callback in self.callbacks if not isinstance(callback, GradientAccumulation)]
+        self.callbacks = list(in_order([*others, GradientAccumulation(batches)]))
 
 
 def _batches(count: int | list[int | None] | None) -> float:

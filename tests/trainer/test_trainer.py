@@ -709,6 +709,21 @@ def test_verbose_false_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixtu
         Trainer(verbose=2)  # type: ignore[arg-type]
 
 
+def test_accumulate_grad_batches_may_be_assigned_before_a_fit(quiet: Any) -> None:
+    class Assigns(Tiny):
+        def on_train_start(self) -> None:
+            with pytest.raises(LeydenError, match="assigned during a run"):
+                self.trainer.accumulate_grad_batches = 1  # type: ignore[union-attr]
+
+    trainer = Trainer(**quiet, max_epochs=1, accumulate_grad_batches=2)
+    trainer.accumulate_grad_batches = 4
+    assert trainer.accumulate_grad_batches == 4
+    trainer.fit(Assigns(), numbered(8))
+    assert trainer.global_step == 2
+    with pytest.raises(ConfigurationError, match="0"):
+        trainer.accumulate_grad_batches = 0
+
+
 def test_names_of_strategies_and_profilers_have_any_case(quiet: Any) -> None:
     trainer = Trainer(**quiet, strategy="Single_Device", profiler="Simple")
     assert trainer.strategy.name == "single_device" and isinstance(trainer.profiler, SimpleProfiler)
