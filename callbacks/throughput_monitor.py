@@ -62,6 +62,9 @@ class ThroughputMonitor(Callback):
         10
     """
 
+    # The clocks of the ranks differ.
+    state_per_rank = False
+
     def __init__(
         self,
         batch_size_fn: Callable[[Any], int],

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from leyden.core.errors import ConfigurationError, nearest
-from leyden.core.rank_zero import rank_zero_warn
+from leyden.core.rank_zero import warn
 from leyden.strategies.mesh.adapters import with_adapters
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
@@ -267,7 +267,7 @@ class TensorParallel:
         self.share = 1 - whole.total() / total if total else 1.0
         if self.share < ENOUGH:
             largest = ", ".join(f"{pattern} ({count / total:.0%})" for pattern, count in whole.most_common(3))
-            rank_zero_warn(
+            warn(
                 f"the plan splits {self.share:.0%} of the parameters of {type(root).__name__} over tp="
                 f"{self.mesh.size()}, and every rank of a tp group computes the rest in full. The largest layers that "
                 f"it leaves whole: {largest}. Add them to MeshStrategy(plan={{…}}), or use FSDP with tp=1."

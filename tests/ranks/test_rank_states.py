@@ -13,6 +13,7 @@ from ranks.world import run_world
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, DataModule, Trainer
+from leyden.callbacks import ThroughputMonitor
 
 
 def own_number() -> int:
@@ -66,7 +67,7 @@ def fit(folder: str, path: str | None, epochs: int) -> tuple[list[int], list[str
         strategy="ddp",
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=epochs,
-        callbacks=owners,
+        callbacks=[*owners, ThroughputMonitor(len)],
         default_root_dir=folder,
     )
     data = Data(number)
