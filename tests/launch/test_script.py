@@ -190,6 +190,15 @@ def test_ctrl_c_in_the_terminal_of_a_launch_ends_in_a_line(how: str, folder: Pat
     assert found.returncode == 130
 
 
+def test_ctrl_c_under_torchrun_leaves_only_torchruns_traceback(folder: Path) -> None:
+    (folder / "script.py").write_text(INTERRUPTED)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = run([*torchrun, "script.py", "1", "all"], folder)
+    assert "\nstopped at step " in found.stdout, found.stderr
+    assert found.stderr.count("Traceback") == found.stderr.count("SignalException: Process") == 1, found.stderr
+    assert "script.py" not in found.stderr and "NEVER" not in found.stdout
+
+
 def without_gloo(printed: str) -> list[str]:
     """Removes the lines that gloo of torch 2.9 prints about its connections."""
     return [line for line in printed.splitlines() if not line.startswith("[Gloo] ")]
