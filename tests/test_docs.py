@@ -91,6 +91,21 @@ def test_each_recipe_runs_standalone(
         exec(compile(block, "docs/recipes.md", "exec"), vars(module))
 
 
+def test_the_pages_on_models_of_transformers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("pages")
+    monkeypatch.setitem(sys.modules, "pages", module)
+    exec(compile(recipes()[0], "docs/recipes.md", "exec"), vars(module))
+    for page in ("language-models.md", "from-hf-trainer.md"):
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+        for block in blocks:
+            exec(compile(block, f"docs/{page}", "exec"), vars(module))
+    assert (tmp_path / "classifier" / "model.safetensors").is_file()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_there_are_at_least_thirty_recipes() -> None:
     questions = [question for question, _ in recipes()[1]]
     assert len(questions) == len(set(questions)) >= 30

@@ -15,7 +15,7 @@ import leyden
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
-MACHINERY = ("core", "launch", "data", "checkpoint", "accelerator", "compat", "cli")
+MACHINERY = ("core", "launch", "data", "checkpoint", "accelerator", "hf", "compat", "cli")
 
 # The rooms, from the ground up. A module belongs to the room with the longest matching prefix, and imports from its own
 # room and from those below.
@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.accelerator.loop", "leyden.accelerator.prepared"),
     # The Accelerator, and its rooms `records` and `standalone`.
     ("leyden.trainer.trainer", "leyden.accelerator"),
+    ("leyden.hf",),
     ("leyden.compat",),
     ("leyden.cli.settings", "leyden.cli.models"),
     tuple(f"leyden.cli.{room}" for room in ("checkpoint", "configuration", "estimate")),
@@ -84,6 +85,8 @@ LAZY = {
         "torch_xla",
         "torchao",
         "transformers",
+        "peft",
+        "huggingface_hub",
         "torch.utils.tensorboard",
         "torch.distributed.checkpoint",
     ),

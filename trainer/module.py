@@ -106,6 +106,22 @@ class TrainModule(Hyperparameters, nn.Module):
     def configure_model(self) -> None:
         """Builds submodules in the strategy's context (on the meta device if it shards). Called in every stage."""
 
+    def configure_weights(self, load: Callable[[str | Path], None]) -> None:
+        """Loads pretrained weights into the model that `configure_model` built. Called in every stage.
+
+        By now the strategy holds the model as it trains it. Each rank reads only its own part of every tensor, so a
+        model larger than a rank's memory can start from pretrained weights.
+
+        Args:
+            load: reads a folder that `save_pretrained` of transformers wrote. It does nothing if the run restores the
+                weights of a checkpoint.
+
+        Example:
+            >>> class Pretrained(TrainModule):
+            ...     def configure_weights(self, load):
+            ...         load("path/to/llama")
+        """
+
     def run_identity(self) -> Any:
         """Returns the identity of this run, so that `ckpt_path="auto"` never resumes another run's checkpoint.
 

@@ -72,10 +72,12 @@ def guard_exports(root: nn.Module) -> None:
 
     transformers and peft read the model's own state dict, and then either fail halfway through the file or write one
     rank's part. Gathering the state there would deadlock, because scripts call `save_pretrained` on the main rank only.
+    A module with a true `gathers_shards` is left as it is: its method gathers, and all ranks call it.
     """
     for module in root.modules():
         plain = getattr(type(module), "save_pretrained", None)
-        if callable(plain) and "save_pretrained" not in vars(module):
+        gathers = getattr(module, "gathers_shards", False)
+        if callable(plain) and not gathers and "save_pretrained" not in vars(module):
             vars(module)["save_pretrained"] = types.MethodType(_guarded(plain), module)
 
 

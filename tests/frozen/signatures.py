@@ -1,6 +1,7 @@
 """Records public names and signatures: `python tests/frozen/signatures.py` writes them to signatures.json.
 
-Public names are those that `leyden` and its three rooms export, and those that the docs and examples import.
+Public names are those that `leyden`, its three rooms and `leyden.hf` export, and those that the docs and examples
+import.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SNAPSHOT = Path(__file__).with_name("signatures.json")
 def public_names() -> list[str]:
     """Returns names such as "leyden.trainer:Trainer", sorted."""
     found = set()
-    for room in ("leyden", "leyden.trainer", "leyden.callbacks", "leyden.strategies"):
+    for room in ("leyden", "leyden.trainer", "leyden.callbacks", "leyden.strategies", "leyden.hf"):
         module = importlib.import_module(room)
         exported = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
         for name in exported:

@@ -7,7 +7,7 @@ sections at the margin are `fit` and the other methods of a Trainer, and the par
 
     fit
         [fitted before] callback.load_state_dict (resets each callback to its initial state)
-        configure_callbacks, prepare_data, setup, configure_model
+        configure_callbacks, prepare_data, setup, configure_model, configure_weights
         [resume] module.on_load_checkpoint, datamodule.load_state_dict, callback.on_load_checkpoint
         [resume] callback.load_state_dict
         configure_optimizers, on_fit_start
@@ -44,7 +44,7 @@ sections at the margin are `fit` and the other methods of a Trainer, and the par
             on_X_batch_start, X_step, on_X_batch_end
         on_X_epoch_end, on_X_end, on_X_model_train
     validate, test, predict
-        configure_callbacks, prepare_data, setup, configure_model
+        configure_callbacks, prepare_data, setup, configure_model, configure_weights
         [with ckpt_path] module.on_load_checkpoint
         X_dataloader, evaluation, teardown
     save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -14,6 +15,7 @@ from leyden.checkpoint.owners import RankStates, Unclaimed
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.step_states import SCHEDULERS
 from leyden.core.errors import StateError
+from leyden.core.paths import local_path
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
 from leyden.data.positions import check_loaders
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
 NEEDED = ("loader", "logs", "metrics", "rng")
 """The states of each rank that every checkpoint has."""
+
+
+def _ignore(folder: str | Path) -> None:
+    """Loads no pretrained weights, because those of a checkpoint follow."""
 
 
 class Restorer:
@@ -131,16 +137,14 @@ class Restorer:
     def restore_weights(self) -> None:
         """Restores the weights, and in fit the DataModule and callbacks: everything before the optimizers."""
         run, reader = self._run, self.reader
+        restores = reader is not None and "weights" in self._parts
+        if not self._within:
+            run.module.configure_weights(_ignore if restores else self._load_folder)
         if reader is None:
             return
-        if "weights" in self._parts:
+        if restores:
             self._users.load_into_module()
-            if isinstance(reader, HuggingFaceFolder):
-                reader = reader.within(run.module)
-            if not run.module.strict_loading:
-                check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
-            with naming(reader.weights_file):
-                run.strategy.load_module(reader, run.module, run.module.strict_loading)
+            self._load(reader.within(run.module) if isinstance(reader, HuggingFaceFolder) else reader)
         if run.state.stage == "fit" and "callbacks" in self._parts:
             if self._within and self._progress is not None:
                 self._users.go_back(self._progress.global_step)
@@ -152,6 +156,18 @@ class Restorer:
             self._rank.load("buffers")
         if run.state.stage != "fit":
             self._release()
+
+    def _load(self, reader: Reader, strict: bool | None = None) -> None:
+        run = self._run
+        strict = run.module.strict_loading if strict is None else strict
+        if not strict:
+            check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
+        with naming(reader.weights_file):
+            run.strategy.load_module(reader, run.module, strict)
+
+    def _load_folder(self, folder: str | Path) -> None:
+        # A new head is not in the folder, and the folder's head may not be in the module.
+        self._load(HuggingFaceFolder(local_path(folder, "configure_weights")).within(self._run.module), strict=False)
 
     def restore_run(self) -> Unclaimed | None:
         """Restores optimizers, schedulers, scaler and progress.

@@ -1,0 +1,191 @@
+"""The loss of a transformers model and the number of labels it averages over, as transformers' Trainer counts them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leyden.core.errors import ConfigurationError
+
+IGNORED = -100
+"""The label of a position that counts for nothing."""
+
+
+def base_model(model: Any) -> Any:
+    """Returns the transformers model inside a model with adapters; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def averages_items(model: nn.Module) -> bool:
+    """Returns True if the model's loss is a mean over labels, of which it takes the number: `num_items_in_batch`.
+
+    transformers' Trainer decides by the same rule: `accepts_loss_kwargs`, else whether `forward` takes any keyword.
+    """
+    model = base_model(model)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return bool(getattr(model, "accepts_loss_kwargs", any(p.kind is p.VAR_KEYWORD for p in parameters)))
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Returns True if the model predicts each label from the position before it, so that a row's first label is unused.
+
+    Encoder-decoder models shift the decoder's inputs instead.
+    """
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    base = base_model(model)
+    is_causal = LOSS_MAPPING.get(getattr(base, "loss_type", "")) is ForCausalLMLoss
+    return is_causal and not getattr(base.config, "is_encoder_decoder", False)
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Returns the names of the model's inputs that are labels, such as `labels` or `start_positions`."""
+    from transformers.utils import generic
+
+    find_labels: Any = generic.find_labels
+    return list(find_labels(type(base_model(model))))
+
+
+def count_items(batch: Mapping[str, Any], shifts: bool) -> Tensor | None:
+    """Returns the number of labels that the loss averages over, as a tensor on their device.
+
+    Args:
+        batch: a batch with `labels`, and maybe `shift_labels`, which then count instead.
+        shifts: True if the model shifts labels (see `shifts_labels`).
+
+    Returns:
+        None if the batch has no tensor of labels: the loss is then a mean over the batch.
+
+    Example:
+        >>> import torch
+        >>> labels = torch.tensor([[-100, 5, 6], [7, 8, -100]])
+        >>> count_items({"labels": labels}, shifts=True), count_items({"labels": labels}, shifts=False)
+        (tensor(3), tensor(4))
+    """
+    labels = batch.get("labels")
+    if isinstance(batch.get("shift_labels"), Tensor):
+        labels = batch["shift_labels"]
+    elif isinstance(labels, Tensor) and shifts:
+        labels = labels[..., 1:]
+    return (labels != IGNORED).sum() if isinstance(labels, Tensor) else None
+
+
+def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifts: bool, num_items: Tensor | None) -> Tensor:
+    """Returns the cross entropy with label smoothing (Szegedy et al., https://arxiv.org/abs/1512.00567).
+
+    Args:
+        logits: scores of the classes, (…, C).
+        labels: class indices, (…), or -100.
+        smoothing: the share of the target that is spread over all classes, 0 to 1.
+        shifts: True if each position predicts the next label.
+        num_items: the number to divide the sum by; None for the number of labels that are not -100.
+    """
+    if shifts:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(),
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
+    return total / ((labels != IGNORED).sum() if num_items is None else num_items)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the inputs of a model must fit, so that a wrong tokenizer or label is one clear error before the first step.
+
+    Attributes:
+        tokens: rows of the input embeddings; None if inputs are no tokens.
+        classes: number of classes of the labels; None if they are no classes.
+        length: the longest sequence; None without a limit.
+    """
+
+    tokens: int | None = None
+    classes: int | None = None
+    length: int | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Sizes:
+        """Returns the sizes of a transformers model."""
+        tokens, classes = (_rows(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output"))
+        config = model.config
+        if classes is None and getattr(config, "problem_type", None) not in (
+            "regression",
+            "multi_label_classification",
+        ):
+            labels = getattr(config, "num_labels", 0)
+            classes = labels if labels > 1 and "Classification" in type(model).__name__ else None
+        return cls(tokens, classes, _positions(model))
+
+    def check_length(self, batch: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError if a sequence is longer than the model's positions."""
+        ids = batch.get("input_ids")
+        if self.length is None or not isinstance(ids, Tensor) or "position_ids" in batch:
+            # Positions of packed sequences begin again with each.
+            return
+        if ids.shape[-1] > self.length:
+            raise ConfigurationError(
+                f"a sequence has {ids.shape[-1]} tokens, and the model {self.length} positions. Tokenize with "
+                f"truncation=True, max_length={self.length}; a model with rotary positions takes more if you raise "
+                "config.max_position_embeddings."
+            )
+
+    def check_values(self, batch: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError for token or class numbers that the model lacks."""
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        if self.tokens is not None and isinstance(ids, Tensor) and ids.numel() and int(ids.max()) >= self.tokens:
+            raise ConfigurationError(
+                f"the batch has the token {int(ids.max())}, and the model {self.tokens} embeddings: the tokenizer does "
+                "not fit. Pass HFModule the tokenizer as processing_class, which resizes the embeddings, or use the "
+                "model's own."
+            )
+        if self.classes is None or not isinstance(labels, Tensor) or labels.is_floating_point():
+            return
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= self.classes))]
+        if wrong.numel():
+            raise ConfigurationError(
+                f"the batch has the label {int(wrong[0])}, and the model has the classes 0 to {self.classes - 1}. Use "
+                f"{IGNORED} for labels to ignore; num_labels in the model's configuration sets the number of classes."
+            )
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Returns the model's number of positions: the rows of a learned table, else what its configuration says."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and name.endswith(("position_embeddings", "wpe", "embed_positions")):
+            # RoBERTa counts positions from behind the padding's.
+            return part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    return positions
+
+
+def _rows(embeddings: Any) -> int | None:
+    try:
+        weight = embeddings().weight
+    except (AttributeError, NotImplementedError, TypeError):
+        # Models of images and sound have no embeddings of tokens.
+        return None
+    return int(weight.shape[0]) if weight.ndim == 2 else None
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Returns the loss in a model's outputs: a mapping with `loss`, or a tuple that begins with it.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"the model returned no loss, only {', '.join(outputs)}. Add 'labels' to the batch (a collator such as "
+            "DataCollatorForLanguageModeling makes them), choose a class with a head by model_class, or pass "
+            "compute_loss_func."
+        )
+    return loss

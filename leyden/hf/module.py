@@ -1,0 +1,465 @@
+"""HFModule: trains a model of transformers under any strategy, with the loss of transformers' Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.core.errors import ConfigurationError, kind_of, nearest, needs
+from leyden.hf.loss import (
+    Sizes,
+    averages_items,
+    base_model,
+    count_items,
+    label_names,
+    loss_of,
+    shifts_labels,
+    smoothed_loss,
+)
+from leyden.hf.metrics import Predictions
+from leyden.trainer.module import TrainModule
+
+_HUB = ("revision", "token", "cache_dir")
+"""The arguments in `model_kwargs` that choose what is downloaded."""
+_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)", re.IGNORECASE)
+"""Names of parameters without weight decay, as in transformers' Trainer; nor do those of nn.LayerNorm decay."""
+
+
+class HFModule(TrainModule):
+    """A model of transformers with its loss, optimizer and learning-rate schedule.
+
+    The loss is that of transformers' Trainer: a mean over the labels of the whole accumulation window on all ranks
+    that are not -100, where the model averages over labels; else a mean over the batch. Every batch counts by its
+    labels, so an auxiliary loss, such as the load balance of a mixture of experts, is averaged too. Batches are dicts,
+    as the collators of transformers make them. Logs `loss`, `val_loss` and `test_loss`.
+
+    Args:
+        model: a model of transformers, or the name of a folder or repository that `from_pretrained` accepts. With a
+            name, the model is built when a run starts, and under a sharding strategy each rank reads only its part.
+        processing_class: the tokenizer or processor, which is saved with the model. If a tokenizer has more tokens than
+            the model has embeddings, the embeddings are resized.
+        model_class: a class of transformers for `model` as a name, or that class's name, such as
+            "AutoModelForSequenceClassification"; `load_from_checkpoint` needs a class again, and finds a name. Default:
+            the class in the folder's config.json.
+        model_kwargs: arguments of `from_pretrained` for `model` as a name, such as `{"num_labels": 3}`.
+        lr: the highest learning rate.
+        optimizer: a name in `torch.optim`, in any case, or a callable that gets the parameter groups and `lr=`.
+        weight_decay: weight decay of all parameters but biases and norms.
+        scheduler: a name that `transformers.get_scheduler` accepts; a callable that gets the optimizer and the number
+            of steps; or None for a constant learning rate.
+        scheduler_kwargs: further arguments of the schedule with that name, such as `{"num_cycles": 2}`.
+        warmup_steps: steps in which the learning rate grows from 0; below 1, a fraction of all steps.
+        compute_loss_func: a function of `(outputs, labels, num_items_in_batch=)` that returns the sum over the labels
+            divided by `num_items_in_batch`.
+        label_smoothing: the share of each target that is spread over all classes.
+        compute_metrics: a function of a `transformers.EvalPrediction` that returns metrics by name. Called once per
+            validation with the predictions for all samples on all ranks, in their order. Logged as `val_…`.
+        preprocess_logits_for_metrics: a function of `(logits, labels)` whose result is kept for `compute_metrics`.
+        peft_config: a configuration of peft, such as `LoraConfig`, for training adapters.
+
+    Raises:
+        ConfigurationError: if an argument is invalid.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+        >>> module = HFModule(LlamaForCausalLM(config), lr=1e-3, scheduler="cosine", warmup_steps=0.1)
+        >>> ids = torch.arange(8).view(2, 4)
+        >>> module.training_step({"input_ids": ids, "labels": ids}, 0)["num_items"]
+        tensor(6)
+    """
+
+    gathers_shards = True
+    """Sharding strategies leave `save_pretrained` as it is: all ranks call it, and it gathers."""
+
+    def __init__(
+        self,
+        model: nn.Module | str | os.PathLike[str],
+        processing_class: Any = None,
+        *,
+        model_class: Any = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        lr: float = 5e-5,
+        optimizer: str | Callable[..., Optimizer] = "adamw",
+        weight_decay: float = 0.0,
+        scheduler: str | Callable[..., Any] | None = "linear",
+        scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: float = 0,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        label_smoothing: float = 0.0,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        peft_config: Any = None,
+    ) -> None:
+        super().__init__()
+        with needs("transformers", "hf", "HFModule"):
+            import transformers  # noqa: F401
+        if not 0 <= label_smoothing < 1:
+            raise ConfigurationError(f"label_smoothing={label_smoothing}: use a share from 0 to below 1.")
+        if warmup_steps < 0:
+            raise ConfigurationError(f"warmup_steps={warmup_steps}: use a number of steps, or a fraction below 1.")
+        if label_smoothing and compute_loss_func is not None:
+            raise ConfigurationError("label_smoothing has no effect with compute_loss_func. Pass one of the two.")
+        is_model = isinstance(model, nn.Module)
+        if is_model and (model_class is not None or model_kwargs):
+            raise ConfigurationError(
+                "model_class and model_kwargs are for a model that is given by name. Build this one with them instead."
+            )
+        self.save_hyperparameters(
+            *(() if is_model else ("model", "model_kwargs")),
+            "scheduler_kwargs",
+            *(("model_class",) if isinstance(model_class, str) else ()),
+            *("lr", "weight_decay", "warmup_steps", "label_smoothing"),
+            *(("optimizer",) if isinstance(optimizer, str) else ()),
+            *(("scheduler",) if scheduler is None or isinstance(scheduler, str) else ()),
+        )
+        self.model: Any = model if is_model else None
+        self.processing_class = processing_class
+        self.lr, self.optimizer, self.weight_decay = lr, optimizer, weight_decay
+        self.scheduler, self.scheduler_kwargs, self.warmup_steps = scheduler, scheduler_kwargs, warmup_steps
+        self.compute_loss_func, self.label_smoothing = compute_loss_func, label_smoothing
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.peft_config = peft_config
+        self._name = None if is_model else os.fspath(model)  # type: ignore[arg-type]
+        self._model_class, self._model_kwargs = model_class, dict(model_kwargs or {})
+        self._unread: Path | None = None
+        self._counts_items = self._shifts = self._takes_items = False
+        self._sizes = Sizes()
+        self._label_names: list[str] = []
+        self._is_checked = False
+        self._predictions: dict[int, Predictions] = {}
+        if is_model:
+            if not hasattr(base_model(model), "config"):
+                raise ConfigurationError(
+                    f"HFModule trains a model of transformers, not {kind_of(model)}. Subclass TrainModule for your own."
+                )
+            self._finish()
+
+    # building ---------------------------------------------------------------------------------------------------------
+    def prepare_data(self) -> None:
+        if self._name is not None and not Path(self._name).is_dir():
+            self._download()
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self._build()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Prepares the model for training: embeddings, adapters, and how it counts its loss."""
+        self._resize_embeddings()
+        if self.peft_config is not None:
+            self._add_adapters()
+        self._settle()
+        # from_pretrained returns a model in eval mode.
+        self.model.train()
+
+    def _add_adapters(self) -> None:
+        with needs("peft", "hf", "HFModule(peft_config=…)"):
+            from peft import get_peft_model
+        if hasattr(self.model, "get_base_model"):
+            raise ConfigurationError("the model has adapters already: leave peft_config out.")
+        if self._unread is not None:
+            raise ConfigurationError(
+                "a sharding strategy reads the weights after the adapters are added, when layers have other names. "
+                "Pass the model itself with peft_config: HFModule(AutoModelForCausalLM.from_pretrained(folder), …)."
+            )
+        self.model = get_peft_model(self.model, self.peft_config)
+
+    def _build(self) -> None:
+        import transformers
+
+        folder = self._folder()
+        config, kwargs = transformers.AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, **self._model_kwargs
+        )
+        model_class: Any = self._model_class or (config.architectures or ("",))[0]
+        if isinstance(model_class, str):
+            name, model_class = model_class, getattr(transformers, model_class, None)
+        if model_class is None:
+            where = "model_class" if self._model_class else f"config.json of {folder}"
+            raise ConfigurationError(
+                f"transformers has no class {name!r}, which {where} names. Pass model_class, such as "
+                "model_class='AutoModelForCausalLM'."
+            )
+        if torch.empty(0).device.type != "meta":
+            self.model = model_class.from_pretrained(folder, **self._model_kwargs)
+            return
+        # The strategy shards the model before it has values; each rank then reads its part.
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        taken = {name: value for name, value in kwargs.items() if name not in (*_HUB, "subfolder")}
+        try:
+            self.model = build(config, **taken)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"model_kwargs: a sharding strategy builds the model from its configuration, which takes none of "
+                f"{', '.join(taken)}, but dtype and attn_implementation. Save the model as it should start, and pass "
+                f"that folder. {error}"
+            ) from error
+        self._unread = folder / self._model_kwargs.get("subfolder", "")
+        if (self._unread / "generation_config.json").is_file() and self.model.can_generate():
+            self.model.generation_config = transformers.GenerationConfig.from_pretrained(self._unread)
+
+    def _folder(self) -> Path:
+        assert self._name is not None
+        folder = Path(self._name) if Path(self._name).is_dir() else self._download(local_files_only=True)
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise ConfigurationError(
+                f"{folder} holds adapters without their model. Load them with PeftModel.from_pretrained(base, folder, "
+                "is_trainable=True), and pass the result."
+            )
+        return folder
+
+    def _download(self, **kwargs: Any) -> Path:
+        """Returns the folder of a repository on the hub, downloaded unless it is there."""
+        from huggingface_hub import snapshot_download
+
+        name = str(self._name)
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ConfigurationError(f"HFModule({name!r}): there is no such folder.")
+        chosen = {key: self._model_kwargs[key] for key in _HUB if key in self._model_kwargs}
+        try:
+            return Path(snapshot_download(name, allow_patterns=_FILES, **chosen, **kwargs))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"HFModule({name!r}): it is neither a folder, nor a repository that can be downloaded or is in the "
+                f"cache. {error}"
+            ) from error
+
+    def configure_weights(self, load: Callable[[str | Path], None]) -> None:
+        if self._unread is not None:
+            load(self._unread)
+            self._unread = None
+
+    def _resize_embeddings(self) -> None:
+        tokens = len(self.processing_class) if hasattr(self.processing_class, "get_vocab") else 0
+        rows = self.model.get_input_embeddings().weight.shape[0] if tokens else 0
+        if tokens <= rows:
+            return
+        if self._unread is not None:
+            raise ConfigurationError(
+                f"the tokenizer has {tokens} tokens and the model {rows} embeddings, which cannot be resized before "
+                "their shards are read. Call model.resize_token_embeddings(len(tokenizer)), save the model with "
+                "save_pretrained, and pass that folder."
+            )
+        self.model.resize_token_embeddings(tokens)
+
+    def _settle(self) -> None:
+        """Takes from the model how it counts its loss."""
+        base = base_model(self.model)
+        self._takes_items = averages_items(base)
+        self._counts_items = self._takes_items or self.compute_loss_func is not None
+        self._shifts = shifts_labels(base)
+        self._sizes = Sizes.of(base)
+        self._label_names = label_names(base)
+        is_prompt = bool(getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False))
+        is_multi_label = getattr(base.config, "problem_type", None) == "multi_label_classification"
+        if self.label_smoothing and (is_prompt or is_multi_label):
+            kind = "prompts that are learned" if is_prompt else "several labels per sample"
+            raise ConfigurationError(f"label_smoothing does not work with {kind}. Set label_smoothing=0.")
+        if self.label_smoothing and getattr(base.config, "output_router_logits", False):
+            raise ConfigurationError(
+                "label_smoothing replaces the model's own loss, and with it the auxiliary loss of its experts. Set "
+                "label_smoothing=0, or config.output_router_logits=False."
+            )
+
+    # steps ------------------------------------------------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._sizes.check_length(batch)
+        if not self._is_checked:
+            # Reads the batch back from the device, so only the first one.
+            self._sizes.check_values(batch)
+            self._is_checked = True
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Any:
+        num_items = self.count_items(batch)
+        if num_items is None:
+            loss, _ = self.compute_loss(batch)
+            self.log("loss", loss, prog_bar=True)
+            return loss
+        # The loss of a batch without labels is 0, not 0 / 0.
+        divisor = num_items.clamp(min=1)
+        loss, _ = self.compute_loss(batch, divisor)
+        self.log("loss", loss, prog_bar=True)
+        return {"loss": loss * divisor, "num_items": num_items}
+
+    def count_items(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Returns the number of labels that the loss averages over; None if it is a mean over the batch."""
+        return count_items(batch, self._shifts) if self._counts_items else None
+
+    def compute_loss(self, batch: Mapping[str, Any], num_items: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Returns the loss of a batch and the model's outputs.
+
+        Args:
+            batch: the model's inputs.
+            num_items: the number that the sum over the labels is divided by; None for the batch's own.
+        """
+        inputs = dict(batch)
+        labels = inputs.pop("labels", None) if self.compute_loss_func or self.label_smoothing else None
+        if labels is not None and "decoder_input_ids" not in inputs:
+            # Models that shift their decoder's inputs make them from the labels, which they do not get here.
+            shift = getattr(base_model(self.model), "prepare_decoder_input_ids_from_labels", None)
+            inputs |= {} if shift is None else {"decoder_input_ids": shift(labels=labels)}
+        if self._takes_items and num_items is not None:
+            inputs["num_items_in_batch"] = num_items
+        outputs = self(**inputs)
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items), outputs
+        if labels is not None:
+            return smoothed_loss(outputs.logits, labels, self.label_smoothing, self._shifts, num_items), outputs
+        return loss_of(outputs), outputs
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self._evaluate(batch, "val")
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        outputs = self(**batch)
+        # A cache of keys and values would stay in memory for the whole data set.
+        return {name: outputs[name] for name in outputs if name not in self._ignored}
+
+    @property
+    def _ignored(self) -> Sequence[str]:
+        """Names of outputs that are no predictions, as in transformers' Trainer."""
+        return getattr(base_model(self.model).config, "keys_to_ignore_at_inference", ["past_key_values"])
+
+    def _evaluate(self, batch: Mapping[str, Any], stage: str) -> Any:
+        if self.compute_loss_func is None and not any(name in batch for name in self._label_names):
+            return self(**batch)
+        num_items = self.count_items(batch)
+        divisor = None if num_items is None else num_items.clamp(min=1)
+        loss, outputs = self.compute_loss(batch, divisor)
+        weight: Any = num_items
+        self.log(f"{stage}_loss", loss, batch_size=weight, prog_bar=True)
+        return outputs
+
+    # optimizers -------------------------------------------------------------------------------------------------------
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer(self._parameter_groups())
+        if self.scheduler is None:
+            return optimizer
+        scheduler = self._make_scheduler(optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        norms = {id(p) for part in self.modules() if isinstance(part, nn.LayerNorm) for p in part.parameters()}
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                decays = id(parameter) not in norms and not _UNDECAYED.search(name)
+                (decayed if decays else others).append(parameter)
+        return [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+    def _make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        if not isinstance(self.optimizer, str):
+            return self.optimizer(groups, lr=self.lr)
+        classes = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        kind = classes.get(self.optimizer.lower())
+        if kind is None or kind is Optimizer:
+            raise ConfigurationError(
+                f"optimizer={self.optimizer!r} is not in torch.optim. {nearest(self.optimizer.lower(), classes)} A "
+                "callable that gets the parameter groups and lr= works too."
+            )
+        made: Optimizer = kind(groups, lr=self.lr)
+        return made
+
+    def _make_scheduler(self, optimizer: Optimizer) -> Any:
+        steps = self.trainer.estimated_stepping_batches
+        if not isinstance(self.scheduler, str):
+            assert self.scheduler is not None
+            return self.scheduler(optimizer, steps)
+        if math.isinf(steps) and (self.warmup_steps % 1 or not self.scheduler.startswith(("constant", "reduce"))):
+            raise ConfigurationError(
+                f"scheduler={self.scheduler!r} needs the number of steps, and this run has no end. Set max_steps or "
+                "max_epochs, or use scheduler='constant_with_warmup'."
+            )
+        if self.scheduler == "greedy":
+            raise ConfigurationError("scheduler='greedy' is not here. Use 'reduce_lr_on_plateau'.")
+        from transformers import get_scheduler
+
+        warmup = math.ceil(steps * self.warmup_steps) if self.warmup_steps < 1 else int(self.warmup_steps)
+        total = None if math.isinf(steps) else int(steps)
+        try:
+            return get_scheduler(self.scheduler, optimizer, warmup, total, dict(self.scheduler_kwargs or {}))
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"scheduler={self.scheduler!r}: {error}") from error
+
+    # metrics ----------------------------------------------------------------------------------------------------------
+    def on_validation_epoch_start(self) -> None:
+        self._predictions.clear()
+
+    def on_test_epoch_start(self) -> None:
+        self._predictions.clear()
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._keep(outputs, batch, dataloader_idx)
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._keep(outputs, batch, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_metrics("val", len(self.trainer.num_val_batches))
+
+    def on_test_epoch_end(self) -> None:
+        self._log_metrics("test", len(self.trainer.num_test_batches))
+
+    def _predictions_of(self, loader: int) -> Predictions:
+        return self._predictions.setdefault(loader, Predictions(self.preprocess_logits_for_metrics, self._label_names))
+
+    def _keep(self, outputs: Any, batch: Mapping[str, Any], loader: int) -> None:
+        if self.compute_metrics is not None:
+            self._predictions_of(loader).add(outputs, batch, self._ignored)
+
+    def _log_metrics(self, stage: str, loaders: int) -> None:
+        """Logs the metrics of each loader. A rank without a sample takes part in the exchange too."""
+        if self.compute_metrics is None:
+            return
+        for loader in range(loaders):
+            metrics = self._predictions_of(loader).compute(self.compute_metrics, self.trainer.strategy)
+            for name, value in metrics.items():
+                suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""
+                self.log(f"{stage}_{name.removeprefix('eval_')}{suffix}", value, sync_dist=False)
+        self._predictions.clear()
+
+    # saving -----------------------------------------------------------------------------------------------------------
+    def save_pretrained(self, folder: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes a folder that `from_pretrained` of transformers reads: weights, configuration, tokenizer.
+
+        All ranks call it. Rank 0 gathers the whole weights and writes them. Of a model with adapters, only the adapters
+        are written.
+
+        Args:
+            folder: the folder; created if missing.
+            **kwargs: further arguments of the model's `save_pretrained`, such as `max_shard_size`.
+
+        Raises:
+            ConfigurationError: if the model is not built yet.
+        """
+        if self.model is None:
+            raise ConfigurationError("save_pretrained: the model is built when a run starts. Call it after that.")
+        trainer = self._trainer
+        state = self.state_dict() if trainer is None else trainer.strategy.full_state_dict(self, rank0_only=True)
+        if trainer is None or trainer.is_global_zero:
+            weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+            self.model.save_pretrained(folder, state_dict=weights, **kwargs)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+        if trainer is not None:
+            trainer.strategy.barrier("save_pretrained")

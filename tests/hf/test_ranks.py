@@ -1,0 +1,124 @@
+"""HFModule from a folder, on two ranks: the weights of one process under every strategy, read back by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make_model, rows
+from models import QUIET
+from ranks.world import run_world
+from torch.utils.data import DataLoader
+
+from leyden import Trainer
+from leyden.hf import HFModule
+from leyden.strategies import FSDPStrategy, MeshStrategy
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+STRATEGIES: dict[str, Any] = {
+    "single": lambda: "single_device",
+    "ddp": lambda: "ddp",
+    "fsdp": FSDPStrategy,
+    "tp": lambda: MeshStrategy(tp=2, dp_shard=1),
+    "pp": lambda: MeshStrategy(pp=2, dp_shard=1),
+}
+
+
+def order(evaluated: Any) -> dict[str, float]:
+    """Returns metrics that tell how many rows there are, and in which order."""
+    return {"rows": len(evaluated.predictions), **{f"first_{i}": row[0] for i, row in enumerate(evaluated.label_ids)}}
+
+
+def train(strategy: str, folder: str, out: str) -> dict[str, float]:
+    torch.manual_seed(1)
+    # The stages of a pipeline do not return logits.
+    module = HFModule(folder, lr=1e-3, compute_metrics=None if strategy == "pp" else order)
+    trainer = Trainer(strategy=STRATEGIES[strategy](), max_steps=6, verbose=False, **QUIET)
+    data = rows("llama", 24)
+    per_rank = 2 if strategy in ("ddp", "fsdp") else 4
+    trainer.fit(module, DataLoader(data, per_rank), DataLoader(data[:7], 2))
+    module.save_pretrained(out)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
+
+
+def pretrained(folder: Path) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is transformers.LlamaForCausalLM
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a pretrained folder, the metrics of one process and its final weights."""
+    folder, out = tmp_path_factory.mktemp("pretrained"), tmp_path_factory.mktemp("single")
+    make_model("llama").save_pretrained(folder)
+    return folder, train("single", str(folder), str(out)), pretrained(out)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+def test_two_ranks_end_like_one_process(strategy: str, single: Any, tmp_path: Path) -> None:
+    folder, expected, weights = single
+    answers = run_world(2, train, strategy, str(folder), str(tmp_path))
+    assert answers[0] == answers[1]
+    for name, value in answers[0].items():
+        assert value == pytest.approx(expected[name], abs=1e-5), name
+    assert strategy == "pp" or answers[0]["val_rows"] == 7
+    found = pretrained(tmp_path)
+    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-5) for name, value in weights.items())
+    assert not torch.equal(found["lm_head.weight"], make_model("llama").state_dict()["lm_head.weight"])
+
+
+def start(strategy: str, folder: str, out: str) -> None:
+    module = HFModule(folder, lr=0.0, scheduler=None)
+    Trainer(strategy=STRATEGIES[strategy](), max_steps=1, verbose=False, **QUIET).fit(
+        module, DataLoader(rows("llama", 8), 2)
+    )
+    module.save_pretrained(out)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_shards_start_from_the_pretrained_weights_bit_for_bit(strategy: str, single: Any, tmp_path: Path) -> None:
+    run_world(2, start, strategy, str(single[0]), str(tmp_path))
+    found = pretrained(tmp_path)
+    assert all(torch.equal(found[name], value) for name, value in make_model("llama").state_dict().items())
+
+
+def few_rows(strategy: str, folder: str) -> dict[str, float]:
+    module = HFModule(folder, lr=1e-3, compute_metrics=order)
+    trainer = Trainer(strategy=STRATEGIES[strategy](), verbose=False, **QUIET)
+    data = rows("llama", 8)
+    trainer.validate(module, [DataLoader(data[:1], 2), DataLoader(data[1:], 2)], verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if "rows" in name}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_without_a_sample_takes_part_in_metrics(strategy: str, single: Any) -> None:
+    expected = {"val_rows/dataloader_idx_0": 1.0, "val_rows/dataloader_idx_1": 7.0}
+    assert run_world(2, few_rows, strategy, str(single[0])) == [expected, expected]
+
+
+def adapt(strategy: str, out: str) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = make_model("llama")
+    torch.manual_seed(1)
+    module = HFModule(model, peft_config=config, lr=1e-2)
+    per_rank = 4 if strategy == "single" else 2
+    trainer = Trainer(strategy=STRATEGIES[strategy](), max_steps=4, verbose=False, **QUIET)
+    trainer.fit(module, DataLoader(rows("llama", 16), per_rank))
+    module.save_pretrained(out)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_adapters_on_two_ranks_end_like_those_of_one_process(strategy: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapt("single", str(tmp_path / "single"))
+    run_world(2, adapt, strategy, str(tmp_path / strategy))
+    one, two = (peft.PeftModel.from_pretrained(make_model("llama"), tmp_path / name) for name in ("single", strategy))
+    found = two.state_dict()
+    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-5) for name, value in one.state_dict().items())
