@@ -71,8 +71,9 @@ class HFModule(TrainModule):
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-        >>> module = HFModule(LlamaForCausalLM(config), lr=1e-3, scheduler="cosine", warmup_steps=0.1)
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+        >>> module = HFModule(model, lr=1e-3, scheduler="cosine", warmup_steps=0.1)
         >>> ids = torch.arange(8).view(2, 4)
         >>> module.training_step({"input_ids": ids, "labels": ids}, 0)["num_items"]
         tensor(6)
