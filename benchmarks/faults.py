@@ -1,6 +1,8 @@
 """Kills runs with SIGKILL at random, resumes them, and compares their final states with those of undisturbed runs.
 
     python benchmarks/faults.py --kills 1000 [--seed 0] [--only "ddp 2" "fsdp 2"] [--in-place] [--folder /tmp]
+    python benchmarks/faults.py --kills 120 --model pretraining      a language model on a packed mixture of documents
+    python benchmarks/faults.py --kills 120 --model adapters         LoRA, with checkpoints of the adapters alone
 
 Covers one process, DDP 2 and FSDP 2 over gloo, each with synchronous and with asynchronous saves. A run is a chain of
 starts: each start resumes the state that the previous one left, and is killed in turn, until one completes. A kill
@@ -166,13 +168,51 @@ class Fate:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, strategy: str, asynchronous: bool, board: Board, point: Point | None, patience: float) -> None:
+def net() -> tuple[TrainModule, Any, Any]:
+    """Returns a small net, its data, and the data to validate on."""
+    data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+    return Net(), torch.utils.data.RandomSampler(data), data
+
+
+def language_model(peft_config: Any = None) -> tuple[TrainModule, Any, Any]:
+    """Returns a small language model with dropout, a packed mixture of documents, and a part of it to validate on."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from leyden.hf import HFModule, MixedDataset, PackedDataset
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.2, **sizes))
+    texts = [
+        {"input_ids": torch.randint(1, 32, (length,)).tolist()} for length in torch.randint(2, 12, (160,)).tolist()
+    ]
+    sources = {"a": PackedDataset(texts[:80], 16), "b": PackedDataset(texts[80:], 16)}
+    mixed = MixedDataset(sources, {"a": 1, "b": 2}, block_size=6, length=48)
+    return HFModule(model, lr=0.02, peft_config=peft_config), torch.utils.data.SequentialSampler(mixed), mixed
+
+
+def adapters() -> tuple[TrainModule, Any, Any]:
+    """Returns a small language model under LoRA, and its data."""
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.2}
+    return language_model(config)
+
+
+MODELS: dict[str, Callable[[], tuple[TrainModule, Any, Any]]] = {
+    "net": net,
+    "pretraining": language_model,
+    "adapters": adapters,
+}
+
+
+def train(
+    folder: Path, model: str, strategy: str, asynchronous: bool, board: Board, point: Point | None, patience: float
+) -> None:
     """Trains from the newest checkpoint on."""
     functions.PATIENCE = patience
     Fate(board, point)
     # Seeds Python's random numbers too: a checkpoint contains their state, which would differ in each fork.
     seed_everything(0)
-    data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+    module, sampler, data = MODELS[model]()
+    options: dict[str, Any] = {"asynchronous": asynchronous, "trainable_only": model == "adapters"}
     trainer = Trainer(
         accelerator="cpu",
         devices=board.ranks,
@@ -183,12 +223,10 @@ def train(folder: Path, strategy: str, asynchronous: bool, board: Board, point: 
         enable_model_summary=False,
         log_every_n_steps=1,
         max_epochs=3,
-        callbacks=[
-            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=2, asynchronous=asynchronous)
-        ],
+        callbacks=[ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=2, **options)],
     )
-    loader = torch.utils.data.DataLoader(data, 8 // board.ranks, shuffle=True)
-    trainer.fit(Net(), loader, torch.utils.data.DataLoader(data, 8), ckpt_path="auto")
+    loader = torch.utils.data.DataLoader(data, 8 // board.ranks, sampler=sampler)
+    trainer.fit(module, loader, torch.utils.data.DataLoader(data, 8), ckpt_path="auto")
 
 
 def ending(folder: Path) -> dict[str, Any]:
@@ -289,7 +327,8 @@ class Trial:
         notes: descriptions of the defects that were found.
     """
 
-    def __init__(self, strategy: str, asynchronous: bool, root: Path, rng: random.Random) -> None:
+    def __init__(self, model: str, strategy: str, asynchronous: bool, root: Path, rng: random.Random) -> None:
+        self._model = model
         self._strategy, self._asynchronous, self._root, self._rng = strategy, asynchronous, root, rng
         self._board = Board(1 if strategy == "single" else 2)
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -341,7 +380,7 @@ class Trial:
         self.counts["starts"] += 1
         self._board.clear()
         patience = functions.PATIENCE if self._rng.random() < 0.05 else SHORT
-        work = partial(train, folder, self._strategy, self._asynchronous, self._board, point, patience)
+        work = partial(train, folder, self._model, self._strategy, self._asynchronous, self._board, point, patience)
         return launch(work, folder / "output")
 
     def _wait(self, job: int) -> int:
@@ -401,6 +440,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=STRATEGIES, nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--model", choices=MODELS, default="net")
     parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--folder", type=Path, help="where to train; by default in memory, as kills need no disk")
     args = parser.parse_args()
@@ -408,6 +448,9 @@ def main() -> None:
     torch.set_num_threads(1)
     # The first optimizer imports 800 modules of torch. This does it once, before the forks.
     torch.optim.AdamW([torch.zeros(1)])
+    if args.model != "net":
+        # So does each library.
+        MODELS[args.model]()
     # A rank's last garbage collection would copy every page shared with this process, which takes seconds per run.
     gc.collect()
     gc.freeze()
@@ -422,7 +465,7 @@ def main() -> None:
     for strategy, asynchronous in kinds:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(dir=place) as root:
-            trial = Trial(strategy, asynchronous, Path(root), rng)
+            trial = Trial(args.model, strategy, asynchronous, Path(root), rng)
             counts = trial.counts
             while counts["kills"] < args.kills / len(kinds):
                 trial.run()

@@ -41,6 +41,8 @@ def answer(program: str) -> float:
     """Runs a program in a new process; returns the number that it prints first."""
     # Import the checkout, installed or not, and not this folder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    # Installed packages have byte code, and so does a checkout after its first import.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 

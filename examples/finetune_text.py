@@ -23,6 +23,17 @@ def accuracy(evaluated: Any) -> dict[str, float]:
     return {"accuracy": (evaluated.predictions.argmax(-1) == evaluated.label_ids).mean()}
 
 
+def tokenized(tokenizer: Any) -> Any:
+    """Returns the passages as rows of tokens with their labels: nine tenths to train on, and a tenth to test on."""
+    texts, labels = passages(words=40)
+    rows = [
+        {"input_ids": ids, "labels": label}
+        for ids, label in zip(tokenizer(texts, truncation=True, max_length=64)["input_ids"], labels, strict=True)
+    ]
+    held_out = len(rows) // 10
+    return random_split(rows, [len(rows) - held_out, held_out], torch.Generator().manual_seed(0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="auto")
@@ -32,13 +43,7 @@ def main() -> None:
 
     seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained(PRETRAINED)
-    texts, labels = passages(words=40)
-    rows = [
-        {"input_ids": ids, "labels": label}
-        for ids, label in zip(tokenizer(texts, truncation=True, max_length=64)["input_ids"], labels, strict=True)
-    ]
-    held_out = len(rows) // 10
-    train, test = random_split(rows, [len(rows) - held_out, held_out], torch.Generator().manual_seed(0))
+    train, test = tokenized(tokenizer)
     collate = DataCollatorWithPadding(tokenizer)
 
     module = HFModule(

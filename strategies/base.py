@@ -105,7 +105,7 @@ class EmptyInit(TorchFunctionMode):
 
 T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
-Refused: TypeAlias = Literal["compiled", "exchange", "asynchronous", "micro_batches"]
+Refused: TypeAlias = Literal["compiled", "exchange", "asynchronous", "micro_batches", "trainable_only"]
 
 # Members that moved to Ranks: an override on the strategy would silently have no effect.
 _MOVED_TO_RANKS = {
@@ -239,6 +239,7 @@ class Strategy:
         - "exchange": swapping weights for others between two steps.
         - "asynchronous": writing a checkpoint in the background of training.
         - "micro_batches": batches that the loop splits into micro-batches.
+        - "trainable_only": checkpoints without frozen weights.
         """
         found: dict[Refused, str] = {}
         if self.drives_one:

@@ -7,9 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leyden.strategies import FSDPStrategy, MeshStrategy
+
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LENGTH = 12
 """The tokens of a row; shorter ones are padded."""
+
+
+STRATEGIES: dict[str, Any] = {
+    "single": lambda: "single_device",
+    "ddp": lambda: "ddp",
+    "fsdp": FSDPStrategy,
+    "tp": lambda: MeshStrategy(tp=2, dp_shard=1),
+    "pp": lambda: MeshStrategy(pp=2, dp_shard=1),
+}
+"""The layouts of two ranks, and one process, by name."""
 
 
 def make_model(kind: str, **config: Any) -> Any:

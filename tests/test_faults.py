@@ -31,6 +31,15 @@ def test_killed_runs_of_several_ranks_end_like_uninterrupted_ones() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("model", ["pretraining", "adapters"])
+def test_killed_runs_of_language_models_end_like_uninterrupted_ones(model: str) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers", minversion="5")
+    done = faults("--kills", "20", "--seed", "4", "--model", model)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
 def test_checkpoints_written_in_place_are_reported_as_damaged() -> None:
     done = faults("--kills", "30", "--only", "single", "--seed", "3", "--in-place")
     assert done.returncode == 1 and "damaged" in done.stdout, done.stdout + done.stderr

@@ -384,6 +384,7 @@ class Trainer:
         overwrite: bool = True,
         asynchronous: bool | None = None,
         storage_options: Any = None,
+        trainable_only: bool = False,
     ) -> Path:
         """Writes a checkpoint folder atomically: it appears complete or not at all.
 
@@ -396,6 +397,7 @@ class Trainer:
                 Errors are raised at the next step, and the end of fit waits for the thread. Outside of fit the write
                 completes before this method returns. None means False, or True with the `AsyncCheckpointIO` plugin.
             storage_options: passed to a custom `CheckpointIO`.
+            trainable_only: leave out frozen weights; see `ModelCheckpoint`, one of which must have it, too.
 
         Returns:
             The path of the checkpoint; an asynchronous save may still be writing it.
@@ -408,6 +410,7 @@ class Trainer:
         from leyden.trainer.saved import saving
 
         options = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
+        options["trainable_only"] = trainable_only
         options["asynchronous"] = saving.saves_in_background(self._run, asynchronous)
         path = Path(local_path(filepath, "filepath"))
         with self._run.heartbeat.during(Phase.SAVING):

@@ -77,6 +77,8 @@ class ModelCheckpoint(Callback):
         save_top_k: the number of checkpoints to keep; -1 for all, 0 for none (except the one of `save_last`).
         save_on_exception: also save when fit ends with an exception; the name follows `filename`.
         save_weights_only: omit optimizers, progress and random number states. Such a checkpoint cannot be resumed.
+        trainable_only: leave out weights that are frozen and that training has not changed, such as the model under
+            adapters. The checkpoint holds their digests, and a resume checks that the script has built the same ones.
         mode: "min" if lower values of the metric are better, "max" if higher values are. nan ranks worst.
         auto_insert_metric_name: "{epoch}" becomes `epoch=3`; otherwise `3`.
         every_n_train_steps: save after every n-th optimizer step; 0 for never. With a `monitor`, a save due at the same
@@ -135,6 +137,7 @@ class ModelCheckpoint(Callback):
         enable_version_counter: bool = True,
         save_on_each_node: bool = False,
         asynchronous: bool | None = None,
+        trainable_only: bool = False,
     ) -> None:
         check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(local_path(dirpath, "dirpath"))
@@ -145,7 +148,7 @@ class ModelCheckpoint(Callback):
         self.verbose = verbose
         self.save_last, self.save_top_k = save_last, save_top_k
         self.save_on_exception = save_on_exception
-        self.save_weights_only = save_weights_only
+        self.save_weights_only, self.trainable_only = save_weights_only, trainable_only
         self.auto_insert_metric_name = auto_insert_metric_name
         self._style.check(self.filename)
         self.enable_version_counter, self.save_on_each_node = enable_version_counter, save_on_each_node
@@ -173,6 +176,7 @@ class ModelCheckpoint(Callback):
             train_time_interval=self._schedule.seconds,
             **({"filename": self.filename} if is_named else {}),
             **({"save_weights_only": True} if self.save_weights_only else {}),
+            **({"trainable_only": True} if self.trainable_only else {}),
         )
 
     @property
@@ -438,9 +442,8 @@ class ModelCheckpoint(Callback):
         asynchronous = self.asynchronous if asynchronous is None else asynchronous
         with self._restored_on_failure() as ranking_before:
             self._enter(path, trainer, is_ranked)
-            written = str(
-                trainer.save_checkpoint(path, self.save_weights_only, overwrite=replaces, asynchronous=asynchronous)
-            )
+            options: Any = {"trainable_only": self.trainable_only, "overwrite": replaces, "asynchronous": asynchronous}
+            written = str(trainer.save_checkpoint(path, self.save_weights_only, **options))
             if written != path:
                 self._rename(path, written)
         is_keeper, save, link = self._ranks(trainer).is_keeper, trainer.pending_save, self._link(values)

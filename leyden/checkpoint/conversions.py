@@ -23,6 +23,8 @@ PACKED = [("MergeModulelist", 0), ("Concatenate", 1)]
 The result has the shape (experts, rows, columns). STACKED takes one matrix of each expert; PACKED also
 concatenates the rows of several matrices of an expert.
 """
+_WRAPPER = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
+"""What peft adds to the name of a weight whose layer it wraps. It copies layers that train as a whole."""
 
 
 def is_model(module: nn.Module) -> bool:
@@ -40,6 +42,9 @@ def converted(model: Any, tables: Mapping[str, Table]) -> dict[str, Table]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms: list[Any] = get_model_conversion_mapping(model)
+    wrapped: dict[str, list[str]] = {}
+    for own in model.state_dict():
+        wrapped.setdefault(_WRAPPER.sub(".", own), []).append(own)
     found: dict[str, Table] = {}
     stacks: dict[str, list[tuple[int, int, Table]]] = {}
     for key, table in tables.items():
@@ -57,7 +62,8 @@ def converted(model: Any, tables: Mapping[str, Table]) -> dict[str, Table]:
         stacks.setdefault(name, []).append(
             (converter.source_patterns.index(pattern), int(number[1]) if number else 0, table)
         )
-    return found | {name: _stack(parts) for name, parts in stacks.items()}
+    found |= {name: _stack(parts) for name, parts in stacks.items()}
+    return {own: table for name, table in found.items() for own in wrapped.get(name, [name])}
 
 
 def _model_name(key: str, transforms: list[Any]) -> tuple[str, Any, str]:

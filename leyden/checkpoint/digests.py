@@ -40,10 +40,8 @@ class DigestReader:
             module: the module, between two steps.
             wanted: called with a tensor's name and the tensor; returns True if this rank should read it.
         """
-        collector = _TensorCollector()
-        strategy.save(collector, module, None)
         tensors: dict[str, tuple[str, dict[Box, list[Tensor]]]] = {}
-        for name, tensor in collector.tensors.items():
+        for name, tensor in saved_tensors(strategy, module).items():
             if wanted(name, tensor):
                 check_tensor(tensor, name, sharded=True)
                 tensors[name] = (_form(tensor), _parts(tensor))
@@ -68,6 +66,13 @@ class DigestReader:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return on_host
+
+
+def saved_tensors(strategy: Strategy, module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of a module that a strategy saves, by name. All ranks call it."""
+    collector = _TensorCollector()
+    strategy.save(collector, module, None)
+    return collector.tensors
 
 
 class _TensorCollector:

@@ -14,6 +14,7 @@ import torch
 from leyden.checkpoint.foreign import ForeignWeights
 from leyden.checkpoint.format.errors import CheckpointError
 from leyden.checkpoint.format.manifest import KEPT
+from leyden.checkpoint.frozen import FrozenPart, digests_of
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError, needs
 from leyden.core.paths import local_path
@@ -61,7 +62,11 @@ def load_module(
     if isinstance(reader, CheckpointReader) and reader.has("user"):
         module.on_load_checkpoint(reader.state("user")["checkpoint"])
     weights, strict = reader.model(), module.strict_loading if strict is None else strict
-    if not strict:
+    frozen = FrozenPart.read(reader) if isinstance(reader, CheckpointReader) else None
+    if frozen is not None and isinstance(reader, CheckpointReader):
+        frozen.check(reader, module, digests_of(module, dtypes=frozen.dtypes), strict)
+        strict = False
+    elif not strict:
         check_partial(module, weights)
     load_weights(module, weights, strict)
     device = _device(map_location)

@@ -23,10 +23,22 @@ class Trained:
     def __init__(self) -> None:
         self._module: nn.Module | None = None
         self._before: dict[str, bool] = {}
+        self._base: tuple[nn.Module, Mapping[str, str]] | None = None
+        """The module and its digests before it was trained; see `note_base`."""
 
     def begin(self, module: nn.Module) -> None:
         """Records the flags of a module at the start of a fit."""
         self._module, self._before = module, _flags(module)
+
+    def note_base(self, module: nn.Module, digests: Mapping[str, str]) -> None:
+        """Records digests of all tensors before training. Later fits of the same module keep those of the first."""
+        if self._base is None or self._base[0] is not module:
+            self._base = module, digests
+
+    @property
+    def base(self) -> Mapping[str, str] | None:
+        """The digests of all tensors before training; None unless a ModelCheckpoint has `trainable_only`."""
+        return None if self._base is None else self._base[1]
 
     def state_dict(self) -> dict[str, bool]:
         if self._module is None:

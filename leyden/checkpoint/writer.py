@@ -113,6 +113,7 @@ class CheckpointWriter:
         self._plans = ShardPlans() if plans is None else plans
         self._unflushed = Unflushed()
         self._substitutes: Mapping[str, Tensor] = {}
+        self._left_out: Collection[str] = ()
         self._open = False
         self._heartbeat: staging.FolderHeartbeat | None = None
         self._ranks = CheckpointRanks() if ranks is None else ranks
@@ -210,6 +211,10 @@ class CheckpointWriter:
         """Makes `model` write these tensors, such as averaged weights, in place of the ones of the same name."""
         self._substitutes = tensors
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Makes `model` leave out the entries of these names."""
+        self._left_out = names
+
     def state(
         self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False, sharded: bool = False
     ) -> None:
@@ -260,6 +265,8 @@ class CheckpointWriter:
         extra: dict[str, Any] = {}
         first_names: dict[tuple[Any, ...], str] = {}
         for name, own in state_dict.items():
+            if name in self._left_out:
+                continue
             value = self._substitutes.get(name, own)
             if not isinstance(value, Tensor):
                 extra[name] = value

@@ -8,14 +8,22 @@ from leyden.core.lazy import lazy_name
 
 _HOMES = {
     "encode_chat": "leyden.hf.data",
+    "LengthGroupedSampler": "leyden.hf.data",
+    "MixedDataset": "leyden.hf.data",
+    "PackedDataset": "leyden.hf.data",
+    "SavePretrained": "leyden.hf.sharing",
     "HFModule": "leyden.hf.module",
     "from_training_arguments": "leyden.hf.arguments",
 }
 
 if TYPE_CHECKING:
     from leyden.hf.arguments import from_training_arguments as from_training_arguments
+    from leyden.hf.data import LengthGroupedSampler as LengthGroupedSampler
+    from leyden.hf.data import MixedDataset as MixedDataset
+    from leyden.hf.data import PackedDataset as PackedDataset
     from leyden.hf.data import encode_chat as encode_chat
     from leyden.hf.module import HFModule as HFModule
+    from leyden.hf.sharing import SavePretrained as SavePretrained
 
 __all__ = [*_HOMES]
 

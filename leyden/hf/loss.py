@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -189,3 +190,31 @@ def loss_of(outputs: Any) -> Tensor:
             "compute_loss_func."
         )
     return loss
+
+
+@torch.no_grad()
+def check_packing(model: Any, device: torch.device) -> None:
+    """Raises ConfigurationError if documents in one row see each other, although positions begin anew with each.
+
+    Some models make no mask from positions. Changes one of two documents, and compares what the model says of the
+    other.
+    """
+    takes_cache = "use_cache" in inspect.signature(base_model(model).forward).parameters
+    options: dict[str, Any] = {"use_cache": False} if takes_cache else {}
+    positions = torch.tensor([[0, 1, 0, 1]], device=device)
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        one, other = (
+            model(input_ids=torch.tensor([ids], device=device), position_ids=positions, **options).logits[0, 2:]
+            for ids in ([0, 1, 1, 0], [1, 0, 1, 0])
+        )
+    finally:
+        for part, is_training in modes.items():
+            part.training = is_training
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-5):
+        raise ConfigurationError(
+            f"{type(base_model(model)).__name__} does not tell packed documents apart by position_ids: each would see "
+            "those before it in its row. Train on padded rows with an attention_mask, or use a model such as Llama or "
+            "Qwen, which does."
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.checkpoint.frozen import FrozenPart, digests_of
+from leyden.checkpoint.reader import CheckpointReader
 from leyden.core.errors import ConfigurationError, kind_of, nearest, needs
+from leyden.hf.adapters import check_base, is_prompt, merged_model, plain_config, whole_copy, with_adapters
 from leyden.hf.loss import (
     Sizes,
     averages_items,
     base_model,
+    check_packing,
     count_items,
     label_names,
     loss_of,
@@ -25,6 +32,7 @@ from leyden.hf.loss import (
     smoothed_loss,
 )
 from leyden.hf.metrics import Predictions
+from leyden.strategies.base import Strategy
 from leyden.trainer.module import TrainModule
 
 _HUB = ("revision", "token", "cache_dir")
@@ -64,7 +72,8 @@ class HFModule(TrainModule):
         compute_metrics: a function of a `transformers.EvalPrediction` that returns metrics by name. Called once per
             validation with the predictions for all samples on all ranks, in their order. Logged as `val_…`.
         preprocess_logits_for_metrics: a function of `(logits, labels)` whose result is kept for `compute_metrics`.
-        peft_config: a configuration of peft, such as `LoraConfig`, for training adapters.
+        peft_config: a configuration of peft, such as `LoraConfig`, or its `to_dict()`, for training adapters. For
+            checkpoints without the model under them, use `ModelCheckpoint(trainable_only=True)`.
 
     Raises:
         ConfigurationError: if an argument is invalid.
@@ -115,11 +124,14 @@ class HFModule(TrainModule):
             raise ConfigurationError(
                 "model_class and model_kwargs are for a model that is given by name. Build this one with them instead."
             )
+        if peft_config is not None:
+            peft_config = plain_config(peft_config)
         self.save_hyperparameters(
             *(() if is_model else ("model", "model_kwargs")),
             "scheduler_kwargs",
             *(("model_class",) if isinstance(model_class, str) else ()),
             *("lr", "weight_decay", "warmup_steps", "label_smoothing"),
+            *(("peft_config",) if peft_config is not None else ()),
             *(("optimizer",) if isinstance(optimizer, str) else ()),
             *(("scheduler",) if scheduler is None or isinstance(scheduler, str) else ()),
         )
@@ -133,7 +145,7 @@ class HFModule(TrainModule):
         self._name = None if is_model else os.fspath(model)  # type: ignore[arg-type]
         self._model_class, self._model_kwargs = model_class, dict(model_kwargs or {})
         self._unread: Path | None = None
-        self._counts_items = self._shifts = self._takes_items = False
+        self._counts_items = self._shifts = self._takes_items = self._takes_cache = False
         self._sizes = Sizes()
         self._label_names: list[str] = []
         self._is_checked = False
@@ -157,24 +169,13 @@ class HFModule(TrainModule):
 
     def _finish(self) -> None:
         """Prepares the model for training: embeddings, adapters, and how it counts its loss."""
+        check_base(self.model)
         self._resize_embeddings()
         if self.peft_config is not None:
-            self._add_adapters()
+            self.model = with_adapters(self.model, self.peft_config, is_read=self._unread is None)
         self._settle()
         # from_pretrained returns a model in eval mode.
         self.model.train()
-
-    def _add_adapters(self) -> None:
-        with needs("peft", "hf", "HFModule(peft_config=…)"):
-            from peft import get_peft_model
-        if hasattr(self.model, "get_base_model"):
-            raise ConfigurationError("the model has adapters already: leave peft_config out.")
-        if self._unread is not None:
-            raise ConfigurationError(
-                "a sharding strategy reads the weights after the adapters are added, when layers have other names. "
-                "Pass the model itself with peft_config: HFModule(AutoModelForCausalLM.from_pretrained(folder), …)."
-            )
-        self.model = get_peft_model(self.model, self.peft_config)
 
     def _build(self) -> None:
         import transformers
@@ -199,7 +200,9 @@ class HFModule(TrainModule):
         build = getattr(model_class, "from_config", None) or model_class._from_config
         taken = {name: value for name, value in kwargs.items() if name not in (*_HUB, "subfolder")}
         try:
-            self.model = build(config, **taken)
+            # Restores the random state: adapters start as they do where no weights are drawn in place of those read.
+            with torch.random.fork_rng(devices=[]):
+                self.model = build(config, **taken)
         except TypeError as error:
             raise ConfigurationError(
                 f"model_kwargs: a sharding strategy builds the model from its configuration, which takes none of "
@@ -259,13 +262,13 @@ class HFModule(TrainModule):
         base = base_model(self.model)
         self._takes_items = averages_items(base)
         self._counts_items = self._takes_items or self.compute_loss_func is not None
+        self._takes_cache = "use_cache" in inspect.signature(base.forward).parameters
         self._shifts = shifts_labels(base)
         self._sizes = Sizes.of(base)
         self._label_names = label_names(base)
-        is_prompt = bool(getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False))
         is_multi_label = getattr(base.config, "problem_type", None) == "multi_label_classification"
-        if self.label_smoothing and (is_prompt or is_multi_label):
-            kind = "prompts that are learned" if is_prompt else "several labels per sample"
+        if self.label_smoothing and (is_prompt(self.model) or is_multi_label):
+            kind = "prompts that are learned" if is_prompt(self.model) else "several labels per sample"
             raise ConfigurationError(f"label_smoothing does not work with {kind}. Set label_smoothing=0.")
         if self.label_smoothing and getattr(base.config, "output_router_logits", False):
             raise ConfigurationError(
@@ -282,6 +285,8 @@ class HFModule(TrainModule):
         if not self._is_checked:
             # Reads the batch back from the device, so only the first one.
             self._sizes.check_values(batch)
+            if self._is_packed(batch) and self.trainer.strategy.replicates:
+                check_packing(self.model, self.device)
             self._is_checked = True
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Any:
@@ -315,12 +320,20 @@ class HFModule(TrainModule):
             inputs |= {} if shift is None else {"decoder_input_ids": shift(labels=labels)}
         if self._takes_items and num_items is not None:
             inputs["num_items_in_batch"] = num_items
+        if self._is_packed(inputs) and self._takes_cache:
+            # With a cache of keys and values, models ignore that positions begin anew: documents would see each other.
+            inputs["use_cache"] = False
         outputs = self(**inputs)
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items), outputs
         if labels is not None:
             return smoothed_loss(outputs.logits, labels, self.label_smoothing, self._shifts, num_items), outputs
         return loss_of(outputs), outputs
+
+    @staticmethod
+    def _is_packed(batch: Mapping[str, Any]) -> bool:
+        """Returns True if a model is to make its mask from the positions, which begin anew with each document."""
+        return {"input_ids", "position_ids"} <= batch.keys() and "attention_mask" not in batch
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
         return self._evaluate(batch, "val")
@@ -440,27 +453,101 @@ class HFModule(TrainModule):
         self._predictions.clear()
 
     # saving -----------------------------------------------------------------------------------------------------------
-    def save_pretrained(self, folder: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        merged: bool = False,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Writes a folder that `from_pretrained` of transformers reads: weights, configuration, tokenizer.
 
         All ranks call it. Rank 0 gathers the whole weights and writes them. Of a model with adapters, only the adapters
-        are written.
+        are written, for `PeftModel.from_pretrained`.
 
         Args:
             folder: the folder; created if missing.
+            merged: write a whole model with the adapters merged into its weights. The module itself keeps them apart.
+            ckpt_path: a checkpoint of this module, whose weights are written in place of the present ones.
             **kwargs: further arguments of the model's `save_pretrained`, such as `max_shard_size`.
 
         Raises:
-            ConfigurationError: if the model is not built yet.
+            ConfigurationError: if the model is not built yet; with `merged`, if it has no adapters that can be merged.
         """
         if self.model is None:
             raise ConfigurationError("save_pretrained: the model is built when a run starts. Call it after that.")
+        if merged and not hasattr(self.model, "get_base_model"):
+            raise ConfigurationError("save_pretrained(merged=True): the model has no adapters. Leave merged out.")
+        is_whole = merged or not hasattr(self.model, "peft_config")
+        if is_whole and (Path(folder) / "adapter_config.json").exists():
+            raise ConfigurationError(
+                f"{folder} holds adapters, which from_pretrained would add to the model that is saved there. Choose "
+                "another folder."
+            )
         trainer = self._trainer
-        state = self.state_dict() if trainer is None else trainer.strategy.full_state_dict(self, rank0_only=True)
-        if trainer is None or trainer.is_global_zero:
+        strategy = None if trainer is None else trainer.strategy
+        ranks = CheckpointRanks(strategy, folder)
+        saved = None if ckpt_path is None else CheckpointReader(ckpt_path)
+        if saved is not None:
+            self._check_fits(saved, strategy)
+        state = self.state_dict() if strategy is None else strategy.full_state_dict(self, rank0_only=True)
+
+        def write() -> None:
+            state.update({} if saved is None else saved.model())
             weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
-            self.model.save_pretrained(folder, state_dict=weights, **kwargs)
+            if merged:
+                merged_model(self.model, weights).save_pretrained(folder, **kwargs)
+            elif is_prompt(self.model):
+                whole_copy(self.model, weights).save_pretrained(folder, **kwargs)
+            else:
+                self.model.save_pretrained(folder, state_dict=weights, **kwargs)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-        if trainer is not None:
-            trainer.strategy.barrier("save_pretrained")
+
+        ranks.first(write)
+
+    def _check_fits(self, reader: CheckpointReader, strategy: Strategy | None) -> None:
+        """Raises if a checkpoint and this module hold different weights, or different frozen ones."""
+        frozen = FrozenPart.read(reader) or FrozenPart()
+        now = digests_of(self, strategy, dtypes=frozen.dtypes) if frozen.digests else {}
+        frozen.check(reader, self, now, strict=True)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload by Leyden",
+        merged: bool = False,
+        ckpt_path: str | os.PathLike[str] | None = None,
+    ) -> str | None:
+        """Uploads the model to the hub, with a card that has the last metrics and the hyperparameters.
+
+        All ranks call it, and rank 0 uploads. After an upload that broke off, a second call sends what is missing.
+
+        Args:
+            repo_id: the repository, such as "me/model"; created if missing.
+            private: whether a new repository is private.
+            token: a token of the hub; by default the one that `hf auth login` stored.
+            revision: the branch; created if missing.
+            commit_message: the message of the commit.
+            merged: see `save_pretrained`.
+            ckpt_path: see `save_pretrained`.
+
+        Returns:
+            The address of the commit on rank 0, None on other ranks.
+
+        Raises:
+            huggingface_hub.errors.HfHubHTTPError: if the hub refuses, such as a token that may not write.
+        """
+        from leyden.hf.sharing import upload
+
+        with tempfile.TemporaryDirectory(prefix="leyden-hub-") as folder:
+            self.save_pretrained(folder, merged=merged, ckpt_path=ckpt_path)
+            if self._trainer is not None and not self._trainer.is_global_zero:
+                return None
+            options: Any = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
+            return upload(Path(folder), repo_id, self, **options)

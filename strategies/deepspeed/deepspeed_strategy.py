@@ -172,6 +172,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             **super().refusals,
             "asynchronous": "the engine may move weights and state in any pass, so each checkpoint is written before "
             "training continues",
+            "trainable_only": "the engine keeps frozen weights in memory of its own, where they are not compared. Use "
+            "FSDP",
         }
 
     # environment ------------------------------------------------------------------------------------------------------

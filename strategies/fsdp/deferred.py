@@ -69,6 +69,7 @@ class Deferred:
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._known: dict[int, torch.UntypedStorage] = {}
+        self._scratch = _memory(0)
 
     @contextmanager
     def recording(self, draws: bool = True) -> Iterator[None]:
@@ -79,6 +80,7 @@ class Deferred:
         """
         with _Record(self, draws), _OnMeta(draws):
             yield
+        self._scratch = _memory(0)
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
         """Returns the recipe of a tensor's values; None if the tensor was not built in `recording`."""
@@ -106,6 +108,28 @@ class Deferred:
                     if last_use[key] == i:
                         del storages[key]
         return {recipe: recipe.view(storages[recipe.storage]) for recipe in wanted}
+
+    def draw_and_discard(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        """Runs a draw only to advance the generator; returns the generator's previous state."""
+        generator = kwargs.get("generator") or torch.default_generator
+        state: Tensor = generator.get_state()
+        zeros = _on_cpu((args, kwargs), self._zeros_like)
+        try:
+            function(*zeros[0], **zeros[1])
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{function} draws random numbers that depend on values, and tensors on the meta device have none "
+                f"({error}). Build this module outside configure_model and init_module."
+            ) from error
+        return state
+
+    def _zeros_like(self, tensor: Tensor) -> Tensor:
+        """Returns zeros in memory that all draws share: memory that is freed for each would not all be given back."""
+        size = tensor.untyped_storage().nbytes()
+        if self._scratch.nbytes() < size:
+            self._scratch = _memory(size)
+        zeros: Any = torch.empty(0, dtype=tensor.dtype, device=CPU)
+        return zeros.set_(self._scratch, 0, tensor.shape, tensor.stride()).zero_()  # type: ignore[no-any-return]
 
     def note(self, function: Any, args: Any, kwargs: Any, outputs: Any, state: Tensor | None) -> None:
         """Records an operation on meta tensors."""
@@ -141,7 +165,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if draws and not self.draws and outputs is args[0]:
             return outputs
         if any(_is_meta(t) for t in tree_flatten((args, kwargs, outputs))[0]):
-            state = _draw_and_discard(func, args, kwargs) if draws and self.draws else None
+            state = self.deferred.draw_and_discard(func, args, kwargs) if draws and self.draws else None
             self.deferred.note(func, args, kwargs, outputs, state)
         return outputs
 
@@ -168,21 +192,8 @@ class _OnMeta(TorchFunctionMode):
         return self._create(func, types, args, kwargs)
 
 
-def _draw_and_discard(function: Any, args: Any, kwargs: Any) -> Tensor:
-    """Runs a draw only to advance the generator; returns the generator's previous state."""
-    generator = kwargs.get("generator") or torch.default_generator
-    state: Tensor = generator.get_state()
-    zeros = _on_cpu(
-        (args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=CPU).zero_()
-    )
-    try:
-        function(*zeros[0], **zeros[1])
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"{function} draws random numbers that depend on values, and tensors on the meta device have none "
-            f"({error}). Build this module outside configure_model and init_module."
-        ) from error
-    return state
+def _memory(size: int) -> torch.UntypedStorage:
+    return torch.empty(size, dtype=torch.uint8, device=CPU).untyped_storage()
 
 
 def _replay(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:

@@ -157,6 +157,7 @@ class XLAStrategy(Strategy):
             "of batches",
             # Inductor does not support the device, and outputs of the backend "openxla" have no gradient (tried, 2.9).
             "compiled": "its engine compiles the whole step itself. Pass the module without torch.compile",
+            "trainable_only": "each comparison of frozen weights would be compiled as a program. Use FSDP",
             "exchange": "its tensors are values of a traced step, and writing to them in place is untested. Use DDP "
             "or FSDP",
         }

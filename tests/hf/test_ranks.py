@@ -7,24 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import make_model, rows
+from hf_models import STRATEGIES, make_model, rows
 from models import QUIET
 from ranks.world import run_world
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.hf import HFModule
-from leyden.strategies import FSDPStrategy, MeshStrategy
 
 transformers = pytest.importorskip("transformers", minversion="5")
-
-STRATEGIES: dict[str, Any] = {
-    "single": lambda: "single_device",
-    "ddp": lambda: "ddp",
-    "fsdp": FSDPStrategy,
-    "tp": lambda: MeshStrategy(tp=2, dp_shard=1),
-    "pp": lambda: MeshStrategy(pp=2, dp_shard=1),
-}
 
 
 def order(evaluated: Any) -> dict[str, float]:
@@ -99,26 +90,3 @@ def few_rows(strategy: str, folder: str) -> dict[str, float]:
 def test_a_rank_without_a_sample_takes_part_in_metrics(strategy: str, single: Any) -> None:
     expected = {"val_rows/dataloader_idx_0": 1.0, "val_rows/dataloader_idx_1": 7.0}
     assert run_world(2, few_rows, strategy, str(single[0])) == [expected, expected]
-
-
-def adapt(strategy: str, out: str) -> None:
-    from peft import LoraConfig
-
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    model = make_model("llama")
-    torch.manual_seed(1)
-    module = HFModule(model, peft_config=config, lr=1e-2)
-    per_rank = 4 if strategy == "single" else 2
-    trainer = Trainer(strategy=STRATEGIES[strategy](), max_steps=4, verbose=False, **QUIET)
-    trainer.fit(module, DataLoader(rows("llama", 16), per_rank))
-    module.save_pretrained(out)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_adapters_on_two_ranks_end_like_those_of_one_process(strategy: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    adapt("single", str(tmp_path / "single"))
-    run_world(2, adapt, strategy, str(tmp_path / strategy))
-    one, two = (peft.PeftModel.from_pretrained(make_model("llama"), tmp_path / name) for name in ("single", strategy))
-    found = two.state_dict()
-    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-5) for name, value in one.state_dict().items())

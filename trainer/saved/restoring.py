@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.foreign import ForeignWeights
 from leyden.checkpoint.format.errors import CheckpointError, blame, naming
+from leyden.checkpoint.frozen import FrozenPart, digests_of
 from leyden.checkpoint.gained import add_gained_groups, drop_gained_groups, has_more_groups, names_gained
 from leyden.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.checkpoint.owners import RankStates, Unclaimed
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.step_states import SCHEDULERS
-from leyden.core.errors import StateError
+from leyden.core.errors import ConfigurationError, StateError
 from leyden.core.paths import local_path
 from leyden.core.rank_zero import warn
 from leyden.core.saved_state import SavedState
 from leyden.data.positions import check_loaders
 from leyden.strategies.weights import check_partial
 from leyden.trainer.events.progress import Progress
+from leyden.trainer.saved.checkpoint_folders import checkpoint_callbacks
 from leyden.trainer.saved.goal import Goal
 from leyden.trainer.saved.identity import Identity
 from leyden.trainer.saved.resuming import Reader, progress_of
@@ -64,6 +66,7 @@ class Restorer:
         self._schedulers: dict[str, Any] | None = None
         self._optimizers: list[dict[str, Any]] | None = None
         self._lightning: LightningRun | None = None
+        self._frozen: FrozenPart | None = None
         if isinstance(reader, CheckpointReader):
             self._read(reader)
         elif isinstance(reader, ForeignWeights) and reader.is_lightning:
@@ -71,6 +74,8 @@ class Restorer:
 
     def _read(self, reader: CheckpointReader) -> None:
         run, parts = self._run, self._parts
+        if "weights" in parts:
+            self._frozen = FrozenPart.read(reader)
         is_fit, has_states = run.state.stage == "fit", reader.has("user")
         like = None
         if is_fit and has_states:
@@ -138,8 +143,12 @@ class Restorer:
         """Restores the weights, and in fit the DataModule and callbacks: everything before the optimizers."""
         run, reader = self._run, self.reader
         restores = reader is not None and "weights" in self._parts
+        own = checkpoint_callbacks(run.callbacks) if run.state.stage == "fit" else []
+        needs_base = self._frozen is not None or any(callback.trainable_only for callback in own)
         if not self._within:
-            run.module.configure_weights(_ignore if restores else self._load_folder)
+            run.module.configure_weights(_ignore if restores and not needs_base else self._load_folder)
+        if needs_base:
+            self._compare_base()
         if reader is None:
             return
         if restores:
@@ -157,10 +166,26 @@ class Restorer:
         if run.state.stage != "fit":
             self._release()
 
+    def _compare_base(self) -> None:
+        """Notes the weights before training, and checks those that the checkpoint leaves out."""
+        run = self._run
+        reason = run.strategy.refusals.get("trainable_only")
+        if reason is not None:
+            raise ConfigurationError(f"trainable_only=True with strategy={run.strategy.name!r}: {reason}.")
+        now = digests_of(run.module, run.strategy)
+        if not self._within:
+            run.trained.note_base(run.module, now)
+        if self._frozen is not None:
+            assert isinstance(self.reader, CheckpointReader)
+            self._frozen.check(self.reader, run.module, now, run.module.strict_loading)
+
     def _load(self, reader: Reader, strict: bool | None = None) -> None:
         run = self._run
         strict = run.module.strict_loading if strict is None else strict
-        if not strict:
+        if self._frozen is not None and reader is self.reader:
+            # What is missing has been compared.
+            strict = False
+        elif not strict:
             check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
         with naming(reader.weights_file):
             run.strategy.load_module(reader, run.module, strict)

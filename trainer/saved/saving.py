@@ -6,13 +6,15 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.checkpoint.checkpoint_io import CheckpointIO, pack
 from leyden.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.checkpoint.format.codec import check_encodable
+from leyden.checkpoint.frozen import FILE as FROZEN
+from leyden.checkpoint.frozen import FrozenPart, frozen_part
 from leyden.checkpoint.owners import collect_rank, write_rank
 from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.saves import is_possible
@@ -31,6 +33,7 @@ from leyden.trainer.saved.states import UserStates, rank_owners, step_states_of
 from leyden.trainer.starting.build import saves_asynchronously
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from leyden.trainer.engine.engine import Engine
@@ -72,6 +75,7 @@ def save(
     path: Path,
     *,
     weights_only: bool,
+    trainable_only: bool,
     exact: bool,
     overwrite: bool,
     asynchronous: bool,
@@ -83,6 +87,7 @@ def save(
         loop: the current or last fit loop; None without one.
         path: the path of the checkpoint.
         weights_only: True to save only the weights.
+        trainable_only: True to leave out weights that are frozen and as they were before training.
         exact: True to refuse saving inside an accumulation window.
         overwrite: True to replace an existing checkpoint.
         asynchronous: True to write it in a background thread.
@@ -105,7 +110,12 @@ def save(
         for logger in run.loggers:
             logger.save()
         users = UserStates(run)
-        writer.substitute(users.replaced_weights())
+        replaced = users.replaced_weights()
+        writer.substitute(replaced)
+        if trainable_only:
+            frozen = _frozen_part(run, replaced)
+            writer.leave_out(frozen.digests)
+            writer.json(FROZEN, frozen.to_dict())
         if weights_only:
             strategy.save(writer, run.module, None)
         else:
@@ -141,6 +151,17 @@ def _check_savable(run: Run, exact: bool) -> None:
             "Call it after the window's step (in on_train_batch_end, if trainer.window.closes), or pass exact=False."
         )
     check_reaches_all_ranks(run.engine, run.hooks, "save_checkpoint")
+
+
+def _frozen_part(run: Run, replaced: Mapping[str, Tensor]) -> FrozenPart:
+    """Returns the tensors that are frozen now, and equal to those before training. All ranks call it."""
+    base = run.trained.base
+    if base is None:
+        raise ConfigurationError(
+            "trainable_only=True: a checkpoint leaves out frozen weights if they are as before training, which only a "
+            "fit with ModelCheckpoint(trainable_only=True) notes."
+        )
+    return frozen_part(run.module, run.strategy, base, replaced)
 
 
 def _is_scheduled(hooks: Hooks, progress: Progress) -> bool:

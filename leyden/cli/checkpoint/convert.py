@@ -1,5 +1,6 @@
-"""`leyden convert` converts another trainer's checkpoint. This file reads weights and hyperparameters;
-`convert_state.py` reads the state of the run.
+"""`leyden convert` converts another trainer's checkpoint, or one of HFModule to a folder of transformers.
+
+This file reads weights and hyperparameters; `convert_state.py` reads the state of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from torch import Tensor
 from leyden.checkpoint.foreign import load_weights_only
 from leyden.checkpoint.format.codec import check_encodable
 from leyden.checkpoint.format.errors import CheckpointError
+from leyden.checkpoint.format.manifest import MANIFEST
 from leyden.checkpoint.format.secrets import masked_values
+from leyden.checkpoint.frozen import FrozenPart
+from leyden.checkpoint.reader import CheckpointReader
 from leyden.checkpoint.writer import CheckpointWriter
 from leyden.cli.checkpoint.convert_state import Names, of_accelerate, of_lightning
 from leyden.cli.models import ARGS, load_model, parse_arguments
@@ -43,9 +47,17 @@ OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_stat
     metavar="MODULE:CLASS",
     help="The model's class, to get the order of its parameters if FILE does not record it.",
 )
+@click.option("--merged", is_flag=True, help="Of a checkpoint of HFModule: merge its adapters into the model.")
 @ARGS
 def command(
-    file: str, out: str | None, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
+    file: str,
+    out: str | None,
+    trust: bool,
+    model: int | None,
+    prefix: str | None,
+    like: str | None,
+    merged: bool,
+    arguments: str,
 ) -> None:
     """Convert FILE to a checkpoint and write it to OUT.
 
@@ -54,11 +66,21 @@ def command(
     identified, since other trainers save them by order, not by name. Continue with fit(ckpt_path=OUT,
     restore={"weights", "optimizers", "progress"}) or restore="weights"; with an Accelerator, call load_state(OUT). The
     data starts from the beginning.
+
+    If FILE is a checkpoint that Leyden's HFModule saved, OUT becomes a folder for transformers' from_pretrained; for
+    peft, if the model has adapters.
     """
     source = Path(local_path(file, "FILE"))
     # "." and ".." have no stem.
     named = source if source.name.strip(".") else source.resolve()
     target = Path(local_path(out, "OUT")) if out else named.with_name(f"{named.stem}-leyden")
+    if (source / MANIFEST).is_file():
+        target = target if out else named.with_name(f"{named.name}-pretrained")
+        _save_pretrained(source, target, merged)
+        click.echo(f"{target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
+        return
+    if merged:
+        raise ConfigurationError(f"--merged is for checkpoints of Leyden's HFModule, and {source} is none.")
     before = f"{prefix}." if prefix else ""
     hparams: dict[str, Any] = {}
     if source.is_dir():
@@ -88,6 +110,30 @@ def command(
         click.echo(f"not converted: the hyperparameter {name}, which is not a plain value")
     for left in taken.left:
         click.echo(f"not converted: {left}")
+
+
+def _save_pretrained(checkpoint: Path, folder: Path, merged: bool) -> None:
+    """Writes a checkpoint of HFModule as a folder of transformers; of a model with adapters, one of peft.
+
+    Raises:
+        ConfigurationError: if another module saved the checkpoint, or its model cannot be built from a name.
+    """
+    from leyden.hf import HFModule
+
+    reader = CheckpointReader(checkpoint)
+    saved = reader.state("hparams").get("module", {}) if reader.has("hparams") else {}
+    if not {"label_smoothing", "scheduler_kwargs", "warmup_steps"} <= saved.keys():
+        raise ConfigurationError(
+            f"{checkpoint} was not saved by HFModule. To write the weights of another module, use `leyden merge`."
+        )
+    frozen = FrozenPart.read(reader)
+    source = saved.get("model") or (frozen and frozen.source)
+    if source is None:
+        raise ConfigurationError(
+            f"{checkpoint} does not name its pretrained model. In Python, pass the model: "
+            "HFModule.load_from_checkpoint(checkpoint, model=…).save_pretrained(folder)."
+        )
+    HFModule.load_from_checkpoint(checkpoint, model=source).save_pretrained(folder, merged=merged)
 
 
 def _order(like: str | None, arguments: str) -> list[str] | None:
