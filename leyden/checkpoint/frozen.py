@@ -24,7 +24,7 @@ from leyden.strategies.base import Strategy
 
 FILE = "frozen"
 _SHOWN = 8
-_BITS = {1: torch.uint8, 2: torch.int16}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _UNUSED = ".original_module."
 """Where peft keeps the layer of which it trains a copy. Nothing computes with it, and a new head there is random."""
 
@@ -196,7 +196,7 @@ def _sum(part: Tensor, offsets: tuple[int, ...]) -> Tensor:
         offsets: its place in the whole tensor.
     """
     factors = [_factors(start, size, part.device) for start, size in zip(offsets, part.shape, strict=True)]
-    if part.element_size() <= 2:
+    if part.element_size() in _BITS:
         return _weighted(part.view(_BITS[part.element_size()]), factors)
     # A sum of whole 64-bit words would not tell apart changes of their highest bits.
     words = part.unsqueeze(-1).view(torch.int32)

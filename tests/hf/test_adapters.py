@@ -22,6 +22,7 @@ from leyden.hf import HFModule
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5")
 
+IN_FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("tp", "pp")]
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -101,7 +102,7 @@ def test_a_checkpoint_takes_little_more_than_the_adapters_and_their_optimizer(tm
     assert size - 70_000 < 1.05 * 3 * trained < size * 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *IN_FULL])
 def test_two_ranks_end_like_one_process_and_resume_each_others_checkpoints(
     strategy: str, single: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *IN_FULL])
 def test_the_model_under_the_adapters_is_read_in_shards(strategy: str, folder: str, tmp_path: Path) -> None:
     # A layer that trains as a whole is a copy of the model's; a plan cannot split it.
     config = LORA if strategy == "tp" else {**LORA, "modules_to_save": ["lm_head"]}
