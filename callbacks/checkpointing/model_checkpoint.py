@@ -79,6 +79,7 @@ class ModelCheckpoint(Callback):
         save_weights_only: omit optimizers, progress and random number states. Such a checkpoint cannot be resumed.
         trainable_only: leave out weights that are frozen and that training has not changed, such as the model under
             adapters. The checkpoint holds their digests, and a resume checks that the script has built the same ones.
+            Those of `save_on_exception` hold all weights.
         mode: "min" if lower values of the metric are better, "max" if higher values are. nan ranks worst.
         auto_insert_metric_name: "{epoch}" becomes `epoch=3`; otherwise `3`.
         every_n_train_steps: save after every n-th optimizer step; 0 for never. With a `monitor`, a save due at the same
