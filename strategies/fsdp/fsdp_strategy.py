@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from leyden.core.errors import ConfigurationError, LeydenError, kind_of
 from leyden.core.rank_zero import warn
@@ -32,6 +33,7 @@ from leyden.strategies.fsdp.sharding import (
     local,
     prefetch_forward,
     shard_like,
+    shared_by,
     whole,
 )
 from leyden.strategies.fsdp.values import Slot, Values
@@ -118,6 +120,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Groups that stay gathered between forward and backward."""
         self._step_hooks: dict[nn.Module, StepHooks] = {}
         self._ignored: list[nn.Parameter] = []
+        self._ignored_hooks: list[RemovableHandle] = []
         self._replaced = ReplacedParameters()
         self._values = Values()
         self._syncs, self._average_pending = True, False
@@ -204,7 +207,10 @@ class FSDPStrategy(ProcessGroupStrategy):
     def teardown(self) -> None:
         for hooks in self._step_hooks.values():
             hooks.remove()
-        self._roots, self._kept_gathered, self._ignored, self._step_hooks = [], [], [], {}
+        for handle in self._ignored_hooks:
+            handle.remove()
+        self._roots, self._kept_gathered, self._step_hooks = [], [], {}
+        self._ignored, self._ignored_hooks = [], []
         self._collectives = None
         self._replaced, self.before_forward = ReplacedParameters(), None
         super().teardown()
@@ -234,8 +240,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         ignored = set(averaged)
         # In manual optimization, backward runs inside training_step, before the module's own forward has returned: FSDP
         # would never reduce a root's gradients. So each child becomes a root of its own.
-        manual = not getattr(module, "automatic_optimization", True)
-        roots = list(_root_candidates(module)) if manual else [module]
+        manual = not getattr(module, "automatic_optimization", True) and self.shard_mesh is not None
+        roots = list(dict.fromkeys(_root_candidates(module))) if manual else [module]
         policy = self.settings["mp_policy"] or policy_of(self.precision)
         earlier = module.__dict__.get("_leyden_record")
         if earlier is not None:
@@ -244,9 +250,19 @@ class FSDPStrategy(ProcessGroupStrategy):
             restart(roots)
         else:
             self._shard_new(module, roots, ignored, policy)
-        averaged.update(dict.fromkeys(map(module.get_parameter, self.record.scalars)))
+        averaged.update(dict.fromkeys(map(module.get_parameter, self.record.kept_whole)))
         # Frozen parameters are included: they may be unfrozen later.
-        self._ignored += averaged
+        known = set(self._ignored)
+        for parameter in averaged:
+            if parameter in known or not parameter.is_floating_point():
+                # A second module lists the same `ignored_modules`; averaging twice would divide twice.
+                continue
+            self._ignored.append(parameter)
+            trains = parameter.requires_grad
+            # torch refuses hooks on a frozen parameter, but keeps those of one that is frozen later.
+            handle = parameter.requires_grad_().register_post_accumulate_grad_hook(self._note_gradient)
+            parameter.requires_grad_(trains)
+            self._ignored_hooks.append(handle)
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
         every_group = self.settings["reshard_after_forward"] not in (None, True)
         self._kept_gathered += [
@@ -262,12 +278,23 @@ class FSDPStrategy(ProcessGroupStrategy):
         self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
         """Shards a module that no earlier run has sharded."""
+        self._check_unshared(module)
         settings, split = self.settings, self.split_for(module, ignored)
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
         self.precision.convert_for_shards(module)
-        groups = choose(module, settings["auto_wrap_policy"], ignored)
+        # `fully_shard` would give each of these roots a shard of its own, and the shards would drift apart. One call
+        # for all of them does not help: torch refuses a root of several modules.
+        shared = shared_by(roots) - ignored
+        if shared and split is not None:
+            name = next(name for name, parameter in module.named_parameters() if parameter in shared)
+            raise ConfigurationError(
+                f"{name!r} is shared by several children of {type(module).__name__}, and in manual optimization FSDP "
+                "shards each child separately, which a mesh with tp cannot do for a shared parameter. Move the "
+                "children into one module with its own forward, or use a mesh without tp or without dp_shard."
+            )
+        groups = choose(module, settings["auto_wrap_policy"], ignored | shared)
         recomputed = settings["activation_checkpointing_policy"]
         checkpointed = checkpoint_activations(module, groups if recomputed is True else recomputed)
         if settings["compile"]:
@@ -287,6 +314,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             split=split,
             source=self.ranks.host_group if settings["sync_module_states"] and self.ranks.world_size > 1 else None,
         )
+        sharding.keep_whole(module, shared)
         for part in (*parts, *roots):
             sharding.apply(part)
         if roots != [module]:
@@ -298,8 +326,25 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._replaced.after(module, old_parameters)
         guard_exports(module)
         shape, form = tuple(self.shard_mesh.shape) if self.shard_mesh is not None else (), self.precision.form
-        self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form, sharding.scalars)
+        self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form, sharding.kept_whole)
         module.__dict__["_leyden_record"] = self.record
+
+    def _check_unshared(self, module: nn.Module) -> None:
+        """Refuses a module that shares a parameter with one that is sharded already: each would train its own shard.
+
+        Raises:
+            ConfigurationError: names the parameter.
+        """
+        # A module around one that is sharded already is allowed.
+        nested = {p for part in module.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
+        sharded = {p for root in self._roots if isinstance(root, nn.Module) for p in root.parameters()} - nested
+        for name, parameter in module.named_parameters():
+            if parameter in sharded or self._replaced.find(parameter) is not None:
+                raise ConfigurationError(
+                    f"{name!r} of {type(module).__name__} is shared with another module that is sharded already, and "
+                    "FSDP shards each module separately. Put both into one module with its own forward, and prepare "
+                    "that one, or use strategy='ddp'."
+                )
 
     def check_trained(self) -> None:
         for root in self._roots:
@@ -420,6 +465,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         for root in self._roots:
             root.set_requires_gradient_sync(enabled)
 
+    def _note_gradient(self, parameter: Tensor) -> None:
+        # The user's own loss.backward(), in manual optimization, bypasses `backward`.
+        self._average_pending = True
+
     def _average_ignored(self) -> None:
         """Averages the gradients of unsharded parameters over the ranks; `fully_shard` does not reduce them."""
         self._average_pending = False
@@ -455,6 +504,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
+        if self._average_pending and self._syncs:
+            self._average_ignored()
         parameters = [p for p in parameters if p.grad is not None]
         if algorithm == "value":
             grads = [local(p.grad) for p in parameters if p.grad is not None]

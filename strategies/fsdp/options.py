@@ -27,7 +27,7 @@ class ShardRecord:
         policy: dtypes in which parameters are gathered and gradients reduced.
         mesh: sizes, (shard,) or (replicate, shard).
         form: the layers that the precision substituted; empty if it kept the model's own.
-        scalars: 0-d parameters, which stay unsharded.
+        kept_whole: parameters that stay unsharded: 0-d ones, and those that several roots share.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class ShardRecord:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     mesh: tuple[int, ...] = ()
     form: str = ""
-    scalars: list[str] = field(default_factory=list)
+    kept_whole: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -54,8 +54,8 @@ class ShardRecord:
         dtypes: Counter[torch.dtype] = Counter()
         for parameter in module.parameters():
             dtypes[parameter.dtype] += parameter.numel()
-        scalars = [name for name, parameter in module.named_parameters() if parameter in unsharded]
-        return cls(kinds, dict(groups.tied), checkpointed, dict(dtypes), policy, mesh, form, scalars)
+        kept_whole = [name for name, parameter in module.named_parameters() if parameter in unsharded]
+        return cls(kinds, dict(groups.tied), checkpointed, dict(dtypes), policy, mesh, form, kept_whole)
 
     def line(self) -> str:
         """Returns the record as one line, for the summary at the start of fit."""
@@ -74,8 +74,8 @@ class ShardRecord:
             parts.append(f"reduced in {_short(self.policy.reduce_dtype)}")
         if self.checkpointed:
             parts.append(f"{len(self.checkpointed)} checkpointed")
-        if self.scalars:
-            parts.append(f"{', '.join(self.scalars[:3])}{', …' if len(self.scalars) > 3 else ''} unsharded")
+        if self.kept_whole:
+            parts.append(f"{', '.join(self.kept_whole[:3])}{', …' if len(self.kept_whole) > 3 else ''} unsharded")
         if self.tied:
             parts.append(f"{len(self.tied)} tied, kept in the root")
         return ", ".join(parts)

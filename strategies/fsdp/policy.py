@@ -73,7 +73,7 @@ def choose(root: nn.Module, policy: WrapPolicy, ignored: set[nn.Parameter] | Non
                 "around: choose the modules in it."
             )
     groups = Groups(sorted(names, key=lambda name: -name.count(".")))
-    _leave_out_tied(root, groups)
+    _leave_out_tied(root, groups, skipped)
     return groups
 
 
@@ -203,12 +203,12 @@ def _takes_recurse(policy: Callable[..., Any]) -> bool:
         return False
 
 
-def _leave_out_tied(root: nn.Module, groups: Groups) -> None:
+def _leave_out_tied(root: nn.Module, groups: Groups, skipped: set[nn.Parameter]) -> None:
     """Removes groups with a parameter that is also used outside the group: its two shards would drift apart."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in root.named_modules(remove_duplicate=False):
         for own, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in skipped:
                 owners.setdefault(id(parameter), []).append((module_name, own))
     shared = [places for places in owners.values() if len(places) > 1]
     modules = dict(root.named_modules(remove_duplicate=False))

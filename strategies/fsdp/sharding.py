@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Sharding:
         before: called with a module and a parameter name, once the parameter has its values and before it is sharded.
         split: splits the layers of a group over another mesh dimension, once every rank has their values. Adds to
             `ignored` the parameters that other ranks hold.
-        scalars: 0-d parameters that stay unsharded.
+        kept_whole: parameters that stay unsharded: 0-d ones, and those that several roots share.
     """
 
     mesh: DeviceMesh | None
@@ -51,7 +52,7 @@ class Sharding:
     before: Callable[[nn.Module, str], None] | None = None
     split: Callable[[list[Slot]], None] | None = None
 
-    scalars: set[nn.Parameter] = field(default_factory=set)
+    kept_whole: set[nn.Parameter] = field(default_factory=set)
     _seen: set[Slot] = field(default_factory=set)
 
     def apply(self, part: nn.Module) -> None:
@@ -73,6 +74,10 @@ class Sharding:
             self.split(slots)
         if self._is_held_elsewhere(part):
             return
+        if self._is_whole(part):
+            # A group without parameters, nested in two roots, would belong to the root that runs first.
+            part.to(self.device)
+            return
         if self.mesh is None:
             # torch refuses to move a DTensor with a weak reference, such as those in ReplacedParameters. Models that
             # hand-written code split are on the device already.
@@ -93,9 +98,31 @@ class Sharding:
         for module, name in slots:
             tensor = getattr(module, name)
             if isinstance(tensor, nn.Parameter) and tensor.dim() == 0:
-                tensor.data = tensor.data.to(self.device)
-                self.ignored.add(tensor)
-                self.scalars.add(tensor)
+                self._keep(tensor)
+
+    def keep_whole(self, root: nn.Module, parameters: set[nn.Parameter]) -> None:
+        """Leaves parameters of a module unsharded. Must be called before any part of the module is sharded."""
+        slots = [
+            (module, name)
+            for module in root.modules()
+            for name, parameter in module._parameters.items()
+            if parameter in parameters
+        ]
+        self._seen.update(slots)
+        self._materialize(slots)
+        if self.source is not None:
+            self._broadcast_values(slots)
+        for module, name in slots:
+            self._keep(getattr(module, name))
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(self.device)
+        self.ignored.add(parameter)
+        self.kept_whole.add(parameter)
+
+    def _is_whole(self, part: nn.Module) -> bool:
+        parameters = list(part.parameters())
+        return bool(parameters) and all(p in self.kept_whole for p in parameters)
 
     def _is_held_elsewhere(self, part: nn.Module) -> bool:
         """Returns True if other ranks hold all parameters of the module: `split` added every one to `ignored`."""
@@ -213,6 +240,12 @@ def prefetch_forward(parts: list[FSDPModule]) -> None:
     """Lets each group prefetch the next group's parameters before its own forward."""
     for part, following in itertools.pairwise(parts):
         part.set_modules_to_forward_prefetch([following])
+
+
+def shared_by(roots: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Returns the parameters that belong to more than one of some modules."""
+    counts = Counter(parameter for root in roots for parameter in root.parameters())
+    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def check_sharded(root: nn.Module, ignored: set[nn.Parameter]) -> None:

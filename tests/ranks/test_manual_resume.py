@@ -26,14 +26,17 @@ class Accumulates(TrainModule):
         kind: "zeroes last", "zeroes first", "zeroes never", "zeroes seldom", "plain" for a plain loss.backward(), or
             "mixed" for one beside manual_backward.
         exchanges: whether ranks exchange gradients in each batch, or only in the one before a step.
+        shares: whether the two parts share a weight.
     """
 
-    def __init__(self, kind: str = "zeroes last", exchanges: bool = True) -> None:
+    def __init__(self, kind: str = "zeroes last", exchanges: bool = True, shares: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.kind, self.exchanges = kind, exchanges
         torch.manual_seed(0)
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3 if shares else 1)
+        if shares:
+            self.two.weight = self.one.weight
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         for number, optimizer in enumerate(self.optimizers(), start=2):  # type: ignore[arg-type]
@@ -153,6 +156,7 @@ def test_a_resume_keeps_sparse_gradients(tmp_path: Path) -> None:
         ("fsdp", {"exchanges": True}),
         ("fsdp", {"exchanges": False}),
         ("fsdp", {"heads": True}),
+        ("fsdp", {"exchanges": False, "shares": True}),
     ],
 )
 def test_each_rank_keeps_its_own_gradients(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
